@@ -98,7 +98,7 @@ class Streaming(LayerSequence):
 
 def _results(model: Streaming, batches: Iterator[Any], depth: int) -> Iterator[Any]:
     """Yields the results. In flight are the calls that were begun and not yielded, at most ``depth``."""
-    stream, error, is_exhausted = _Stream(model), None, False
+    stream, failure, is_exhausted = _Stream(model), None, False
     try:
         while True:
             while not is_exhausted and stream.num_in_flight < depth:
@@ -107,17 +107,17 @@ def _results(model: Streaming, batches: Iterator[Any], depth: int) -> Iterator[A
                     stream.begin(next(batches))
                 except StopIteration:
                     is_exhausted = True
-                except Exception as found:  # of this mini-batch: the results before come first
-                    error, is_exhausted = found, True
+                except Exception as error:  # of this mini-batch: the results before come first
+                    failure, is_exhausted = error, True
             if stream.num_in_flight:
                 yield stream.finish()
-            elif error is not None:
-                raise error
+            elif failure is not None:
+                raise failure
             else:
                 return
     finally:
         stream.close()
-        error = None  # otherwise its traceback refers to this frame, which refers to it
+        failure = None  # otherwise its traceback refers to this frame, which refers to it
 
 
 class _Stream:

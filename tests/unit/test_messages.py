@@ -19,13 +19,14 @@ from tests.unit.message_cases import OF_ARGUMENTS, Case
 from tests.unit.message_cases_of_fusion import OF_FUSION, WARNINGS_OF_FUSION
 from tests.unit.message_cases_of_layers import OF_LAYERS, WARNINGS_OF_LAYERS
 from tests.unit.message_cases_of_models import OF_MODELS, WARNINGS_OF_MODELS
+from tests.unit.message_cases_of_streams import OF_STREAMS
 from tests.unit.message_cases_of_training import OF_TRAINING
 from tests.unit.message_cases_of_weights import OF_WEIGHTS
 
 # One worker of pytest-xdist runs all cases, and so runs each of them once.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("messages")]
 
-ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS, *OF_TRAINING]
+ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS, *OF_TRAINING, *OF_STREAMS]
 WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_FUSION, *WARNINGS_OF_MODELS]
 PACKAGE = Path(gpipe_fast.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ EXEMPT = {
     "a condition on sizes does not hold": "the reason why there is no template, of which users see nothing",
     "the trace has ": "a kind of result that PyTorch's tracer makes of no known layer",
     "raise first_error": "an error of the user's model",
+    "raise failure": "an error of a mini-batch, raised after the results of those before",
     "raise Differs": "its text becomes the reason in another message, which cases trigger",
     "raise Unknown": "its text becomes the reason in another message, which cases trigger",
     "raise CannotLaunch": "the pass catches it, and leaves the nodes",
