@@ -237,6 +237,10 @@ void InferenceStream::loop() {
   } catch (...) {
     error_ = std::current_exception();
   }
+  if (!is_aborted_ && !positions_.front().is_last()) {  // closed between two runs, within an item
+    const Pipeline::EngineLock lock(*pipeline_, [] {});
+    abort();
+  }
   ended_.store(true, std::memory_order_seq_cst);
   pipeline_->stream_changed_.wake();
 }
@@ -286,6 +290,7 @@ void InferenceStream::keep_error(Failure failure) {
 }
 
 void InferenceStream::abort() {
+  is_aborted_ = true;
   const Transport& transport = *pipeline_->transport_;
   transport.survive_failures();
   if (!transport.is_cpu()) {

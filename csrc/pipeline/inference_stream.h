@@ -89,6 +89,7 @@ class InferenceStream final : private Work {
   const int owner_pid_;
   std::vector<Position> positions_;  // by stage; each is used by the stage's worker
   int64_t window_begin_ = 0;         // micro-batches of earlier runs
+  bool is_aborted_ = false;
 
   std::mutex mutex_;                         // guards `items_`, and changes of `num_popped_`
   std::deque<std::shared_ptr<Item>> items_;  // pushed and not popped
