@@ -27,6 +27,7 @@ BENCHMARKS = {
     "pipeline": "steps of two concurrent stages of GPT blocks compared with their critical path",
     "recompute": "GPT blocks compared with eager checkpointing, each in its own process",
     "regions": "registers and spills of the generated kernels of all stages, compiled without a GPU",
+    "schedules": "bubbles of sleeping stages and times of GPT blocks under each schedule of a step",
     "signature": "overhead of a call before any stage runs",
     "step": "steps of GPT blocks compared with torch.distributed.pipelining, torchgpipe and plain PyTorch",
     "tracing": "time to trace and lower GPT blocks",

@@ -321,18 +321,73 @@ def test_a_failed_step_changes_nothing(schedule: str) -> None:
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
 
 
-def test_a_weight_of_two_stages() -> None:
-    def tied() -> nn.Sequential:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_weight_of_two_stages_gets_the_sum_of_their_gradients(schedule: str) -> None:
+    def layers(is_tied: bool) -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        model[2].weight = model[0].weight
+        if is_tied:
+            model[2].weight = model[0].weight
+        else:
+            model[2].load_state_dict(model[2].state_dict() | {"weight": model[0].weight.data})
         return model
 
-    pipe, plain = GPipe(tied(), [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1f1b"), tied()
-    pipe.step(X, target=X, loss_fn=F.mse_loss)
-    F.mse_loss(plain(X), X).backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    pipe = GPipe(layers(True), [2, 2], devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    plain = layers(False)
+    x = X[:8]
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, target=x, loss_fn=F.mse_loss)
+    total = functools.partial(F.mse_loss, reduction="sum")
+    plain_step(plain, x, x, 4, schedule, total, x.numel())
+    found = {name: p.grad for name, p in pipe.named_parameters()}
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    expected["0.weight"] = expected.pop("2.weight") + expected["0.weight"]
+    assert unequal(found, expected) == []
+
+
+def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
+    """Lets random actions of a step fail, at its begin or end, and compares everything with before."""
+    draw = random.Random(seed)
+    pipe = GPipe(
+        layers(),
+        [2, 2, 2, 2],
+        devices=["cpu"] * 4,
+        chunks=4,
+        checkpoint=draw.choice(CHECKPOINT_MODES),
+        schedule=schedule,
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+    ((trainer, _),) = pipe._trainers.values()
+    actions = [str(action) for row in trainer._planner.latest.schedule.stages for action in row]
+
+    def everything() -> dict[str, Tensor]:
+        found = {name: t.detach() for name, t in (*pipe.named_parameters(), *pipe.named_buffers())}
+        found |= {f"gradient of {name}": p.grad for name, p in pipe.named_parameters()}
+        states = optimizer.state_dict()["state"]
+        return found | {f"momentum {i}": state["momentum_buffer"] for i, state in states.items()}
+
+    before = {name: t.clone() for name, t in everything().items()}
+    for _ in range(num_faults):
+        trainer._pipeline.inject_faults(faults=[(draw.choice(actions), 0, "RuntimeError")])
+        with pytest.raises(RuntimeError, match="injected"):
+            pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+        assert unequal(everything(), before) == []
+    trainer._pipeline.inject_faults()
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+    assert unequal(everything(), before) != []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_random_failures_change_nothing(schedule: str) -> None:
+    failures_change_nothing(schedule, 8, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_thousand_failures_change_nothing(schedule: str) -> None:
+    failures_change_nothing(schedule, 250, 1)
 
 
 def test_another_batch_dimension_and_autocast() -> None:

@@ -62,6 +62,7 @@ gpipe_fast
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,
         return_outputs: bool = False, optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None, max_norm: float | None = None, **kwargs: Any) -> Any
+    stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self
   build_info(...)

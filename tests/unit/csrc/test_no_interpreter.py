@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +165,51 @@ def test_actions_need_no_gil(checkpoint: str) -> None:
         found = run_until_gil_is_held(pipe, call or backward(forward()))
         assert set(found.recording.latest) == set(part.order()), phase
         assert found.needed_no_gil, (phase, found.acquired, found.begin, found.end, found.released)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_a_whole_step_needs_no_gil(schedule: str) -> None:
+    chunks = M // 4
+    pipe = GPipe(nn.Sequential(*layers()), [2, 2, 2, 2], chunks=chunks, schedule=schedule)
+    pipe.step(tokens(chunks), loss_fn=Tensor.sum, normalizer=1)
+    ((trainer, _),) = pipe._trainers.values()
+    calls: list[Any] = []
+
+    class Recorder:
+        def step(self, *args: Any) -> Any:
+            calls.append(args)
+            return pipeline_of(pipe).step(*args)
+
+    with mock.patch.object(trainer, "_pipeline", Recorder()):
+        pipe.step(tokens(chunks), loss_fn=Tensor.sum, normalizer=1)
+    found = run_until_gil_is_held(pipe, lambda: pipeline_of(pipe).step(*calls[0]))
+    assert len(found.recording.latest) > 8 * chunks
+    assert found.needed_no_gil, (found.acquired, found.begin, found.end, found.released)
+
+
+def test_the_python_functions_called_by_a_step_do_not_depend_on_its_size() -> None:
+    found = set()
+    for balance, chunks in itertools.product([[4, 4], [2, 2, 2, 2]], [2, 8]):
+        for schedule in ("1f1b", "zb-h1"):
+            pipe = GPipe(nn.Sequential(*layers()), balance, chunks=chunks, schedule=schedule)
+            x = tokens(8)
+            for _ in range(3):
+                pipe.step(x, loss_fn=Tensor.sum, normalizer=1)
+            count = 0
+
+            def profile(frame: Any, event: str, argument: Any) -> None:
+                nonlocal count
+                count += event == "call"
+
+            gc.disable()
+            sys.setprofile(profile)
+            try:
+                pipe.step(x, loss_fn=Tensor.sum, normalizer=1)
+            finally:
+                sys.setprofile(None)
+                gc.enable()
+            found.add(count)
+    assert len(found) == 1, found
 
 
 def test_a_python_operator_is_seen_to_need_the_gil() -> None:
