@@ -64,6 +64,9 @@ OF_TRAINING = [
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
     case("no parameter and no input requires one", "", step, frozen=True),
+    case(
+        "the model has no layers", "pass some", lambda: GPipe(nn.Sequential(), []).step(X, loss_fn=F.mse_loss)
+    ),
     case("got type", "torch.optim.AdamW(model.parameters())", step, optimizer=torch.optim.SGD),
     case("none of the optimizer's 2 parameters", "of model.parameters()", step, optimizer=OF_ANOTHER_MODEL),
     case("got float", "torch.amp.GradScaler('cuda'), or 'cpu'", step, scaler=2.0**16),
