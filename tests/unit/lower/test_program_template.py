@@ -252,7 +252,7 @@ def test_a_partial_fraction_is_lowered_concretely() -> None:
 def test_the_number_of_kept_programs_and_of_attempts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_template, "_MAX_VARIANTS", 1)
     monkeypatch.setattr(program_template, "_MAX_MISSES", 3)
-    key = (NO_RECOMPUTE, ACCUMULATION)
+    key = program_template._Key(NO_RECOMPUTE, ACCUMULATION, False)
     instances = gpt_instances(7, 30, 10, 40, 9)  # every other decision differs
     templates = ProgramTemplates.of(instances[0].template)
     for instance in instances:
