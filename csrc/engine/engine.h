@@ -1,7 +1,7 @@
 // The engine: one worker per stage walks that stage's actions. Free of torch.
 //
-// It knows no schedule by name and no tensor: an action is run by an abstract Work, and two stages meet only at slots, and at the turns of
-// their group.
+// It knows no schedule by name and no tensor: an action is run by an abstract Work, and two stages meet only at slots,
+// and at the turns of their group.
 #pragma once
 
 #include "engine/actions.h"

@@ -1,8 +1,8 @@
 // What stages synchronize through: slots, which are room for boundary tensors between two neighbouring stages; and the
 // turns of stages that run one at a time.
 //
-// There is one object Slots for each connection and direction. The tensors are stored with the receiver; slots only count
-// them:
+// There is one object Slots for each connection and direction. The tensors are stored with the receiver; slots only
+// count them:
 //
 //   sent 5, received 3, capacity 4:   two tensors wait, two more may be sent before the sender has to wait
 #pragma once

@@ -49,7 +49,8 @@ class InferenceStream final : private Work {
   // Cancels the items that are not complete, and ends the stream's thread.
   void close();
 
-  // Returns whether this is the copy of a stream in the child of a fork. Only close() may be called, which does nothing.
+  // Returns whether this is the copy of a stream in the child of a fork. Then only close() may be called, which does
+  // nothing.
   bool is_copy_of_parents() const;
 
  private:

@@ -52,8 +52,8 @@ class MiniBatch final : public Work {
   std::vector<Boundary> take_outputs();
   // Writes the module's buffers in place, which increments their autograd versions.
   void end_forward();
-  // Ends one stage's forward before end_forward(), if another mini-batch follows in the same run: releases the programs.
-  // Called by the stage's worker. Throws if the forward has written buffers, which the other one would not see.
+  // Ends one stage's forward before end_forward(), if another mini-batch follows in the same run: releases the
+  // programs. Called by the stage's worker. Throws if the forward has written buffers, which the other one would not see.
   void end_stage_forward(int32_t stage);
 
   // Takes the gradients of the last stage's outputs, by micro-batch. Throws if a buffer that the backward reads was

@@ -131,6 +131,10 @@ Pipeline::EngineLock::~EngineLock() {
 Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll, TransportChoice transport)
     : engine_(num_stages), transport_choice_(transport), poll_(std::move(poll)) {}
 
+// Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
+// add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
+// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator
+// throws a plain c10::Error; only its message shows that memory ran out.
 void Pipeline::raise(const Failure& failure, const MiniBatch& minibatch) {
   const Action& action = failure.action;
   std::string where = "in action " + action.name();

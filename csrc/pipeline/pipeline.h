@@ -143,9 +143,4 @@ auto Pipeline::block_if_closed(const Body& body) {
   }
   for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
 }
-
-// Rethrows the error, and adds the action and, if a program reported it, the layer to its message; layers in Python
-// add a note with the same text (gpipe_fast/runtime/python_layers.py). Uses the c10::Error subclass of the same kind,
-// if there is one, because PyTorch's autograd turns every other type into a RuntimeError. PyTorch's CPU allocator
-// throws a plain c10::Error; only its message shows that memory ran out.
 }  // namespace gpipe_fast

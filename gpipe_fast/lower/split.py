@@ -128,8 +128,8 @@ def _values_to_hold(
 ) -> list[fx.Node]:
     """Returns the values that the gradients of parameters are computed from, as ``_values_to_save``.
 
-    What needs no boundary gradient is not computed again, because a kernel that rounds in another way might
-    then decide differently.
+    Values that need no boundary gradient are held as well, and not computed again: other kernels might round
+    in another way, and a comparison, such as that of ReLU, might then decide differently.
     """
     given = {n.node: n.port for n in inputs}
     before = _needed_nodes(given, (n.node for n in of_inputs))

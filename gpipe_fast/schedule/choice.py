@@ -46,19 +46,20 @@ def schedule_for(
             stage in another order than that of the micro-batches.
     """
     if isinstance(choice, str):
-        options: dict[str, Any] = {"num_ranks": num_devices} if _has_ranks(choice, num_devices) else {}
+        has_ranks = choice == "interleaved" and num_devices > 1
+        options: dict[str, Any] = {"num_ranks": num_devices} if has_ranks else {}
         return SCHEDULES[choice](num_stages, num_microbatches, recomputed=recomputed, **options)
     found = choice if isinstance(choice, Schedule) else choice(num_stages, num_microbatches)
     if not isinstance(found, Schedule):
         raise TypeError(
-            f"schedule= must return a gpipe_fast.schedule.Schedule, got {type(found).__name__}; make one by "
-            "Schedule.of or Schedule.from_csv"
+            "a function that is passed as schedule must return a gpipe_fast.schedule.Schedule, got "
+            f"{type(found).__name__}; make one by Schedule.of or Schedule.from_csv"
         )
     if (found.num_stages, found.num_microbatches) != (num_stages, num_microbatches):
         raise ValueError(
             f"the schedule has {found.num_stages} stages and {found.num_microbatches} micro-batches, but the "
-            f"step has {num_stages} and {num_microbatches}; pass schedule= a function of both numbers that "
-            "returns a schedule"
+            f"step has {num_stages} and {num_microbatches}; set schedule to a function of both numbers that "
+            "returns one"
         )
     for stage, actions in enumerate(found.stages):
         forwards = [action.microbatch for action in actions if action.kind is Kind.F]
@@ -70,7 +71,3 @@ def schedule_for(
                 "and the forwards in ascending order, because layers may update buffers"
             )
     return Schedule.of(found.ranks, num_microbatches, slots=found.slots, recomputed=recomputed)
-
-
-def _has_ranks(name: str, num_devices: int) -> bool:
-    return name == "interleaved" and num_devices > 1

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: a rank runs several stages in turn, so that a rank waits for shorter ones.
+"""Interleaved 1F1B: a rank runs several shorter stages in turn, and so waits less for others.
 
 K = 4 stages on 2 ranks, stage i on rank i mod 2; M = 4 micro-batches::
 
@@ -22,7 +22,6 @@ def interleaved(
     num_microbatches: int,
     *,
     num_ranks: int | None = None,
-    slots: int | None = None,
     recomputed: Collection[int] | None = None,
 ) -> Schedule:
     """Returns interleaved 1F1B, for any number of micro-batches.
@@ -31,7 +30,6 @@ def interleaved(
         num_stages: K.
         num_microbatches: M.
         num_ranks: the number of ranks, which divides K; None for half as many as stages.
-        slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
         recomputed: the micro-batches that recompute; as for `fill_drain`, backwards are split if given.
 
     Raises:
@@ -58,7 +56,7 @@ def interleaved(
         # The last round may lack micro-batches.
         order = (action for action in (*forwards[:ahead], *pairs) if action is not None)
         ranks.append([action for action in order if action.microbatch < num_microbatches])
-    return Schedule.of(ranks, num_microbatches, slots=slots, recomputed=recomputed)
+    return Schedule.of(ranks, num_microbatches, recomputed=recomputed)
 
 
 def _in_rounds(kind: Kind, stages: Sequence[int], num_rounds: int, size: int) -> list[Action]:

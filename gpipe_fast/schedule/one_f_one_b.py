@@ -23,7 +23,6 @@ def one_f_one_b(
     num_stages: int,
     num_microbatches: int,
     *,
-    slots: int | None = None,
     recomputed: Collection[int] | None = None,
 ) -> Schedule:
     """Returns the schedule 1F1B.
@@ -31,7 +30,6 @@ def one_f_one_b(
     Args:
         num_stages: K.
         num_microbatches: M.
-        slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
         recomputed: the micro-batches that recompute; as for `fill_drain`, backwards are split if given.
 
     Raises:
@@ -45,4 +43,4 @@ def one_f_one_b(
         )
         pairs = zip_longest(backwards, forwards[ahead:])
         ranks.append([*forwards[:ahead], *(action for pair in pairs for action in pair if action)])
-    return Schedule.of(ranks, num_microbatches, slots=slots, recomputed=recomputed)
+    return Schedule.of(ranks, num_microbatches, recomputed=recomputed)

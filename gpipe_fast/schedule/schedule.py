@@ -114,9 +114,8 @@ class Schedule:
     def from_csv(cls, text: str) -> Schedule:
         """Parses a CSV of ``torch.distributed.pipelining``, as its ``_dump_csv`` writes it.
 
-        Both of its dialects are read, ``compute_only`` and ``compute_comms``. Transfers are set anew, and
-        actions of FSDP are left out. ``Schedule.of`` sets where a boundary tensor is received; where several
-        actions overlap, they run one after another.
+        Both of its dialects are read, ``compute_only`` and ``compute_comms``. Transfers are set anew, as by
+        `of`; actions of FSDP are left out; and actions that overlap run one after another.
 
         Raises:
             ValueError: a cell is not an action, or the schedule is invalid.

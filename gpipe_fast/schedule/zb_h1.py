@@ -7,7 +7,8 @@ K = 3 stages, M = 4 micro-batches; a column is one tick, and F, I and W take equ
     stage 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
 Source: arXiv 2401.10241, section 3: as many micro-batches as with 1F1B are in flight, and a stage computes
-weight gradients while it would wait. If F, I and W take equally long, the bubble is a third of 1F1B's.
+weight gradients where it would wait. If F, I and W take equally long, the bubble is a third of that of 1F1B
+with whole backwards, and half of that of 1F1B whose stages send an I's gradient before the W.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ def zb_h1(
     num_stages: int,
     num_microbatches: int,
     *,
-    slots: int | None = None,
     recomputed: Collection[int] | None = None,
 ) -> Schedule:
     """Returns the schedule ZB-H1.
@@ -30,7 +30,6 @@ def zb_h1(
     Args:
         num_stages: K.
         num_microbatches: M.
-        slots: boundary tensors that may wait on a connection, in one direction; None means M: no SEND waits.
         recomputed: the micro-batches that recompute.
 
     Raises:
@@ -46,4 +45,4 @@ def zb_h1(
             order += [(Kind.F, m + ahead)] * (m + ahead < num_microbatches)
         order += [(Kind.W, m) for m in range(max(0, num_microbatches - stage), num_microbatches)]
         ranks.append([Action(stage, kind, m) for kind, m in order])
-    return Schedule.of(ranks, num_microbatches, slots=slots, recomputed=recomputed)
+    return Schedule.of(ranks, num_microbatches, recomputed=recomputed)

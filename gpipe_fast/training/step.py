@@ -221,7 +221,7 @@ class Training(LayerSequence):
             The loss of each micro-batch, weighted and divided; and the output, or None.
         """
         if not len(self):
-            raise ValueError("a step computes gradients, but the model has no layers; pass some to GPipe")
+            raise ValueError("the model has no layers, so it has no loss; pass some to GPipe")
         dim = self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim[0]
         targets = None if target is None else Inputs.of((target,), {}, dim)
         inputs = self._checked_inputs(args, kwargs)

@@ -150,12 +150,12 @@ gpipe_fast.schedule
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
       backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
   interleaved(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None,
-      slots: int | None = None, recomputed: Collection[int] | None = None) -> Schedule
-  one_f_one_b(num_stages: int, num_microbatches: int, *, slots: int | None = None,
+      recomputed: Collection[int] | None = None) -> Schedule
+  one_f_one_b(num_stages: int, num_microbatches: int, *,
       recomputed: Collection[int] | None = None) -> Schedule
   schedule_for(choice: ScheduleChoice, num_stages: int, num_microbatches: int, *,
       num_devices: int = 1, recomputed: Collection[int] | None = None) -> Schedule
-  zb_h1(num_stages: int, num_microbatches: int, *, slots: int | None = None,
+  zb_h1(num_stages: int, num_microbatches: int, *,
       recomputed: Collection[int] | None = None) -> Schedule
 gpipe_fast.verify
   class Report(rows: tuple[Row, ...], num_microbatches: int, show_all: bool = False) -> None
