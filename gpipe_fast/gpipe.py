@@ -366,7 +366,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Container):
             if observed:
                 plan = without_observers(self._plan, inputs, global_hook(), given)
             else:
-                plan = self._planner.plan(self._describe(inputs, given))
+                plan = self._plan(inputs, None, given)
             state = self._state if self._planner.module_warnings.in_python else None
             call = PreparedCall(plan, self._pipeline, self._state.parameters, self._state.buffers, state)
             if state is not None:

@@ -33,12 +33,7 @@ def _information() -> _Information:
     return found
 
 
-def mapped_bytes() -> int:
-    """Returns the bytes of blocks that are mapped by themselves: all that are larger than 32 MiB."""
-    return int(_information().hblkhd)
-
-
 def heap_bytes() -> int:
-    """Returns the bytes of all blocks in the main thread's heap, and of those that are mapped."""
+    """Returns the bytes of all blocks in the heaps of threads, and of those that are mapped by themselves."""
     found = _information()
     return int(found.uordblks + found.hblkhd)

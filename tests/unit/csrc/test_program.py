@@ -14,7 +14,7 @@ from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
-from tests.heap import mapped_bytes
+from tests.heap import heap_bytes
 from tests.stages import CPU, Runner, input_values, run_graph, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,9 +196,9 @@ def test_programs_share_an_arena() -> None:
 def test_a_growing_arena_frees_the_smaller_block() -> None:
     """Programs of other sizes hold the arena until they run again; they must not keep its old block alive."""
     arena = Arena()
-    sizes = (2**18, 2**19)  # rows of 64 bytes; blocks this large are always mapped by themselves
+    sizes = (2**18, 2**19)  # rows of 64 bytes
     layers = [nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)]
-    runners, mapped = [], []
+    runners, others = [], []
     for rows in sizes:
         x = torch.randn(rows, 16, requires_grad=True)
         runners.append(Runner(backward_of(layers, x), layers, arena=arena))
@@ -206,9 +206,9 @@ def test_a_growing_arena_frees_the_smaller_block() -> None:
         runners[-1](values)
         del values, x
         gc.collect()
-        mapped.append(mapped_bytes() - arena.bytes)
+        others.append(heap_bytes() - arena.bytes)
     assert arena.bytes == runners[1].program.arena_bytes > runners[0].program.arena_bytes >= 2**25
-    assert mapped[1] - mapped[0] < runners[0].program.arena_bytes // 2
+    assert others[1] - others[0] < runners[0].program.arena_bytes // 2
 
 
 def test_a_program_reads_updated_and_rebound_parameters() -> None:
