@@ -354,8 +354,9 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Container):
                 like = plan.first_output(self._stages[-1])
                 gradients = given.gradients(plan.schedule.num_microbatches, like)
             tensors = call.parameters, call.buffers, call.key()
+            update = None if given.updates is None else given.updates.of(call.parameters)
             outputs, structure = call.pipeline.step(
-                plan.native, inputs.tensors, given.tensors, gradients, *tensors
+                plan.native, inputs.tensors, given.tensors, gradients, *tensors, update
             )
         return self._finish_call(call, outputs, structure)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,23 +82,57 @@ class Streaming(LayerSequence):
                 does in train mode; stages were moved to other devices; or, under train mode, mini-batches
                 draw random numbers in another order than calls.
         """
-        if isinstance(batches, Tensor):
-            raise TypeError(
-                f"batches must be an iterable of mini-batches, got a tensor of shape {list(batches.shape)}; "
-                "pass [x]"
-            )
-        if depth is None:
-            depth = max(2, 2 * len(self._balance))
-        if type(depth) is not int or depth < 1:
-            raise ValueError(f"depth must be a positive integer or None, got {depth!r}")
         if not len(self):
-            return (pass_through(*_arguments(batch), self.batch_dim) for batch in batches)
-        return _results(self, iter(batches), depth)
+            check_depth(batches, depth)
+            return (pass_through(*arguments_of(batch), self.batch_dim) for batch in batches)
+        return results(CallStream(self), batches, depth, len(self._balance))
 
 
-def _results(model: Streaming, batches: Iterator[Any], depth: int) -> Iterator[Any]:
+class OpenStream(Protocol):
+    """Calls in flight, whose results come in order."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of calls that were begun and not finished."""
+
+    def check_unchanged(self) -> None:
+        """Checks that no layer in Python has changed what others read; the next call forgets their state."""
+
+    def begin(self, batch: Any) -> None:
+        """Begins the call for a mini-batch."""
+
+    def finish(self) -> Any:
+        """Waits for the oldest call, and returns its result."""
+
+    def close(self) -> None:
+        """Cancels the calls in flight."""
+
+
+def check_depth(batches: Any, depth: Any) -> None:
+    """Checks the arguments of `stream`.
+
+    Raises:
+        TypeError: ``batches`` is a tensor.
+        ValueError: ``depth`` is neither a positive integer nor None.
+    """
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches must be an iterable of mini-batches, got a tensor of shape {list(batches.shape)}; "
+            "pass [x]"
+        )
+    if depth is not None and (type(depth) is not int or depth < 1):
+        raise ValueError(f"depth must be a positive integer or None, got {depth!r}")
+
+
+def results(stream: OpenStream, batches: Iterable[Any], depth: int | None, num_stages: int) -> Iterator[Any]:
+    """Returns a generator of the results of a stream; arguments and errors as of `Streaming.stream`."""
+    check_depth(batches, depth)
+    return _results(stream, iter(batches), max(2, 2 * num_stages) if depth is None else depth)
+
+
+def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator[Any]:
     """Yields the results. In flight are the calls that were begun and not yielded, at most ``depth``."""
-    stream, failure, is_exhausted = _Stream(model), None, False
+    failure, is_exhausted = None, False
     try:
         while True:
             while not is_exhausted and stream.num_in_flight < depth:
@@ -120,10 +154,11 @@ def _results(model: Streaming, batches: Iterator[Any], depth: int) -> Iterator[A
         failure = None  # otherwise its traceback refers to this frame, which refers to it
 
 
-class _Stream:
-    """The calls in flight."""
+class CallStream:
+    """The calls of a pipeline in flight."""
 
     def __init__(self, model: Streaming) -> None:
+        """Opens a stream of a pipeline that has layers."""
         self._model = model
         self._native: InferenceStream | None = None
         self._calls: deque[PreparedCall] = deque()
@@ -132,19 +167,20 @@ class _Stream:
 
     @property
     def num_in_flight(self) -> int:
+        """As for `OpenStream`."""
         return len(self._calls)
 
     def check_unchanged(self) -> None:
-        """Checks that no layer in Python has changed what others read; the next call forgets their state."""
+        """As for `OpenStream`."""
         if self._calls:
             self._calls[-1].check_unchanged()
 
     def begin(self, batch: Any) -> None:
-        """Begins the call for a mini-batch."""
+        """As for `OpenStream`."""
         model = self._model
-        args, kwargs = _arguments(batch)
-        if self._native is not None and not model._planner.is_settled:
-            self._native.wait_for_all()  # so that layers can be traced, which is impossible while they run
+        args, kwargs = arguments_of(batch)
+        if not model._planner.is_settled:
+            self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
             inputs = model._checked_inputs(args, kwargs)
             call = model._prepare_call(inputs)
@@ -161,14 +197,24 @@ class _Stream:
         self._num_begun += 1
         self._calls.append(call)
 
+    @property
+    def runs_python(self) -> bool:
+        """Whether layers run in Python."""
+        return bool(self._model._planner.module_warnings.in_python)
+
+    def wait_for_all(self) -> None:
+        """Waits until the calls in flight are complete, or one has failed."""
+        if self._native is not None:
+            self._native.wait_for_all()
+
     def finish(self) -> Any:
-        """Waits for the oldest call, and returns its result."""
+        """As for `OpenStream`."""
         assert self._native is not None
         outputs, structure = self._native.pop()
         return self._model._finish_call(self._calls.popleft(), outputs, structure)
 
     def close(self) -> None:
-        """Cancels the calls in flight."""
+        """As for `OpenStream`."""
         if self._native is not None:
             self._native.close()
 
@@ -191,7 +237,7 @@ class _KeyOrder:
         return minibatch_key()
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of the call for a mini-batch."""
     if isinstance(batch, dict):
         return (), batch

@@ -142,17 +142,18 @@ void bind_pipeline(py::module_& m) {
           "step",
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
              const Tensors& given, const std::vector<Tensors>& gradients, const Tensors& parameters,
-             const Tensors& buffers, const std::variant<int64_t, std::function<int64_t()>>& key) {
+             const Tensors& buffers, const std::variant<int64_t, std::function<int64_t()>>& key,
+             const Pipeline::Update& update) {
             Boundary outputs;
             {
               const py::gil_scoped_release no_gil;
-              outputs =
-                  pipeline.step(plan, inputs, given, gradients, parameters, buffers, to_key_function(key));
+              outputs = pipeline.step(plan, inputs, given, gradients, parameters, buffers,
+                                      to_key_function(key), update);
             }
             return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
           },
           py::arg("plan"), py::arg("inputs"), py::arg("given"), py::arg("gradients"), py::arg("parameters"),
-          py::arg("buffers"), py::arg("key"))
+          py::arg("buffers"), py::arg("key"), py::arg("update"))
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)

@@ -12,8 +12,8 @@
 namespace gpipe_fast {
 
 std::string Action::name() const {
-  static constexpr std::array<const char*, 9> kKinds = {"F",      "R",      "B",      "I",     "W",
-                                                        "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+  static constexpr std::array<const char*, 10> kKinds = {"F",      "R",      "B",      "I",      "W",
+                                                         "SEND_F", "RECV_F", "SEND_B", "RECV_B", "U"};
   return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
 }
 

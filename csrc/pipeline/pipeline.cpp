@@ -175,8 +175,9 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
 
 Boundary Pipeline::step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                         const std::vector<Tensors>& gradients, const Tensors& parameters,
-                        const Tensors& buffers, const std::function<int64_t()>& key) {
-  return block_if_closed([&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key); });
+                        const Tensors& buffers, const std::function<int64_t()>& key, const Update& update) {
+  return block_if_closed(
+      [&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key, update); });
 }
 
 // Runs `body`; if memory runs out, frees the graphs and runs it once more. Plans with layers in Python are not
@@ -252,8 +253,12 @@ std::vector<Boundary> Pipeline::take_outputs(MiniBatch& minibatch) const {
 Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                             const Tensors& given, const std::vector<Tensors>& gradients,
                             const Tensors& parameters, const Tensors& buffers,
-                            const std::function<int64_t()>& key) {
+                            const std::function<int64_t()>& key, const Update& update) {
   create_transport(*plan);
+  const auto accumulate_and_update = [&](int32_t stage, const std::vector<int64_t>& own, Tensors found) {
+    for (size_t i = 0; i < own.size(); ++i) accumulate(parameters[own[i]], std::move(found[i]));
+    update(stage, own);
+  };
   const auto minibatch = std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
   Boundary outputs;
@@ -265,7 +270,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
     std::vector<Boundary> parts;  // freed after the guard has noticed that a device failed
     AbandonOnError guard{*transport_, *minibatch};
     minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
-                          split_along(given, plan->given_dims, num_parts), gradients);
+                          split_along(given, plan->given_dims, num_parts), gradients, accumulate_and_update);
     run(*plan->step, *minibatch);
     parts = take_outputs(*minibatch);
     // Checked before the buffers are written, because it may throw.

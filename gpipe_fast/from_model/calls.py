@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
@@ -169,16 +168,24 @@ class Calls:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        keeps_output: bool,
-        scaler: GradScaler | None,
+        *how: Any,
     ) -> tuple[list[Tensor], Any]:
-        """Runs forward and backward of a mini-batch, as `Program.step` does; other arguments as of `run`."""
+        """Runs a step of a mini-batch: `Program.step` with the arguments ``how``; others as of `run`."""
         found: tuple[list[Tensor], Any] = self._run(
-            model, args, kwargs, lambda program, *given: program.step(*given, keeps_output, scaler)
+            model, args, kwargs, lambda program, *given: program.step(*given, *how)
         )
         return found
 
     def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+        program, given = self.begin(model, args, kwargs)
+        returned = run(program, *given)
+        self.end(program)
+        return returned
+
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, tuple[Any, Any, Any]]:
+        """Returns the program of a mini-batch, with the present settings, and the arguments of its call."""
         call = _CallOf(self, model, _inputs(model, args, kwargs))
         kind, program, parts = self._find(call)
         pipeline = program.pipeline
@@ -188,10 +195,12 @@ class Calls:
         pipeline.training = model.training
         if self._settled and pipeline.balance != self._balance:
             pipeline.balance = self._balance
-        returned = run(program, call.inputs_and_items(parts), parts, call.sizes(kind, parts))
-        if not self._settled:  # the first call measures the layers
-            self._balance, self._settled = pipeline.balance, True
-        return returned
+        return program, (call.inputs_and_items(parts), parts, call.sizes(kind, parts))
+
+    def end(self, program: Program) -> None:
+        """Keeps the balance that the first call has measured."""
+        if not self._settled:
+            self._balance, self._settled = program.pipeline.balance, True
 
     def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the micro-batches by the plain model, one after the other, and returns what `run` does."""

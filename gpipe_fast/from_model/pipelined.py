@@ -11,6 +11,7 @@ So the two have the same parameters, modules and mode, and differ in their forwa
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -25,7 +26,9 @@ from gpipe_fast.arguments import (
     checked_threads_per_stage,
 )
 from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.from_model.stream import ModelStream
 from gpipe_fast.schedule import ScheduleChoice
+from gpipe_fast.streaming import results
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
@@ -69,6 +72,7 @@ class Pipelined(nn.Module):
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
+        optimizer_in: Literal["end", "drain"] = "end",
         **kwargs: Any,
     ) -> Any:
         """Runs forward and backward of one mini-batch, in the order of ``schedule``, as `GPipe.step` does.
@@ -82,6 +86,7 @@ class Pipelined(nn.Module):
             optimizer: As for `GPipe.step`.
             scaler: As for `GPipe.step`.
             max_norm: As for `GPipe.step`.
+            optimizer_in: As for `GPipe.step`.
             kwargs: Keyword arguments of the model, such as the labels.
 
         Returns:
@@ -90,17 +95,71 @@ class Pipelined(nn.Module):
 
         Raises:
             TypeError: ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; or as for a call.
-            ValueError: The model does not return one loss; or the optimizer or ``max_norm`` is invalid, as
-                for `GPipe.step`.
+            ValueError: The model does not return one loss; or the optimizer, ``max_norm`` or ``optimizer_in``
+                is invalid, as for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
-        update = checked_update(self, optimizer, scaler, max_norm)
-        each, output = self._calls.step(self.plain(), args, kwargs, return_outputs, scaler)
-        update.run()
+        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in)
+        with update.after() as updates:
+            how = return_outputs, scaler, updates
+            each, output = self._calls.step(self.plain(), args, kwargs, *how)
         if losses is not None:
             losses += each
         total = functools.reduce(torch.add, each)
         return (total, output) if return_outputs else total
+
+    @uncompiled
+    def evaluate(
+        self,
+        *args: Any,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the model's loss for one mini-batch, as `step` does, without gradients.
+
+        Args:
+            args: As for `step`.
+            losses: As for `step`.
+            return_outputs: As for `step`.
+            kwargs: As for `step`.
+
+        Returns:
+            As for `step`.
+
+        Raises:
+            ValueError: The model does not return one loss.
+            RuntimeError: As for a call.
+        """
+        with torch.no_grad():
+            each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
+            total = functools.reduce(torch.add, each)
+        if losses is not None:
+            losses += each
+        return (total, output) if return_outputs else total
+
+    @uncompiled
+    def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
+        """Yields what the model returns for each mini-batch of an iterable, in order, without gradients.
+
+        Mini-batches follow one another without draining the pipeline, as for `GPipe.stream`; it drains only
+        where a mini-batch needs other layers than the one before, such as after a change of its length, and
+        for models with blocks that run in Python.
+
+        Args:
+            batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
+                arguments; any other value is the only argument.
+            depth: As for `GPipe.stream`.
+
+        Returns:
+            A generator.
+
+        Raises:
+            TypeError: As for `GPipe.stream`.
+            ValueError: As for `GPipe.stream`.
+            RuntimeError: From the generator: as for a call, and as for `GPipe.stream`.
+        """
+        return results(ModelStream(self._calls, self.plain), batches, depth, self._calls.num_stages)
 
     @property
     def pipeline(self) -> Any:

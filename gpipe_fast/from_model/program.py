@@ -20,6 +20,7 @@ from gpipe_fast.from_model.outputs import Output, outputs_of, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.training.losses import Loss
+from gpipe_fast.training.update import StageUpdates
 
 # Makes a pipeline of layers: `GPipe`, with the user's options.
 MakePipeline = Callable[[nn.Sequential], Any]
@@ -74,10 +75,13 @@ class Program:
             parts: the input tensors of each micro-batch.
             sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
         """
+        return self.combined(self.pipeline(self.argument(inputs)), inputs, parts, sizes)
+
+    def argument(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
         for owned in self._owned:
             owned.take()
-        passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
-        return self._combined(self.pipeline(passed), inputs, parts, sizes)
+        return tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
 
     def step(
         self,
@@ -85,9 +89,12 @@ class Program:
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
         keeps_output: bool,
-        scaler: GradScaler | None,
+        scaler: GradScaler | None = None,
+        updates: StageUpdates | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Runs forward and backward of one mini-batch; arguments as of a call, and as of `GPipe.step`.
+        """Runs forward and backward of one mini-batch; arguments as of a call, and as of `GPipe._step`.
+
+        If gradients are disabled, it runs the forward and the loss alone.
 
         Returns:
             The loss of each micro-batch, multiplied by its weight, and what the model returns, or None.
@@ -97,24 +104,25 @@ class Program:
         """
         index, output = self._loss()
         weights = self._weights(output, inputs, parts, sizes)
-        for owned in self._owned:
-            owned.take()
         total = functools.partial(_element, index)
         loss = Loss(total, (_element, index))
-        passed = tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
-        each, found = self.pipeline._step((passed,), {}, loss, total, None, keeps_output, weights, scaler)
-        return each, self._combined(found, inputs, parts, sizes) if keeps_output else None
+        how = None, keeps_output, weights, scaler, updates
+        each, found = self.pipeline._step((self.argument(inputs),), {}, loss, total, *how)
+        return each, self.combined(found, inputs, parts, sizes) if keeps_output else None
 
     def _loss(self) -> tuple[int, Output]:
         """Returns the only output that is a loss, and its index among the outputs."""
-        values = self.flow.values
+        values, has_gradients = self.flow.values, torch.is_grad_enabled()
         found = [
-            (i, each) for i, each in enumerate(self.outputs) if each.rule and values[each.ref].requires_grad
+            (index, each)
+            for index, each in enumerate(self.outputs)
+            if each.rule and (values[each.ref].requires_grad or not has_gradients)
         ]
         if len(found) != 1:
+            what = "numbers with a gradient" if has_gradients else "numbers"
             raise ValueError(
-                f"a step needs one loss, but the model returns {len(found)} numbers with a gradient; pass "
-                "the labels, or compute the loss from the model's output"
+                f"a step needs one loss, but the model returns {len(found)} {what}; pass the labels, or "
+                "compute the loss from the model's output"
             )
         return found[0]
 
@@ -137,15 +145,16 @@ class Program:
             else torch.cat([x.movedim(output.dim, 0) for x in column])
             for output, column in zip(self.outputs, columns, strict=True)
         ]
-        return self._combined(tensors, inputs, parts, sizes)
+        return self.combined(tensors, inputs, parts, sizes)
 
-    def _combined(
+    def combined(
         self,
         tensors: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parts: Sequence[Sequence[Tensor]],
         sizes: Sequence[tuple[int, ...]],
     ) -> Any:
+        """Returns what the model returns, from the outputs of the pipeline; other arguments as of a call."""
         weights = [self._weights(output, inputs, parts, sizes) for output in self.outputs]
         whole = sum(each[0] for each in sizes), *sizes[0][1:]
         found = put_together(self.flow.result, self.outputs, tensors, weights, whole)

@@ -98,7 +98,7 @@ def _summary(recording: Recording) -> str:
     begin, end = _begin_and_end(list(recording.latest.values()))
     return (
         f"K = {num_stages} stages, M = {num_microbatches} micro-batches: "
-        f"{'step' if len(recording.phases()) > 1 else 'forward'} {(end - begin) * 1e3:.1f} ms, "
+        f"{'step' if recording.has_backward else 'forward'} {(end - begin) * 1e3:.1f} ms, "
         f"bubble {recording.bubble():.1%}, (K-1)/(M+K-1) = {bubble(num_stages, num_microbatches):.1%}"
     )
 
@@ -113,6 +113,7 @@ class _Chart:
 
     def __init__(self, recording: Recording, top: float) -> None:
         self._events = recording.latest
+        self._has_loss = len(recording.phases()) > 1
         self._num_stages = len(recording.stages)
         self._begin, self._end = _begin_and_end(list(self._events.values()))
         self._top = top
@@ -165,10 +166,10 @@ class _Chart:
             yield _text((left + right) / 2, top + _ROW_HEIGHT / 2, _label(event), _NAME_SIZE, "middle")
 
     def loss(self) -> Iterator[str]:
-        """Yields the area between forward and backward, if there was a backward."""
-        backward = self._blocks([kind for kind in _BLOCK_COLOURS if kind in BACKWARD])
-        if not backward:
+        """Yields the area between forward and backward, if the caller computed the loss there."""
+        if not self._has_loss:
             return
+        backward = self._blocks([kind for kind in _BLOCK_COLOURS if kind in BACKWARD])
         left = self._x(max(event.end for event in self._blocks([Kind.F])))
         right = self._x(min(event.begin for event in backward))
         yield _rectangle(

@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
-from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
+from gpipe_fast.schedule import Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
 from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
@@ -33,10 +33,12 @@ class Order(NamedTuple):
     Attributes:
         schedule: the schedule, as for `schedule_for`.
         given_dims: the dimension along which each given skip tensor is split; None if it is not.
+        updates: whether each stage updates its parameters after its last backward.
     """
 
     schedule: ScheduleChoice
     given_dims: tuple[int | None, ...]
+    updates: bool = False
 
 
 class StageOutputs(NamedTuple):
@@ -368,7 +370,7 @@ def _schedule_parts(
     none: _Actions = {"forward": None, "backward": None, "step": None}
     if order is not None and training:
         schedule = schedule_of(stages, order, saved_fractions)
-        return schedule, {**none, "step": _extension_actions(schedule)}
+        return schedule, {**none, "step": _extension_actions(schedule, order.updates)}
     slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
     sizes = len(stages), len(saved_fractions)
     schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
@@ -402,10 +404,18 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
-def _extension_actions(schedule: Schedule) -> _extension.Actions:
+def _extension_actions(schedule: Schedule, updates: bool = False) -> _extension.Actions:
+    """Returns the actions for C++; with ``updates``, a U at the end of each stage.
+
+    The U rank last, so that any failure cancels those that have not begun.
+    """
     position = {action: i for i, action in enumerate(schedule.order())}
+    stages = [[(a.kind.value, a.microbatch, position[a]) for a in stage] for stage in schedule.stages]
+    if updates:
+        for number, actions in enumerate(reversed(stages), len(position)):  # the last stage is done first
+            actions.append((Kind.U.value, 0, number))
     return _extension.Actions(
-        [[(a.kind.value, a.microbatch, position[a]) for a in stage] for stage in schedule.stages],
+        stages,
         schedule.slots,
         [schedule.rank_of[stage] for stage in range(schedule.num_stages)],
     )

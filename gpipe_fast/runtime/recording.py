@@ -12,7 +12,7 @@ from gpipe_fast._extension import Pipeline
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import Stage
-from gpipe_fast.schedule import BACKWARD, Action, Schedule
+from gpipe_fast.schedule import BACKWARD, Action, Kind, Schedule
 
 # The capacity for events per stage, at 48 bytes per event: enough for a step of 5,400 micro-batches.
 MAX_EVENTS = 65536
@@ -57,8 +57,11 @@ class Recording:
 
     @property
     def latest(self) -> dict[Action, Event]:
-        """The events of the latest forward and of the latest backward after it, by stage and time."""
-        actions = [e for stage in self.stages for e in stage if not e.is_wait]
+        """The events of the latest forward and of the latest backward after it, by stage and time.
+
+        Updates of parameters are not among them.
+        """
+        actions = [e for stage in self.stages for e in stage if not e.is_wait and e.action.kind is not Kind.U]
         forward = max((e.run for e in actions if not _is_backward(e)), default=0)
         backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)
         return {e.action: e for e in actions if e.run == (backward if _is_backward(e) else forward)}
@@ -68,7 +71,10 @@ class Recording:
         return {action: event.end - event.begin for action, event in self.latest.items()}
 
     def phases(self) -> list[Schedule]:
-        """Returns the recorded schedules: the forwards, then the backwards if any ran.
+        """Returns the recorded schedules: one for each engine run of the step.
+
+        A call and its backward are two runs: the forwards, and the backwards if any ran. A `GPipe.step` is
+        one run.
 
         Raises:
             ValueError: the recording holds no whole step.
@@ -78,8 +84,15 @@ class Recording:
         rows = [tuple(a for a in self.latest if a.stage == stage) for stage in range(len(self.stages))]
         num_microbatches = max((a.microbatch for a in self.latest), default=-1) + 1
         whole = Schedule(tuple(rows), num_microbatches, slots=num_microbatches)
-        backward = any(map(_is_backward, self.latest.values()))
-        return [whole.forward_part(), whole.backward_part()] if backward else [whole]
+        is_one_run = len({event.run for event in self.latest.values()}) == 1
+        if is_one_run and not all(map(_is_backward, self.latest.values())):
+            return [whole]
+        return [whole.forward_part(), whole.backward_part()]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the latest step has backwards."""
+        return any(map(_is_backward, self.latest.values()))
 
     def span(self) -> float:
         """Returns the seconds from the first begin to the last end, summed over forward and backward.
@@ -117,7 +130,7 @@ class Recording:
             busy = sum(duration for action, duration in seconds.items() if action.stage == stage)
             rows.append((stage, busy * 1e3, self._waiting_seconds(stage) * 1e3, f"{1 - busy / span:.1%}"))
         headline = (
-            f"Recording: {'step' if len(phases) > 1 else 'forward'} of {span * 1e3:.3f} ms, "
+            f"Recording: {'step' if self.has_backward else 'forward'} of {span * 1e3:.3f} ms, "
             f"{len(self.stages)} stages, {phases[0].num_microbatches} micro-batches, "
             f"bubble {self.bubble():.1%}, critical path {self.critical_path() * 1e3:.3f} ms"
         )

@@ -21,6 +21,7 @@ class Kind(str, Enum):
         RECV_F: receives a boundary activation from the previous stage.
         SEND_B: sends a boundary gradient to the previous stage.
         RECV_B: receives a boundary gradient from the next stage.
+        U: updates the stage's parameters after its last backward, its micro-batch is 0; in no `Schedule`.
     """
 
     F = "F"
@@ -32,6 +33,7 @@ class Kind(str, Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    U = "U"
 
 
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
@@ -43,7 +45,7 @@ BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds of actions that a schedule puts in order; the others follow from them."""
 
-_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
+_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIWU])([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.loss_layer import loss_layer
 from gpipe_fast.training.losses import Loss, Normalizer, loss_of
-from gpipe_fast.training.update import checked_update
+from gpipe_fast.training.update import StageUpdates, checked_update
 from gpipe_fast.uncompiled import uncompiled
 
 # The maximum number of losses for which programs are kept.
@@ -33,6 +33,7 @@ class Given(NamedTuple):
         weights: by what the loss of each micro-batch is multiplied before; None for 1.
         dim: the dimension along which losses are concatenated.
         scaler: multiplies the loss before its backward; None for 1.
+        updates: what updates the parameters of each stage after its last backward; None for nothing.
     """
 
     tensors: tuple[Tensor, ...]
@@ -41,6 +42,7 @@ class Given(NamedTuple):
     weights: Sequence[float] | None
     dim: int
     scaler: GradScaler | None = None
+    updates: StageUpdates | None = None
 
     def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
         """Returns the gradient of the loss of each micro-batch, in the order in which autograd multiplies."""
@@ -86,6 +88,7 @@ class Training(LayerSequence):
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
+        optimizer_in: Literal["end", "drain"] = "end",
         **kwargs: Any,
     ) -> Any:
         """Runs forward, loss and backward of one mini-batch, in the order of ``schedule``.
@@ -124,6 +127,11 @@ class Training(LayerSequence):
                 ``optimizer.step()``. The returned losses are not multiplied.
             max_norm: The maximum norm of the gradients of the optimizer's parameters together, to which
                 ``torch.nn.utils.clip_grad_norm_`` clips them, unscaled, before the update.
+            optimizer_in: When the optimizer runs: ``'end'``, after all backwards; or ``'drain'``: for the
+                parameters of a stage as soon as their gradients are complete, while other stages still run
+                backwards, and for parameters of several stages at the end. With a scaler or ``max_norm``,
+                which need all gradients, ``'drain'`` is as ``'end'``. If anything fails, some stages may be
+                updated already; a note to the error names them.
             kwargs: Keyword arguments of the first layer.
 
         Returns:
@@ -134,14 +142,17 @@ class Training(LayerSequence):
             TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``optimizer``, ``scaler`` or
                 ``max_norm`` has a wrong type.
             ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
-                not known, or nothing requires a gradient; the optimizer has no parameter of the model; or
-                ``max_norm`` is negative, NaN, or passed without an optimizer.
+                not known, or nothing requires a gradient; the optimizer has no parameter of the model;
+                ``max_norm`` is negative, NaN, or passed without an optimizer; or ``optimizer_in`` is unknown,
+                or ``'drain'`` with an optimizer that is not one of ``torch.optim``, or with hooks of the
+                optimizer or of parameters.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
-        update = checked_update(self, optimizer, scaler, max_norm)
+        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in)
         loss = loss_of(loss_fn, normalizer)
-        each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs, scaler=scaler)
-        update.run()
+        with update.after() as updates:
+            call = args, kwargs, loss, loss_fn, target, return_outputs
+            each, output = self._step(*call, scaler=scaler, updates=updates)
         if losses is not None:
             losses += each
         total = functools.reduce(torch.add, each)
@@ -204,6 +215,7 @@ class Training(LayerSequence):
         keeps_output: bool = False,
         weights: Sequence[float] | None = None,
         scaler: GradScaler | None = None,
+        updates: StageUpdates | None = None,
     ) -> tuple[list[Tensor], Any]:
         """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
 
@@ -216,6 +228,7 @@ class Training(LayerSequence):
             keeps_output: whether to return the output.
             weights: the weight of each micro-batch's loss; None for 1.
             scaler: as for `step`.
+            updates: as for `Given`.
 
         Returns:
             The loss of each micro-batch, weighted and divided; and the output, or None.
@@ -232,9 +245,9 @@ class Training(LayerSequence):
         if targets is not None:
             given, dims = tuple(x.detach() for x in targets.tensors), targets.dims.inputs
             _check_targets(given, dims, inputs.batch_size, trainer.devices[-1])
-        order = Order(self.schedule, dims)
+        order = Order(self.schedule, dims, updates is not None)
         divisor = loss.divisor(target)
-        found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler))
+        found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler, updates))
         parts, output = found if keeps_output else (found, None)
         if torch.is_grad_enabled():
             torch.autograd.backward(parts, torch.ones_like(parts))

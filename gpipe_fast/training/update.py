@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import numbers
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +21,37 @@ class Update(NamedTuple):
         optimizer: the optimizer; None for no update.
         scaler: multiplies the loss, so that small gradients do not vanish in float16; None for 1.
         max_norm: the maximum norm of all gradients together; None for no clipping.
+        in_drain: whether a stage updates its parameters while other stages still run backwards.
     """
 
     optimizer: Optimizer | None
     scaler: GradScaler | None
     max_norm: float | None
+    in_drain: bool
 
-    def run(self) -> None:
+    @contextlib.contextmanager
+    def after(self) -> Iterator[StageUpdates | None]:
+        """Updates the parameters after a block that computes gradients, and yields the updates of stages.
+
+        The block runs these as soon as the stages' gradients are complete. If the update needs the gradients
+        of all stages, it yields None.
+        """
+        needs_all = self.max_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
+        if self.optimizer is None or not self.in_drain or needs_all:
+            yield None
+            self._run()
+            return
+        updates = StageUpdates(self.optimizer)
+        try:
+            yield updates
+            updates.finish()
+        except BaseException as error:
+            updates.explain(error)
+            raise
+
+    def _run(self) -> None:
         """Updates the parameters, as a plain training loop does; their gradients are in ``.grad``."""
-        optimizer, scaler, max_norm = self
+        optimizer, scaler, max_norm, _ = self
         if optimizer is None:
             return
         if max_norm is not None:
@@ -40,13 +65,69 @@ class Update(NamedTuple):
             scaler.update()
 
 
-def checked_update(model: nn.Module, optimizer: Any, scaler: Any, max_norm: Any) -> Update:
+class StageUpdates:
+    """Updates the parameters of each stage apart from those of other stages, maybe at the same time.
+
+    Attributes:
+        stages: the numbers of the stages whose parameters are updated, in the order of time.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Makes the updates of one step by an optimizer that treats each parameter by itself."""
+        self.stages: list[int] = []
+        self._optimizer = optimizer
+        self._num_states = len(optimizer.state)
+        self._updated: set[int] = set()
+
+    def of(self, parameters: Sequence[Tensor]) -> Callable[[int, Sequence[int]], None]:
+        """Returns the function by which a stage updates some of the model's parameters, given by index."""
+
+        def update(stage: int, indices: Sequence[int]) -> None:
+            own = {id(parameters[index]) for index in indices}
+            self._step(lambda parameter: id(parameter) in own)
+            self._updated |= own
+            self.stages.append(stage)
+
+        return update
+
+    def finish(self) -> None:
+        """Updates what no stage has updated: parameters of several stages, and those of other modules."""
+        self._step(lambda parameter: id(parameter) not in self._updated)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for learning-rate schedulers
+        state = self._optimizer.state
+        if len(state) != self._num_states:  # in the order of the parameters, not of the stages
+            found = {p: state[p] for p in _parameters_of(self._optimizer) if p in state}
+            rest = {key: value for key, value in state.items() if key not in found}
+            state.clear()
+            state.update(found | rest)
+
+    def explain(self, error: BaseException) -> None:
+        """Adds to an error which stages have updated their parameters, if any."""
+        if self.stages and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                f"optimizer_in='drain': the parameters of stages {sorted(self.stages)} are updated already, "
+                "those of other stages are not"
+            )
+
+    def _step(self, is_chosen: Callable[[Tensor], bool]) -> None:
+        """Runs the optimizer for some parameters: by a copy that shares its state."""
+        part = copy.copy(self._optimizer)
+        part.param_groups = [
+            group | {"params": [parameter for parameter in group["params"] if is_chosen(parameter)]}
+            for group in self._optimizer.param_groups
+        ]
+        part.step()
+
+
+def checked_update(
+    model: nn.Module, optimizer: Any, scaler: Any, max_norm: Any, optimizer_in: str = "end"
+) -> Update:
     """Returns the update of a step; checks the arguments of `GPipe.step` before any work starts.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the optimizer has no parameter of the model; ``max_norm`` is negative or NaN, or is passed
-            without an optimizer.
+            without an optimizer; or ``optimizer_in`` is unknown, or not possible.
         RuntimeError: gradients are disabled.
     """
     if not torch.is_grad_enabled():
@@ -63,7 +144,12 @@ def checked_update(model: nn.Module, optimizer: Any, scaler: Any, max_norm: Any)
         )
     if max_norm is not None:
         _check_max_norm(max_norm, optimizer)
-    return Update(optimizer, scaler, max_norm)
+    if optimizer_in not in ("end", "drain"):
+        raise ValueError(f"optimizer_in must be 'end' or 'drain', got {optimizer_in!r}")
+    in_drain = optimizer_in == "drain"
+    if in_drain:
+        _check_drain(model, optimizer)
+    return Update(optimizer, scaler, max_norm, in_drain)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -78,6 +164,28 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
             f"none of the optimizer's {len(own)} parameters is one of the model, so it would update nothing; "
             "make the optimizer of model.parameters(), after the model has its parameters"
         )
+
+
+def _check_drain(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Checks that parameters can be updated one by one, and that nobody waits for their gradients."""
+    if optimizer is None:
+        raise ValueError("optimizer_in='drain' needs an optimizer; pass optimizer=...")
+    kind, advice = type(optimizer), "pass optimizer_in='end'"
+    if not kind.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"optimizer_in='drain' updates parameters stage by stage, and {kind.__name__} may compute with "
+            f"all of them together: only optimizers of torch.optim but LBFGS can do so; {advice}"
+        )
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any(hooks):
+        raise ValueError(
+            f"optimizer_in='drain' does not call the optimizer's hooks, of which it has some; {advice}"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"optimizer_in='drain' does not call hooks of parameters, and {name!r} has one; {advice}"
+            )
 
 
 def _check_max_norm(max_norm: Any, optimizer: Optimizer | None) -> None:

@@ -472,6 +472,48 @@ def test_a_whole_step_equals_that_of_the_plain_model(name: str) -> None:
     torch.manual_seed(SEED)
     assert torch.equal(model.step(**inputs, losses=losses), found)
     assert len(losses) == 5
+    torch.manual_seed(SEED)
+    evaluated, output = model.evaluate(**inputs, return_outputs=True)
+    assert torch.equal(evaluated, found)
+    assert type(output) is type(model.plain()(**inputs))
+    assert not evaluated.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
+def test_a_stream_equals_calls(name: str, backend: str) -> None:
+    """Of two lengths in turn, which need two programs, and two batch sizes."""
+    _, inputs, _ = CASES[name]
+    model = pipeline_of(CASES[name], 2, 5, backend=backend).eval()
+
+    def batch(length: int, size: int) -> dict[str, Any]:
+        return {k: v[:size, :length].contiguous() for k, v in inputs.items()}
+
+    lengths = [(n, s) for n in (6, 4) for s in (9, 4) for _ in range(3)] * 2
+    batches = [batch(*each) for each in lengths]
+    with torch.no_grad():
+        expected = [model(**each) for each in batches]
+    found = list(model.stream(iter(batches), depth=3))
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors(ours), tensors(theirs), strict=True))
+        assert not any(x.requires_grad for x in tensors(ours))
+
+
+def test_a_stream_raises_at_the_item_that_fails() -> None:
+    _, inputs, _ = CASES["BERT"]
+    model = pipeline_of(CASES["BERT"], 2, 5).eval()
+    bad = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    bad["input_ids"][0, 0] = 10**6
+    stream = model.stream([inputs, inputs, bad, inputs], depth=4)
+    assert next(stream) is not None
+    assert next(stream) is not None
+    with pytest.raises(IndexError):
+        next(stream)
+    with torch.no_grad():
+        assert model(**inputs) is not None
+    with pytest.raises(TypeError, match="got a tensor of shape"):
+        model.stream(inputs["input_ids"])
 
 
 def test_blocks_run_as_programs_and_equal_blocks_are_traced_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,11 +190,14 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("optimizer_in", ["end", "drain"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_50_steps_equal_those_of_the_plain_loop(name: str, schedule: str, stages: int) -> None:
+def test_50_steps_equal_those_of_the_plain_loop(
+    name: str, schedule: str, stages: int, optimizer_in: str
+) -> None:
     recipe = RECIPES[name]
 
     def step(training: Training, x: Tensor, target: Target) -> Tensor:
@@ -205,6 +209,7 @@ def test_50_steps_equal_those_of_the_plain_loop(name: str, schedule: str, stages
             optimizer=training.optimizer,
             scaler=training.scaler,
             max_norm=recipe.max_norm,
+            optimizer_in=optimizer_in,
         )
         return found
 
@@ -237,7 +242,7 @@ class Net(nn.Module):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["clipping", "scaler and clipping"])
+@pytest.mark.parametrize("name", ["AdamW", "clipping", "scaler and clipping"])
 def test_50_steps_of_a_model_that_is_not_sequential(name: str, schedule: str) -> None:
     recipe = RECIPES[name]
 
@@ -247,6 +252,7 @@ def test_50_steps_of_a_model_that_is_not_sequential(name: str, schedule: str) ->
     def step(training: Training, x: Tensor, target: Target) -> Tensor:
         x, labels = inputs(x, target)
         options = {"optimizer": training.optimizer, "scaler": training.scaler, "max_norm": recipe.max_norm}
+        options["optimizer_in"] = "drain"
         found: Tensor = training.model.step(x, labels=labels, **options)  # type: ignore[operator]
         return found
 
@@ -382,3 +388,109 @@ def test_an_evaluation_that_fails_changes_nothing(backend: str) -> None:
     pipe._pipeline.inject_faults()
     assert unequal(dict(pipe.state_dict()), before) == []
     pipe.evaluate(X, **STEP)
+
+
+class Shared(nn.Module):
+    """A linear layer that uses a weight of another."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_drained_updates_of_all_kinds_of_parameters(optimizer: Callable[[nn.Module], Optimizer]) -> None:
+    """Parameters of one stage, of two, of no layer's forward, and of another module."""
+
+    def trained(optimizer_in: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        first, unused, other = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2), nn.Linear(3, 3)
+        second = nn.Linear(WIDTH, CLASSES)
+        second.add_module("unused", unused)
+        pipe = GPipe(nn.Sequential(first, nn.Tanh(), Shared(first), second), [2, 2], chunks=CHUNKS)
+        update = optimizer(nn.ModuleList([pipe, other]))
+        for x, target in batches(4):
+            update.zero_grad()
+            unused.weight.grad = torch.ones(2, 2)
+            other(torch.ones(3)).sum().backward()
+            options: dict[str, Any] = {**STEP, "target": target}
+            pipe.step(x, **options)  # gradients accumulate
+            pipe.step(x, **options, optimizer=update, optimizer_in=optimizer_in)
+        found = [update.state_dict(), other.state_dict(), [p.grad for p in pipe.parameters()]]
+        return dict(pipe.state_dict()) | {f"{i}": leaf for i, leaf in enumerate(pytree.tree_leaves(found))}
+
+    assert unequal(trained("drain"), trained("end")) == []
+
+
+class WaitsForUpdate(torch.autograd.Function):
+    """In the backward of micro-batch 0, the last one, waits until a parameter was changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        layer = ctx.layer
+        layer.num_backwards += 1
+        end = time.monotonic() + 60
+        while layer.num_backwards == CHUNKS and layer.watched[0]._version == layer.version:
+            assert time.monotonic() < end, "the last stage was not updated before this one's backward ended"
+            time.sleep(0.001)
+        return gradient, None
+
+
+class Waiting(nn.Module):
+    def __init__(self, watched: nn.Parameter) -> None:
+        super().__init__()
+        self.watched, self.version, self.num_backwards = (watched,), watched._version, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WaitsForUpdate.apply(x, self)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_updates_while_another_runs_its_backward(schedule: str) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(WIDTH, CLASSES)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Waiting(last.weight), last)
+    pipe = GPipe(model, [2, 1], chunks=CHUNKS, backend="eager", schedule=schedule)
+    with pipe.recording() as recording:
+        pipe.step(X, **STEP, optimizer=sgd(pipe), optimizer_in="drain")
+    updates = [str(e.action) for stage in recording.stages for e in stage if e.action.kind.value == "U"]
+    assert updates == ["0U0", "1U0"]
+    assert "bubble" in str(recording)
+
+
+class Refusing(SGD):
+    """An optimizer of torch.optim, as far as its class tells, that fails at a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.shape == (WIDTH, WIDTH) for group in self.param_groups for p in group["params"]):
+            raise KeyError("refused")
+        super().step()
+
+
+@pytest.mark.parametrize("where", ["update", "backward"])
+def test_a_failure_in_the_drain_names_the_updated_stages(where: str) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(WIDTH, CLASSES)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Waiting(last.weight), last)
+    pipe = GPipe(model, [2, 1], chunks=CHUNKS, backend="eager", schedule="1f1b")
+    before = [p.detach().clone() for p in pipe.parameters()]
+    if where == "update":
+        optimizer: Optimizer = Refusing(pipe.parameters(), lr=0.1)
+        Refusing.__module__ = "torch.optim.refusing"
+    else:
+        optimizer = sgd(pipe)
+        pipe._pipeline.inject_faults(faults=[("0B3", 0, "RuntimeError")])
+    with pytest.raises((KeyError, RuntimeError), match=r"refused|injected") as raised:
+        pipe.step(X, **STEP, optimizer=optimizer, optimizer_in="drain")
+    if hasattr(raised.value, "__notes__"):
+        assert "the parameters of stages [1] are updated already" in raised.value.__notes__[-1]
+    after = [torch.equal(p, b) for p, b in zip(pipe.parameters(), before, strict=True)]
+    assert after == [True, True, False, False]

@@ -35,6 +35,21 @@ def step_of_an_optimizer(max_norm: Any) -> object:
     return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, max_norm=max_norm)
 
 
+class Foreign(torch.optim.SGD):
+    pass
+
+
+def drained(make: Any = torch.optim.SGD, has_hook: bool = False) -> object:
+    layer = nn.Linear(3, 3)
+    if has_hook:
+        layer.bias.register_hook(lambda gradient: None)
+    optimizer = make(layer.parameters())
+    if make is torch.optim.Adam:  # has a hook
+        optimizer.register_step_post_hook(lambda *args: None)
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
+    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, optimizer_in="drain")
+
+
 def without_gradients() -> object:
     with torch.no_grad():
         return step()
@@ -73,5 +88,10 @@ OF_TRAINING = [
     case("got str", "the maximum norm", step_of_an_optimizer, "inf"),
     case("at least 0, got -1.0", "pass None", step_of_an_optimizer, -1.0),
     case("at least 0, got nan", "pass None", step_of_an_optimizer, float("nan")),
+    case("got 'start'", "'end' or 'drain'", step, optimizer_in="start"),
+    case("needs an optimizer", "pass optimizer=", step, optimizer_in="drain"),
+    case("Foreign may compute", "pass optimizer_in='end'", drained, Foreign),
+    case("does not call the optimizer's hooks", "pass optimizer_in='end'", drained, torch.optim.Adam),
+    case("'0.bias' has one", "pass optimizer_in='end'", drained, has_hook=True),
     case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
 ]

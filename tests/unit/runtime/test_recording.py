@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.picture import draw
 from gpipe_fast.runtime.recording import MAX_EVENTS, Event, Recording
 from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
-from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain
+from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule, fill_drain
 from tests.internals import inject_delays, inject_failure, pipeline_of, remove_faults
 from tests.models import features, mlp, uneven_balance
 from tests.reference import loop_step, pipeline_step, unequal
@@ -124,6 +125,20 @@ def test_every_action_of_an_inference_is_recorded() -> None:
     check_events(recording, fill_drain(3, 8, backward=False))
     assert recording.phases() == [fill_drain(3, 8, backward=False)]
     assert recording.span() >= recording.critical_path() - ROUNDING
+
+
+@pytest.mark.filterwarnings("ignore:.*stages idle")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_in_one_call_is_one_run(schedule: str) -> None:
+    pipe, x = GPipe(mlp(), uneven_balance(5, 4), chunks=4, schedule=schedule), features()
+    with pipe.recording() as recording:
+        pipe.step(x, loss_fn=torch.sum, normalizer=1)
+    (phase,) = recording.phases()
+    assert len(phase.order()) == len(recording.latest)
+    assert recording.span() >= recording.critical_path() - ROUNDING
+    assert "step of" in str(recording)
+    drawing = draw(recording)
+    assert (">F0<" in drawing, "hatch" in drawing.split("</pattern>")[1]) == (True, False)
 
 
 def test_recording_changes_no_bit() -> None:
@@ -264,7 +279,9 @@ def parse_recording(text: str) -> Recording:
     def events(row: str) -> Iterator[Event]:
         for cell in row.split(","):
             name, begin, end = cell.split()
-            yield Event(Action.parse(name.lstrip("~")), name.startswith("~"), float(begin), float(end))
+            action = Action.parse(name.lstrip("~"))
+            run = int(action.kind in IN_BACKWARD)
+            yield Event(action, name.startswith("~"), float(begin), float(end), run)
 
     recording = Recording()
     recording.stages = tuple(tuple(events(row)) for row in text.splitlines())
