@@ -12,6 +12,7 @@ from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.randomness.random import keyed_rng
+from gpipe_fast.schedule import simulate
 from gpipe_fast.verify import verify
 
 __version__ = "0.1.0"
@@ -25,5 +26,6 @@ __all__ = [
     "is_recomputing",
     "keyed_rng",
     "replicate",
+    "simulate",
     "verify",
 ]

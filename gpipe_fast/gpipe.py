@@ -572,4 +572,14 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Container):
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Returns a context manager that records the begin and end of every action and every wait."""
-        return record(self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()))
+        return record(
+            self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()), self._rank_of
+        )
+
+    def _rank_of(self) -> tuple[int, ...]:
+        """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
+        trainer, _ = list(self._trainers.values())[-1] if self._trainers else (self, None)
+        plan = trainer._planner.latest
+        if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
+            return ()
+        return tuple(plan.schedule.rank_of[stage] for stage in range(plan.schedule.num_stages))

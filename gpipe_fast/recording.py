@@ -1,5 +1,7 @@
 """Recordings of steps: the objects that ``with model.recording()`` yields."""
 
-from gpipe_fast.runtime.recording import Event, Recording
+from gpipe_fast.runtime.events import Event
+from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.runtime.report import Report, StageTimes
 
-__all__ = ["Event", "Recording"]
+__all__ = ["Event", "Recording", "Report", "StageTimes"]

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from gpipe_fast.runtime.recording import Event, Recording
+from gpipe_fast.runtime.events import Event
+from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.schedule import BACKWARD, Kind, bubble
 
 # Sizes in pixels.
@@ -96,10 +97,12 @@ def draw(recording: Recording, path: str | os.PathLike[str] | None = None, *, ti
 def _summary(recording: Recording) -> str:
     num_stages, num_microbatches = len(recording.stages), recording.phases()[0].num_microbatches
     begin, end = _begin_and_end(list(recording.latest.values()))
+    between = end - begin - recording.span()
     return (
         f"K = {num_stages} stages, M = {num_microbatches} micro-batches: "
-        f"{'step' if recording.has_backward else 'forward'} {(end - begin) * 1e3:.1f} ms, "
+        f"{'step' if recording.has_backward else 'forward'} {recording.span() * 1e3:.1f} ms, "
         f"bubble {recording.bubble():.1%}, (K-1)/(M+K-1) = {bubble(num_stages, num_microbatches):.1%}"
+        + (f"; loss {between * 1e3:.1f} ms" if len(recording.phases()) > 1 else "")
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.events import Event
+from gpipe_fast.runtime.report import Phase, Report
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import BACKWARD, Action, Kind, Schedule
 
@@ -18,25 +19,6 @@ from gpipe_fast.schedule import BACKWARD, Action, Kind, Schedule
 MAX_EVENTS = 65536
 
 _HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', and read it after the block"
-
-
-@dataclass(frozen=True)
-class Event:
-    """The execution of an action, or the wait at its slot just before it.
-
-    Attributes:
-        action: the action.
-        is_wait: whether the event is the wait.
-        begin: seconds, on the clock of ``time.monotonic()``.
-        end: seconds, on the same clock.
-        run: number of the engine run, increasing; a forward and its backward are separate runs.
-    """
-
-    action: Action
-    is_wait: bool
-    begin: float
-    end: float
-    run: int = 0
 
 
 class Recording:
@@ -49,11 +31,13 @@ class Recording:
     Attributes:
         stages: events by stage, in order of time.
         kernels: for each stage, the sorted names of the Triton kernels that its programs launch.
+        rank_of: the rank of each stage; stages of one rank take turns. Empty: each stage is a rank.
     """
 
     def __init__(self) -> None:
         self.stages: tuple[tuple[Event, ...], ...] = ()
         self.kernels: tuple[tuple[str, ...], ...] = ()
+        self.rank_of: tuple[int, ...] = ()
 
     @property
     def latest(self) -> dict[Action, Event]:
@@ -81,13 +65,14 @@ class Recording:
         """
         if not self.latest:
             raise ValueError(f"the recording holds no step: {_HOW_TO_RECORD}")
-        rows = [tuple(a for a in self.latest if a.stage == stage) for stage in range(len(self.stages))]
+        latest, rank_of = self.latest, self._rank_of
+        is_shared = len({*rank_of}) < len(self.stages)
+        in_time = sorted(latest, key=lambda action: latest[action].begin) if is_shared else list(latest)
+        rows = [tuple(a for a in in_time if rank_of[a.stage] == rank) for rank in sorted({*rank_of})]
         num_microbatches = max((a.microbatch for a in self.latest), default=-1) + 1
         whole = Schedule(tuple(rows), num_microbatches, slots=num_microbatches)
-        is_one_run = len({event.run for event in self.latest.values()}) == 1
-        if is_one_run and not all(map(_is_backward, self.latest.values())):
-            return [whole]
-        return [whole.forward_part(), whole.backward_part()]
+        is_whole = self._is_one_call or not self.has_backward
+        return [whole] if is_whole else [whole.forward_part(), whole.backward_part()]
 
     @property
     def has_backward(self) -> bool:
@@ -107,12 +92,38 @@ class Recording:
         return total
 
     def bubble(self) -> float:
-        """Returns the fraction of the stages' time in which they ran no action.
+        """Returns the fraction of the ranks' time in which they ran no action.
 
         Raises:
             ValueError: the recording holds no whole step.
         """
-        return 1 - sum(self.seconds().values()) / (len(self.stages) * self.span())
+        return 1 - sum(self.seconds().values()) / (len({*self._rank_of}) * self.span())
+
+    @property
+    def _rank_of(self) -> Sequence[int]:
+        """The rank of each stage in the latest step; in a forward or backward alone, each stage is one."""
+        return self.rank_of if self.rank_of and self._is_one_call else range(len(self.stages))
+
+    @property
+    def _is_one_call(self) -> bool:
+        """Whether forward and backward of the latest step are one run."""
+        kinds = {_is_backward(event) for event in self.latest.values()}
+        return len(kinds) == 2 and len({event.run for event in self.latest.values()}) == 1
+
+    def report(self) -> Report:
+        """Returns where the time of the latest step goes, or of the latest forward.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        latest = self.latest
+        waits = [event for stage in self.stages for event in stage if event.is_wait]
+        phases = []
+        for schedule in self.phases():
+            own = {action: latest[action] for action in schedule.order()}
+            runs = {event.run for event in own.values()}
+            phases.append(Phase(schedule, own, [event for event in waits if event.run in runs]))
+        return Report.of(phases, len(self.stages), self.stages)
 
     def __str__(self) -> str:
         """Returns a line about the step, then a table with a row for each stage, then the stages' kernels.
@@ -178,13 +189,16 @@ def kernel_names(stages: Sequence[Stage], compiled: Iterable[CompiledStage]) -> 
 
 @contextlib.contextmanager
 def record(
-    pipeline: Pipeline, kernels: Callable[[], tuple[tuple[str, ...], ...]] = tuple
+    pipeline: Pipeline,
+    kernels: Callable[[], tuple[tuple[str, ...], ...]] = tuple,
+    rank_of: Callable[[], tuple[int, ...]] = tuple,
 ) -> Iterator[Recording]:
     """Records the actions that ``pipeline`` runs inside the block.
 
     Args:
         pipeline: the pipeline.
         kernels: returns the names of the kernels that each stage launches; called after the block.
+        rank_of: returns the ranks of the stages in the latest step, if they differ; called after the block.
     """
     if pipeline.recorded():
         raise RuntimeError(
@@ -198,7 +212,7 @@ def record(
     finally:
         events = pipeline.events()
         pipeline.record(0)
-        recording.kernels = kernels()
+        recording.kernels, recording.rank_of = kernels(), rank_of()
         recording.stages = tuple(
             tuple(
                 Event(Action.parse(name), is_wait, begin * 1e-9, end * 1e-9, run)

@@ -11,6 +11,7 @@ from gpipe_fast.schedule.fill_drain import bubble, fill_drain
 from gpipe_fast.schedule.interleaved import interleaved
 from gpipe_fast.schedule.one_f_one_b import one_f_one_b
 from gpipe_fast.schedule.schedule import Schedule
+from gpipe_fast.schedule.simulation import Simulation, simulate
 from gpipe_fast.schedule.zb_h1 import zb_h1
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "Kind",
     "Schedule",
     "ScheduleChoice",
+    "Simulation",
     "bubble",
     "fill_drain",
     "interleaved",
     "one_f_one_b",
     "schedule_for",
+    "simulate",
     "zb_h1",
 ]

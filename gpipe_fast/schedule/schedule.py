@@ -25,6 +25,10 @@ from gpipe_fast.schedule.actions import (
 )
 
 
+def _no_time(action: Action) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every rank, in the order in which it runs them. Every instance is valid.
@@ -197,9 +201,21 @@ class Schedule:
         """
         return self._part(backward=True)
 
-    def times(self, seconds: Callable[[Action], float] = tick) -> dict[Action, float]:
-        """Returns the time at which each action ends, from 0, if a running action takes ``seconds``."""
-        return dict(zip(self._actions, self._ends(seconds, self._waits(self.slots)), strict=True))
+    def times(
+        self, seconds: Callable[[Action], float] = tick, transit: Callable[[Action], float] = _no_time
+    ) -> dict[Action, float]:
+        """Returns the time at which each action ends, from 0.
+
+        Args:
+            seconds: the time that an action takes its rank.
+            transit: the time from the end of a SEND to the arrival of its tensor; it takes no rank's time.
+        """
+        return dict(zip(self._actions, self._ends(seconds, self._waits(self.slots), transit), strict=True))
+
+    def waits(self) -> dict[Action, Action]:
+        """Returns the action for which each action waits, besides the one before it in its rank, if any."""
+        pairs = zip(self._actions, self._waits(self.slots), strict=True)
+        return {action: self._actions[i] for action, i in pairs if i >= 0}
 
     def critical_path(self, seconds: Callable[[Action], float] = tick) -> float:
         """Returns the minimum time that the schedule takes, until its last action ends."""
@@ -294,12 +310,21 @@ class Schedule:
         begin -= action.kind in (Kind.SEND_F, Kind.SEND_B)
         return (begin, backward, -action.stage if backward else action.stage, i)
 
-    def _ends(self, seconds: Callable[[Action], float], waits: list[int]) -> list[float]:
+    def _ends(
+        self,
+        seconds: Callable[[Action], float],
+        waits: list[int],
+        transit: Callable[[Action], float] = _no_time,
+    ) -> list[float]:
         ends = [0.0] * (len(self._actions) + 1)  # the last element, at index -1, stays 0
         free = [0.0] * len(self.ranks)
         for i in self._order:
-            rank = self.rank_of[self._actions[i].stage]
-            ends[i] = free[rank] = max(free[rank], ends[waits[i]]) + seconds(self._actions[i])
+            action, awaited = self._actions[i], waits[i]
+            rank = self.rank_of[action.stage]
+            ready = ends[awaited]
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                ready += transit(self._actions[awaited])
+            ends[i] = free[rank] = max(free[rank], ready) + seconds(action)
         return ends[:-1]
 
     def _check_stage(self, stage: int, actions: Sequence[Action], forward: bool, backward: bool) -> None:

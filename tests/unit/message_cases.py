@@ -14,14 +14,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, _extension, doctor, replicate, switches, verify
+from gpipe_fast import GPipe, _extension, doctor, replicate, simulate, switches, verify
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, profile_layers, table
 from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.inspect.picture import draw
 from gpipe_fast.lower.checkpoint import check_saved_fraction
+from gpipe_fast.recording import Event, Recording, Report
 from gpipe_fast.runtime.footprint import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
-from gpipe_fast.runtime.recording import Recording
 from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import bubble, fill_drain
@@ -261,6 +261,13 @@ def scheduled(*rows: str, slots: int = 2) -> Schedule:
     return Schedule.parse("\n".join(rows), slots=slots)
 
 
+def report_of_a_step() -> Report:
+    event = Event(Action.parse("0F0"), False, 0.0, 1.0)
+    recording = Recording()
+    recording.stages = ((event,),)
+    return recording.report()
+
+
 def one_action_too_many() -> Schedule:
     return Schedule((tuple(map(Action.parse, ("0F0", "0F1", "0F2"))),), 2, 2)
 
@@ -279,6 +286,12 @@ REPORTS = [
     case("requires_grad=False", "require gradients", verify_frozen_layers),
     case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
     case("got 0 stages", "at least one", bubble, 0, 1),
+    case("got 'x.html'", "gpipe_fast.picture.draw", report_of_a_step().save, "x.html"),
+    case("2 values for 3 stages", "or one each", simulate, "gpipe", 3, 4, forward=[1, 2]),
+    case("must be at least 0, got -1", "", simulate, "gpipe", 3, 4, backward=-1),
+    case("got weights=3 and backward=2", "as backward", simulate, "gpipe", 3, 4, weights=3, backward=2),
+    case("got 0 and 0", "bandwidth positive", simulate, "gpipe", 3, 4, bandwidth=0, latency=0),
+    case("got 'some'", "'except_last'", simulate, "gpipe", 3, 4, checkpoint="some"),
     case("num_stages must be at least 1, got 0", "", fill_drain, 0, 2),
     case(
         "1RECV_F1 would receive from 0SEND_F0",

@@ -61,7 +61,8 @@ gpipe_fast
     step(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,
         return_outputs: bool = False, optimizer: Optimizer | None = None,
-        scaler: GradScaler | None = None, max_norm: float | None = None, **kwargs: Any) -> Any
+        scaler: GradScaler | None = None, max_norm: float | None = None,
+        optimizer_in: Literal['end', 'drain'] = 'end', **kwargs: Any) -> Any
     stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]
     threads_per_stage: property, may be set
     to(self, *args: Any, **kwargs: Any) -> Self
@@ -72,6 +73,11 @@ gpipe_fast
   is_recomputing() -> bool
   keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRandomMode]
   replicate(value: object) -> Any
+  simulate(schedule: ScheduleChoice = 'gpipe', num_stages: int = 1, num_microbatches: int = 1,
+      *, forward: PerStage = 1.0, backward: PerStage = 2.0, weights: PerStage | None = None,
+      recompute: PerStage | None = None, checkpoint: str = 'except_last', transfer: PerStage = 0.0,
+      latency: float = 0.0, bandwidth: float = inf, boundary_bytes: PerStage = 0.0,
+      activation_bytes: PerStage = 0.0, num_devices: int = 1) -> Simulation
   verify(model: Any, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
       chunks: int | Literal['auto'] | None = None, all: bool = False, **kwargs: Any) -> Report
 gpipe_fast.skip
@@ -107,10 +113,24 @@ gpipe_fast.recording
   class Recording() -> None
     bubble(self) -> float
     critical_path(self) -> float
+    has_backward: property
     latest: property
     phases(self) -> list[Schedule]
+    report(self) -> Report
     seconds(self) -> dict[Action, float]
     span(self) -> float
+  class Report(step: float, between: float, num_microbatches: int,
+      stages: tuple[StageTimes, ...], recompute: float, blame: dict[str, float],
+      critical_path: tuple[Action, ...], path_seconds: float, busy_bound: float, num_ranks: int,
+      events: tuple[tuple[Event, ...], ...]) -> None
+    bubble: property
+    bubble_of_equal_stages: property
+    of(phases: Sequence[Phase], num_stages: int,
+        events: tuple[tuple[Event, ...], ...]) -> Report
+    save(self, path: str | os.PathLike[str]) -> None
+    to_dict(self) -> dict[str, Any]
+    trace(self) -> dict[str, Any]
+  class StageTimes(busy: float, copying: float, waiting: float, idle: float)
 gpipe_fast.explanation
   class Explanation(device: str, settings: str, notes: tuple[str, ...],
       stages: tuple[StageExplanation, ...]) -> None
@@ -128,7 +148,7 @@ gpipe_fast.schedule
   class Action(stage: int, kind: Kind, microbatch: int) -> None
     parse(text: str) -> Action
   BACKWARD: tuple
-  enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B
+  enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, U
   SCHEDULES: dict
   class Schedule(ranks: tuple[tuple[Action, ...], ...], num_microbatches: int,
       slots: int) -> None
@@ -143,8 +163,16 @@ gpipe_fast.schedule
     order(self) -> tuple[Action, ...]
     parse(text: str, *, slots: int | None = None) -> Schedule
     slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
-    times(self, seconds: Callable[[Action], float] = tick) -> dict[Action, float]
+    times(self, seconds: Callable[[Action], float] = tick,
+        transit: Callable[[Action], float] = _no_time) -> dict[Action, float]
+    waits(self) -> dict[Action, Action]
   ScheduleChoice: UnionType
+  class Simulation(schedule: Schedule, begins: dict[Action, float], ends: dict[Action, float],
+      peak_bytes: tuple[float, ...] = ()) -> None
+    bubble: property
+    of(schedule: Schedule, seconds: Callable[[Action], float] = tick,
+        transit: Callable[[Action], float] | None = None) -> Simulation
+    to_dict(self) -> dict[str, Any]
   TRANSFERS: tuple
   bubble(num_stages: int, num_microbatches: int) -> float
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
@@ -155,6 +183,7 @@ gpipe_fast.schedule
       recomputed: Collection[int] | None = None) -> Schedule
   schedule_for(choice: ScheduleChoice, num_stages: int, num_microbatches: int, *,
       num_devices: int = 1, recomputed: Collection[int] | None = None) -> Schedule
+  simulate, as in gpipe_fast
   zb_h1(num_stages: int, num_microbatches: int, *,
       recomputed: Collection[int] | None = None) -> Schedule
 gpipe_fast.verify

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.picture import draw
-from gpipe_fast.runtime.recording import MAX_EVENTS, Event, Recording
+from gpipe_fast.runtime.events import Event
+from gpipe_fast.runtime.recording import MAX_EVENTS, Recording
 from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule, fill_drain
 from tests.internals import inject_delays, inject_failure, pipeline_of, remove_faults
