@@ -38,6 +38,7 @@ from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
+from gpipe_fast.reporting import Reporting
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.plan import PlannedCall
@@ -64,7 +65,7 @@ _NOT_COPIED = frozenset(
 _NOT_COPIED |= {"_hook_planner", "_compiled_call_impl", "_trainers"}
 
 
-class GPipe(CallSettings, CallPreparation, Streaming, Training, Container):
+class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from gpipe_fast.runtime.advice import Advice
 from gpipe_fast.runtime.events import Event
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, Simulation, bubble
 
@@ -78,6 +79,7 @@ class Report:
         busy_bound: the seconds of the busiest rank, below which no schedule gets with this balance.
         num_ranks: the number of ranks: stages, unless some take turns on a device.
         events: the events, by stage.
+        advice: changes that are predicted to gain, the best first; `GPipe.report` gives them.
     """
 
     step: float
@@ -91,6 +93,7 @@ class Report:
     busy_bound: float
     num_ranks: int
     events: tuple[tuple[Event, ...], ...]
+    advice: tuple[Advice, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -153,6 +156,10 @@ class Report:
             "critical_path": [str(action) for action in self.critical_path],
             "path_seconds": self.path_seconds,
             "busy_bound": self.busy_bound,
+            "advice": [
+                {"what": a.what, "code": a.code, "predicted": a.predicted, "measured": a.measured}
+                for a in self.advice
+            ],
         }
 
     def trace(self) -> dict[str, Any]:
@@ -239,10 +246,25 @@ class Report:
         of_causes = [
             [cause, f"{share:.1%}", f"{share * self.bubble:.1%}"] for cause, share in self.blame.items()
         ]
-        return ", ".join(parts), [
+        tables: list[tuple[list[str], list[list[Any]]]] = [
             (["stage", "busy ms", "copying ms", "waiting ms", "idle ms", "busy"], of_stages),
             (["not busy because of", "share", "of the step"], of_causes),
         ]
+        if self.advice:
+            headers = ["advice", "code", "predicted ms", "gain"]
+            rows = [
+                [a.what, a.code, f"{a.predicted * 1e3:.3f}", self._gain(a.predicted)] for a in self.advice
+            ]
+            if self.advice[0].measured is not None:
+                headers += ["measured ms", "gain"]
+                first = self.advice[0].measured
+                rows = [[*row, "", ""] for row in rows]
+                rows[0][-2:] = [f"{first * 1e3:.3f}", self._gain(first)]
+            tables.append((headers, rows))
+        return ", ".join(parts), tables
+
+    def _gain(self, seconds: float) -> str:
+        return f"{1 - seconds / self.step:.1%}"
 
     def __str__(self) -> str:
         headline, tables = self._tables()

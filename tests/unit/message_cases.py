@@ -287,6 +287,7 @@ REPORTS = [
     case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
     case("got 0 stages", "at least one", bubble, 0, 1),
     case("got 'x.html'", "gpipe_fast.picture.draw", report_of_a_step().save, "x.html"),
+    case("so there is nothing to report", "pass some", lambda: GPipe(nn.Sequential(), []).report(features())),
     case("2 values for 3 stages", "or one each", simulate, "gpipe", 3, 4, forward=[1, 2]),
     case("must be at least 0, got -1", "", simulate, "gpipe", 3, 4, backward=-1),
     case("got weights=3 and backward=2", "as backward", simulate, "gpipe", 3, 4, weights=3, backward=2),

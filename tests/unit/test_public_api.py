@@ -57,6 +57,8 @@ gpipe_fast
     pop(self, key: object = -1) -> NoReturn
     prepare(self, *args: Any, also: Sequence[Any] = (), **kwargs: Any) -> None
     recording(self) -> AbstractContextManager[Recording]
+    report(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any] | None = None,
+        normalizer: Any = None, check: bool = False, **kwargs: Any) -> Report
     schedule: property, may be set
     step(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,
@@ -109,6 +111,9 @@ gpipe_fast.picture
   draw(recording: Recording, path: str | os.PathLike[str] | None = None, *,
       title: str = '') -> str
 gpipe_fast.recording
+  class Advice(what: str, settings: dict[str, Any], predicted: float,
+      measured: float | None = None) -> None
+    code: property
   class Event(action: Action, is_wait: bool, begin: float, end: float, run: int = 0) -> None
   class Recording() -> None
     bubble(self) -> float
@@ -122,7 +127,7 @@ gpipe_fast.recording
   class Report(step: float, between: float, num_microbatches: int,
       stages: tuple[StageTimes, ...], recompute: float, blame: dict[str, float],
       critical_path: tuple[Action, ...], path_seconds: float, busy_bound: float, num_ranks: int,
-      events: tuple[tuple[Event, ...], ...]) -> None
+      events: tuple[tuple[Event, ...], ...], advice: tuple[Advice, ...] = ()) -> None
     bubble: property
     bubble_of_equal_stages: property
     of(phases: Sequence[Phase], num_stages: int,
