@@ -577,9 +577,14 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()), self._rank_of
         )
 
+    def _locks(self) -> list[AbstractContextManager[Any]]:
+        """Returns the locks that are held while layers run in Python, in calls and in steps."""
+        trainers = [trainer for trainer, *_ in self._trainers.values()]
+        return [lock for each in (self, *trainers) for lock in each._planner.locks]
+
     def _rank_of(self) -> tuple[int, ...]:
         """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
-        trainer, _ = list(self._trainers.values())[-1] if self._trainers else (self, None)
+        trainer, *_ = list(self._trainers.values())[-1] if self._trainers else (self,)
         plan = trainer._planner.latest
         if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
             return ()

@@ -124,7 +124,7 @@ class Reporting(LayerSequence):
                 try:
                     with self._changed(found[0].settings):
                         found[0] = replace(found[0], measured=self._measure(run)[0].step)
-                except Exception:  # as above
+                except Exception:  # a layer refuses micro-batches of this size
                     del found[0]
         return replace(report, advice=tuple(found))
 
@@ -145,7 +145,7 @@ class Reporting(LayerSequence):
         number = costs.num_microbatches
         for other in (2 * number, number // 2):
             if 1 <= other <= batch_size and other != number:
-                # A layer may refuse micro-batches of another size, as batch norm refuses single samples.
+                # A layer may refuse such micro-batches, as batch norm refuses single samples.
                 with contextlib.suppress(Exception), self._changed({"chunks": other}):
                     return self._measure(run)[1]
         return None

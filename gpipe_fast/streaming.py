@@ -199,8 +199,9 @@ class CallStream:
 
     @property
     def runs_python(self) -> bool:
-        """Whether layers run in Python."""
-        return bool(self._model._planner.module_warnings.in_python)
+        """Whether layers run in Python, as far as is known."""
+        planner = self._model._planner
+        return bool(planner.module_warnings.in_python) or not planner.is_settled
 
     def wait_for_all(self) -> None:
         """Waits until the calls in flight are complete, or one has failed."""

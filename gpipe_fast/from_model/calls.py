@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -219,10 +220,15 @@ class Calls:
             )
         self._find(_CallOf(self, model, _inputs(model, args, kwargs)))
 
-    @staticmethod
-    def _find(call: _CallOf) -> tuple[Kind, Program, Parts]:
+    def _find(self, call: _CallOf) -> tuple[Kind, Program, Parts]:
         try:
-            with TRACING_LOCK:
+            # No block may run in Python while the model is recorded, because its parameters are away then. A
+            # running block may itself wait for the tracing lock, so the tracing lock is acquired last.
+            with contextlib.ExitStack() as held:
+                for program in list(self._programs):
+                    for lock in program.pipeline._locks():
+                        held.enter_context(lock)
+                held.enter_context(TRACING_LOCK)
                 return call.find()
         except Refused as refused:
             raise RuntimeError(

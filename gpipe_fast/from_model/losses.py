@@ -237,13 +237,17 @@ def find_rule(flow: Dataflow, ref: int, static_sizes: Sequence[int]) -> Rule | N
     if not _is_linear(flow, ref):
         return None
     means = cross_entropies(flow, ref)
-    rules = [Rule("sum"), Rule("samples")]
-    weighted = [mean for mean in means if mean.is_mean and mean.weight() is not None]
-    if weighted:  # the check would not see the weight of a rare class
-        rules.clear()
-    if len(means) == 1 and not isinstance(means[0].weight(), Ref):
+    divisors = list(dict.fromkeys(_divisors(flow, ref)))
+    split = [index for index in range(flow.num_inputs) if batch_dims(flow.values[index])]
+    varying = [divisor for divisor in divisors if flow.depends_on([divisor], split)]
+    # The check would not see the weight of a rare class, nor a divisor that random numbers leave constant.
+    is_weighted = any(mean.is_mean and mean.weight() is not None for mean in means)
+    rules = [] if varying or is_weighted else [Rule("sum"), Rule("samples")]
+    if len(varying) > 1:
+        return None
+    if not varying and len(means) == 1 and not isinstance(means[0].weight(), Ref):
         rules.append(Rule("targets", means[0].targets, means[0].ignored, means[0].weight))
-    rules += [Rule("quotient", divisor) for divisor in _divisors(flow, ref)]
+    rules += [Rule("quotient", divisor) for divisor in varying or divisors]
     try:
         checks = [_Check(flow, ref, means, static_sizes, seed) for seed in range(2)]
         return next((rule for rule in rules if all(check.holds(rule) for check in checks)), None)

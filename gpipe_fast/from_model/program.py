@@ -75,7 +75,23 @@ class Program:
             parts: the input tensors of each micro-batch.
             sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
         """
+        self._check_divisors(inputs, parts, sizes)
         return self.combined(self.pipeline(self.argument(inputs)), inputs, parts, sizes)
+
+    def _check_divisors(
+        self, inputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Checks that no micro-batch divides by 0 what the mini-batch divides by another number."""
+        for output in self.outputs:
+            if output.rule is None or output.rule.kind != "quotient":
+                continue
+            weights = self._weights(output, inputs, parts, sizes)
+            if 0.0 in weights and any(weights):
+                raise ValueError(
+                    f"in micro-batch {weights.index(0.0)} of {len(weights)}, nothing counts for a loss that "
+                    "is divided by a number of its inputs, which is 0 there; use fewer chunks, or batches in "
+                    "which each micro-batch has something that counts"
+                )
 
     def argument(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
@@ -103,6 +119,7 @@ class Program:
             ValueError: the model does not return one loss.
         """
         index, output = self._loss()
+        self._check_divisors(inputs, parts, sizes)
         weights = self._weights(output, inputs, parts, sizes)
         total = functools.partial(_element, index)
         loss = Loss(total, (_element, index))

@@ -38,7 +38,7 @@ class ModelStream:
     def begin(self, batch: Any) -> None:
         """As for `OpenStream`. If another program is needed, first waits for the calls of the one before."""
         if self._stream is not None and self._stream.runs_python:
-            self._stream.wait_for_all()  # a record of the model takes its parameters away meanwhile
+            self._stream.wait_for_all()  # a record of the model waits for them, holding what they need
         with torch.no_grad():
             program, given = self._calls.begin(self._plain(), *arguments_of(batch))
             if program is not self._program or self._stream is None:
@@ -57,9 +57,10 @@ class ModelStream:
     def _finish_one(self) -> Any:
         assert self._stream is not None
         assert self._program is not None
+        given = self._given.popleft()
         outputs = self._stream.finish()
         with torch.no_grad():
-            return self._program.combined(outputs, *self._given.popleft())
+            return self._program.combined(outputs, *given)
 
     def close(self) -> None:
         """As for `OpenStream`."""

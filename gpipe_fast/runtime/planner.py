@@ -126,6 +126,7 @@ class Planner:
         stages: the stages.
         backend: as for `GPipe`.
         eviction: the limit on the bytes that the cache keeps.
+        locks: the locks that are held while layers run in Python, in the order of stages.
     """
 
     def __init__(
@@ -139,12 +140,13 @@ class Planner:
         self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
         self._lowering_pending = threading.Event()
         locks = _locks(stages)
+        self.locks = list(dict.fromkeys(locks))
         shared = SegmentSharedState(
             self._compiler,
             self._layout_history,
             python_workers,
             self._lowering_pending,
-            list(dict.fromkeys(locks)),
+            self.locks,
         )
         self._segments = [
             Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)

@@ -28,10 +28,15 @@ def loss_layer(
         dim: the dimension along which outputs of micro-batches are concatenated.
 
     Returns:
-        The layer. It returns the loss with one element in ``dim + 1`` dimensions.
+        The layer. It returns the loss in the shape `shape_of_loss`.
     """
     layer: Skippable = _layer_class(num_tensors)(loss.total, structure, keeps_output, dim)
     return layer.isolate(GIVEN)
+
+
+def shape_of_loss(dim: int) -> list[int]:
+    """Returns the shape of one element with a dimension ``dim``, which may be negative."""
+    return [1] * (dim + 1 if dim >= 0 else -dim)
 
 
 @functools.cache
@@ -57,7 +62,7 @@ def _layer_class(num_tensors: int) -> type[Skippable]:
                 )
             if loss.dtype in (torch.bfloat16, torch.float16):
                 loss = loss.float()  # the losses of micro-batches are added up in float32
-            loss = loss.reshape([1] * (self.dim + 1))
+            loss = loss.reshape(shape_of_loss(self.dim))
             if not self.keeps_output:
                 return loss
             return loss, pytree.tree_map_only(Tensor, Tensor.detach, output)

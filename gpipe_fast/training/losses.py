@@ -30,6 +30,8 @@ _OF_ELEMENTS: dict[Any, Any] = {
     nn.SoftMarginLoss: F.soft_margin_loss,
 }
 _FUNCTIONS = _OF_CLASSES | _OF_ELEMENTS
+# Losses whose mean is divided by the sum of the weights of elements.
+_WEIGHTED = (F.mse_loss, F.l1_loss)
 
 
 class Loss(NamedTuple):
@@ -71,19 +73,24 @@ def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
                 "combined; let loss_fn return a sum, and pass normalizer=, a number or a function of the "
                 "target, by which the sum over the mini-batch is divided"
             )
-        return Loss(loss_fn, _key_of(loss_fn), divisor)
+        return Loss(loss_fn, key_of(loss_fn), divisor)
     reduction = arguments["reduction"]
     if reduction not in ("mean", "sum"):
         raise ValueError(
             f"loss_fn must reduce to a number, got reduction={reduction!r}; pass 'mean' or 'sum'"
         )
     if divisor is None and reduction == "mean":
+        if function in _WEIGHTED and arguments.get("weight") is not None:
+            raise ValueError(
+                f"{function.__name__} got weight=, which is not split into micro-batches; pass the weights "
+                "in the target, let loss_fn return a sum, and pass normalizer="
+            )
         by = _number_of_classes if function in _OF_CLASSES.values() else _number_of_elements
         divisor = functools.partial(by, arguments)
     total = functools.partial(function, **{**arguments, "reduction": "sum"})
     if function in _OF_ELEMENTS.values():
         total = functools.partial(_of_equal_shapes, total)
-    key = function, *((name, _key_of(value)) for name, value in arguments.items())
+    key = function, _keys_of(arguments)
     return Loss(total, key) if divisor is None else Loss(total, key, divisor)
 
 
@@ -117,7 +124,8 @@ def _number_of_classes(arguments: dict[str, Any], target: Tensor) -> Any:
     weight = arguments.get("weight")
     if weight is None:
         return counts.sum()
-    return torch.where(counts, weight.to(target.device)[target.where(counts, 0)], 0).sum()
+    classes = target.where(counts, 0).long()
+    return torch.where(counts, weight.to(target.device)[classes], 0).sum()
 
 
 def _number_of_elements(arguments: dict[str, Any], target: Tensor) -> int:
@@ -133,15 +141,25 @@ def _of_equal_shapes(total: Callable[..., Tensor], output: Tensor, target: Tenso
     return total(output, target)
 
 
-def _key_of(value: Any) -> Hashable:
-    """Returns a key by which functions that are made anew in each call, from the same line, are equal."""
+def key_of(value: Any) -> Hashable:
+    """Returns a key by which functions that are made anew in each call, from the same line, are equal.
+
+    It holds while the value is alive, and while the variables that it closes over are unchanged.
+    """
     if isinstance(value, functools.partial):
-        return _key_of(value.func), *map(_key_of, value.args), *map(_key_of, value.keywords.values())
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        cells = tuple(_key_of(cell.cell_contents) for cell in value.__closure__ or ())
-        return code, cells, tuple(map(_key_of, value.__defaults__ or ()))
-    return value if isinstance(value, (type(None), bool, int, float, str)) else id(value)
+        return key_of(value.func), tuple(map(key_of, value.args)), _keys_of(value.keywords)
+    if inspect.ismethod(value):
+        return key_of(value.__func__), id(value.__self__)
+    if inspect.isfunction(value):
+        cells = tuple(key_of(cell.cell_contents) for cell in value.__closure__ or ())
+        defaults = tuple(map(key_of, value.__defaults__ or ())), _keys_of(value.__kwdefaults__ or {})
+        return value.__code__, cells, defaults
+    # The representation tells 0.0 from -0.0, and the type 1 from True.
+    return (type(value), repr(value)) if isinstance(value, (type(None), bool, int, float, str)) else id(value)
+
+
+def _keys_of(values: dict[str, Any]) -> Hashable:
+    return tuple((name, key_of(value)) for name, value in sorted(values.items()))
 
 
 def _name(loss_fn: Any) -> str:

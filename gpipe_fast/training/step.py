@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
-from gpipe_fast.training.loss_layer import loss_layer
-from gpipe_fast.training.losses import Loss, Normalizer, loss_of
+from gpipe_fast.training.loss_layer import loss_layer, shape_of_loss
+from gpipe_fast.training.losses import Loss, Normalizer, key_of, loss_of
 from gpipe_fast.training.update import StageUpdates, checked_update
 from gpipe_fast.uncompiled import uncompiled
 
@@ -49,7 +49,7 @@ class Given(NamedTuple):
         gradient = torch.ones_like(like)
         if self.scaler is not None:
             gradient = self.scaler.scale(gradient)
-        gradient = (gradient / self.divisor).view([1] * (self.dim + 1))
+        gradient = (gradient / self.divisor).view(shape_of_loss(self.dim))
         if self.weights is None:
             return [[gradient]] * num_microbatches
         return [[gradient * weight] for weight in self.weights]
@@ -148,7 +148,8 @@ class Training(LayerSequence):
                 optimizer or of parameters.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
-        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in)
+        _check_list(losses)
+        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn)
         loss = loss_of(loss_fn, normalizer)
         with update.after() as updates:
             call = args, kwargs, loss, loss_fn, target, return_outputs
@@ -197,6 +198,7 @@ class Training(LayerSequence):
                 not known.
             RuntimeError: As for `forward`.
         """
+        _check_list(losses)
         loss = loss_of(loss_fn, normalizer)
         with torch.no_grad():
             each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
@@ -243,38 +245,79 @@ class Training(LayerSequence):
         given: tuple[Tensor, ...] = ()
         dims: tuple[int | None, ...] = ()
         if targets is not None:
+            _check_targets(targets.tensors, targets.dims.inputs, inputs.batch_size, trainer.devices[-1])
             given, dims = tuple(x.detach() for x in targets.tensors), targets.dims.inputs
-            _check_targets(given, dims, inputs.batch_size, trainer.devices[-1])
+            target = targets.structure.build(targets.tensors)  # without marks of what is not split
+        if updates is not None:
+            _check_graphs(inputs.tensors, self.parameters())
         order = Order(self.schedule, dims, updates is not None)
-        divisor = loss.divisor(target)
+        divisor = _checked_divisor(loss.divisor(target))
         found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler, updates))
         parts, output = found if keeps_output else (found, None)
         if torch.is_grad_enabled():
             torch.autograd.backward(parts, torch.ones_like(parts))
         each = (parts.detach().flatten() / divisor).unbind()
         if weights is not None:
-            each = tuple(x * weight for x, weight in zip(each, weights, strict=True))
+            # A loss without any target that counts is NaN, and has no weight.
+            pairs = zip(each, weights, strict=True)
+            each = tuple(x * weight if weight else torch.zeros_like(x) for x, weight in pairs)
         return list(each), output
 
     def _trainer(self, loss: Loss, loss_fn: Any, targets: Inputs | None, keeps_output: bool, dim: int) -> Any:
         """Returns the pipeline of the layers and the loss, with the present settings."""
         structure = None if targets is None else targets.structure
         key = loss.key, structure, keeps_output, dim
-        trainer, _ = self._trainers.pop(key, (None, None))
-        if trainer is None or not self._configure(trainer):
+        trainer, former, key_of_former = self._trainers.pop(key, (None, None, None))
+        # The variables that a former function closes over may have changed since.
+        if trainer is None or key_of(former) != key_of_former or not self._configure(trainer):
             count = 0 if targets is None else len(targets.tensors)
             trainer = self._with_loss(loss_layer(loss, structure, count, keeps_output, dim))
             self._configure(trainer)
-        self._trainers[key] = trainer, loss_fn  # keeps the function alive, whose address may be in the key
+            former = loss_fn  # the layer calls it; kept alive, because its address may be in the key
+        self._trainers[key] = trainer, former, key_of(former)
         while len(self._trainers) > _MAX_LOSSES:
             del self._trainers[next(iter(self._trainers))]
         return trainer
+
+
+def _check_list(losses: Any) -> None:
+    if losses is not None and not isinstance(losses, list):
+        raise TypeError(f"losses must be a list to append to, got {type(losses).__name__}; pass losses=[]")
+
+
+def _check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
+    """Checks that no gradient of a parameter comes from beyond the inputs."""
+    own = {id(parameter) for parameter in parameters}
+    for tensor in inputs:
+        if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in own):
+            raise ValueError(
+                f"optimizer_in='drain' would update parameters before the backward of the input of shape "
+                f"{list(tensor.shape)}, from which they may get more gradients; pass optimizer_in='end', or "
+                "the input without its graph, x.detach()"
+            )
+
+
+def _checked_divisor(divisor: Any) -> Any:
+    """Returns the divisor of the losses, without dimensions and without a graph."""
+    if not isinstance(divisor, Tensor):
+        return divisor
+    if divisor.numel() != 1:
+        raise ValueError(
+            f"the normalizer must be one number, got a tensor of shape {list(divisor.shape)}; let it "
+            "return a sum"
+        )
+    return divisor.detach().reshape(())
 
 
 def _check_targets(
     tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int, device: torch.device
 ) -> None:
     for tensor, dim in zip(tensors, dims, strict=True):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"the target has a tensor of shape {list(tensor.shape)} that requires a gradient, which step "
+                "does not compute; pass its .detach(), or use loss_fn(model(x), y).backward()"
+            )
         if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != batch_size):
             raise ValueError(
                 f"the target has a tensor of shape {list(tensor.shape)}, but the batch size is {batch_size}; "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.optim.optimizer as _of_all
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -120,7 +121,12 @@ class StageUpdates:
 
 
 def checked_update(
-    model: nn.Module, optimizer: Any, scaler: Any, max_norm: Any, optimizer_in: str = "end"
+    model: nn.Module,
+    optimizer: Any,
+    scaler: Any,
+    max_norm: Any,
+    optimizer_in: str = "end",
+    loss_fn: Any = None,
 ) -> Update:
     """Returns the update of a step; checks the arguments of `GPipe.step` before any work starts.
 
@@ -148,7 +154,7 @@ def checked_update(
         raise ValueError(f"optimizer_in must be 'end' or 'drain', got {optimizer_in!r}")
     in_drain = optimizer_in == "drain"
     if in_drain:
-        _check_drain(model, optimizer)
+        _check_drain(optimizer, model, loss_fn)
     return Update(optimizer, scaler, max_norm, in_drain)
 
 
@@ -166,22 +172,29 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _check_drain(model: nn.Module, optimizer: Optimizer | None) -> None:
+def _check_drain(optimizer: Optimizer | None, *functions: Any) -> None:
     """Checks that parameters can be updated one by one, and that nobody waits for their gradients."""
     if optimizer is None:
         raise ValueError("optimizer_in='drain' needs an optimizer; pass optimizer=...")
     kind, advice = type(optimizer), "pass optimizer_in='end'"
-    if not kind.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+    is_of_torch = f"{kind.__module__}.".startswith("torch.optim.")
+    if not is_of_torch or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"optimizer_in='drain' updates parameters stage by stage, and {kind.__name__} may compute with "
             f"all of them together: only optimizers of torch.optim but LBFGS can do so; {advice}"
         )
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    if any(hooks):
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks += [_of_all._global_optimizer_pre_hooks, _of_all._global_optimizer_post_hooks]
+    step = vars(optimizer).get("step")
+    if any(hooks) or not (step is None or hasattr(step, "_wrapped_by_lr_sched")):
         raise ValueError(
-            f"optimizer_in='drain' does not call the optimizer's hooks, of which it has some; {advice}"
+            "optimizer_in='drain' does not call hooks of optimizers, nor another function in place of "
+            f"optimizer.step, of which there are some; {advice}"
         )
-    for name, parameter in model.named_parameters():
+    modules = [each for each in functions if isinstance(each, nn.Module)]
+    named: list[tuple[str, Any]] = [pair for module in modules for pair in module.named_parameters()]
+    named += [(f"of shape {list(p.shape)}", p) for p in _parameters_of(optimizer)]
+    for name, parameter in named:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"optimizer_in='drain' does not call hooks of parameters, and {name!r} has one; {advice}"

@@ -555,3 +555,124 @@ def test_verify_compares_with_the_plain_model() -> None:
     with torch.no_grad():
         model.bert.encoder.layer[0].output.dense.weight.mul_(1.5)
     assert gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss, chunks=3)
+
+
+class Tokens(nn.Module):
+    """A small model of tokens, with a loss that the test chooses."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 9)
+        self.loss = loss
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.loss(self.head(x), ids, labels)
+
+
+def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+
+
+def by_view(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    losses = torch.nn.functional.cross_entropy(logits.view(-1, 9), labels.view(-1), reduction="sum")
+    return losses / (labels != -100).sum()
+
+
+def by_shifted(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    labels = labels[:, 1:]
+    losses = each_loss(logits[:, :-1], labels)
+    return losses.sum() / (labels != -100).sum()
+
+
+def by_mask(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).float()
+    return (each_loss(logits, labels) * mask).sum() / mask.sum()
+
+
+def by_padding(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    mask = (ids != 8).float()
+    return (each_loss(logits, labels) * mask).sum() / mask.sum()
+
+
+def by_weights(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    weights = 1 + 2 * (ids > 5)
+    return (each_loss(logits, labels) * weights).sum() / weights.sum()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(9, (7, 5), generator=generator) for _ in range(2))
+    labels[torch.rand(7, 5, generator=generator) < 0.4] = -100
+    labels[0, :4] = -100
+    ids[:3, :3] = 8
+    return ids, labels
+
+
+@pytest.mark.parametrize("loss", [by_view, by_shifted, by_mask, by_padding, by_weights])
+def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: Any) -> None:
+    plain, (ids, labels) = Tokens(loss), tokens()
+    expected = plain(ids, labels)
+    gradients = torch.autograd.grad(expected, list(plain.parameters()))
+    model = GPipe.from_model(plain, args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=3)
+    torch.testing.assert_close(model.step(ids, labels), expected.detach())
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
+    torch.testing.assert_close(model(ids, labels), expected)
+    torch.testing.assert_close(model.evaluate(ids, labels), expected.detach())
+
+
+def test_a_micro_batch_in_which_nothing_counts() -> None:
+    ids, labels = tokens()
+    labels[0] = -100
+    model = GPipe.from_model(
+        Tokens(by_mask), args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=7
+    )
+    for call in (model, model.step, model.evaluate):
+        with pytest.raises(ValueError, match="in micro-batch 0 of 7, nothing counts"):
+            call(ids, labels)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def mean_of_targets(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.view(-1, 9), labels.view(-1))
+
+
+def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
+    plain, (ids, labels) = Tokens(mean_of_targets), tokens()
+    labels[0] = -100
+    expected = plain(ids, labels).detach()
+    model = GPipe.from_model(plain, args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=7)
+    losses: list[Tensor] = []
+    torch.testing.assert_close(model.step(ids, labels, losses=losses), expected)
+    assert losses[0] == 0
+    torch.testing.assert_close(model.evaluate(ids, labels), expected)
+
+
+class Branching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.new_ones(1)) > 0 else x
+
+
+def test_models_with_blocks_in_python_are_recorded_while_a_stream_is_open() -> None:
+    """A record of another length takes parameters away, which running blocks need."""
+    plain = Tokens(lambda logits, ids, labels: logits)
+    plain.blocks = nn.ModuleList(Branching(4, 4) for _ in range(3))
+    ids, labels = tokens()
+    batches = [(ids[:, :n], labels[:, :n]) for n in (5, 4, 5, 3)]
+    with torch.no_grad():
+        expected = [plain(*batch) for batch in batches]
+    model = GPipe.from_model(plain, args=(ids, labels), balance=[2, 1], devices=["cpu"] * 2, chunks=7).eval()
+    with pytest.warns(UserWarning, match="runs in Python"):
+        found = list(model.stream(batches, depth=3))
+    torch.testing.assert_close(found, expected)
+    stream = model.stream([(ids, labels)] * 6, depth=4)
+    results = [next(stream)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[:, :2], labels[:, :2]), plain(ids[:, :2], labels[:, :2]))
+    results += stream
+    torch.testing.assert_close(results, [expected[0]] * 6)

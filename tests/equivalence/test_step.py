@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe_fast
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, replicate
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
@@ -320,7 +320,7 @@ def test_the_input_gets_a_gradient() -> None:
 def test_a_failed_step_changes_nothing(schedule: str) -> None:
     pipe = GPipe(layers(), [3, 5], devices=["cpu"] * 2, chunks=4, schedule=schedule)
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
-    ((trainer, _),) = pipe._trainers.values()
+    ((trainer, *_),) = pipe._trainers.values()
     before = {name: b.clone() for name, b in pipe.named_buffers()}
     gradients = [p.grad.clone() for p in pipe.parameters()]
     backward = ("0I0", "0W1", "1W2") if schedule == "zb-h1" else ("0B0",)
@@ -372,7 +372,7 @@ def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
-    ((trainer, _),) = pipe._trainers.values()
+    ((trainer, *_),) = pipe._trainers.values()
     actions = [str(action) for row in trainer._planner.latest.schedule.stages for action in row]
 
     def everything() -> dict[str, Tensor]:
@@ -483,3 +483,102 @@ def test_all_but_gpipe_keep_no_more_micro_batches_than_stages(schedule: str) -> 
     )
     pipe.step(X.repeat(2, 1)[:16], target=Y.repeat(2)[:16], loss_fn=F.cross_entropy)
     assert max(kept) == (8 if schedule == "gpipe" else 2)
+
+
+def plain_losses(ks: list[float], model: nn.Module, x: Tensor, z: Tensor) -> list[Tensor]:
+    return [k * (model(x) - z).square().sum().detach() for k in ks]
+
+
+class Scaled:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.k * (output - target).square().sum()
+
+
+def with_keyword(k: float) -> Any:
+    def loss(output: Tensor, target: Tensor, *, k: float = k) -> Tensor:
+        return k * (output - target).square().sum()
+
+    return loss
+
+
+def two_parts(output: Tensor, target: Tensor, a: float = 1.0, b: float = 1.0) -> Tensor:
+    return a * (output - target).abs().sum() + b * (output - target).square().sum()
+
+
+def in_a_loop(ks: list[float]) -> Iterator[Any]:
+    """Functions that close over one variable, which has another value whenever one of them is taken."""
+    made = []
+    for k in ks:
+        made.append(lambda output, target: k * (output - target).square().sum())  # noqa: B023 as users do
+        yield made[-1]
+
+
+@pytest.mark.parametrize("kind", ["lambda", "method", "keyword", "constant"])
+def test_losses_that_differ_in_what_they_close_over_are_told_apart(kind: str) -> None:
+    """Two epochs: the lambdas of the second have the variables that those of the first had."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=1)
+    x, z = torch.randn(6, 4), torch.randn(6, 3)
+    make: dict[str, Any] = {
+        "lambda": in_a_loop,
+        "method": lambda ks: (Scaled(k).loss for k in ks),
+        "keyword": lambda ks: map(with_keyword, ks),
+        "constant": lambda ks: (functools.partial(weighted_sum, k) for k in ks),
+    }
+    for _ in range(2):
+        ks = [1.0, 10.0, True, 3]
+        found = [pipe.step(x, target=z, loss_fn=f, normalizer=1) for f in make[kind](ks)]
+        torch.testing.assert_close(found, plain_losses(ks, layers, x, z))
+
+
+def weighted_sum(k: float, output: Tensor, target: Tensor) -> Tensor:
+    return k * (output - target).square().sum()
+
+
+def test_names_of_a_partials_arguments_count() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=1)
+    x, z = torch.randn(6, 4), torch.randn(6, 3)
+    absolute = functools.partial(two_parts, a=1.0, b=0.0)
+    square = functools.partial(two_parts, b=1.0, a=0.0)
+    found = [pipe.step(x, target=z, loss_fn=f, normalizer=1) for f in (absolute, square)]
+    torch.testing.assert_close(found, [f(pipe(x), z).detach() for f in (absolute, square)])
+
+
+def test_a_negative_batch_dimension() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3, batch_dim=-2)
+    x, z = torch.randn(5, 6, 4), torch.randn(5, 6, 3)
+    expected = F.mse_loss(layers(x), z)
+    torch.testing.assert_close(pipe.step(x, target=z, loss_fn=F.mse_loss), expected.detach())
+    ours = [p.grad for p in layers.parameters()]
+    torch.testing.assert_close(ours, list(torch.autograd.grad(expected, list(layers.parameters()))))
+    torch.testing.assert_close(pipe.evaluate(x, target=z, loss_fn=F.mse_loss), expected.detach())
+
+
+def test_normalizers_get_the_target_itself_and_return_one_number() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
+    x, z, w = torch.randn(6, 4), torch.randn(6, 3), torch.rand(3)
+    leaf = torch.tensor([[2.0]], dtype=torch.float64, requires_grad=True)
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return ((output - target[0]).square() * target[1]).sum()
+
+    found = pipe.step(
+        x, target=(z, replicate(w)), loss_fn=loss, normalizer=lambda target: target[1].sum() * leaf
+    )
+    assert (found.shape, found.requires_grad) == (torch.Size([]), False)
+    torch.testing.assert_close(found, (loss(layers(x), (z, w)) / (2 * w.sum())).detach())
+
+
+def test_classes_of_a_byte_with_weights() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4)
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 1, 0, 0], dtype=torch.uint8)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=loss), loss(layers(x), y).detach())

@@ -268,7 +268,25 @@ def out_of_order() -> None:
         model.blocks[1](X)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x.square().sum(1) * mask).sum() / mask.sum()
+
+
+def nothing_counts() -> object:
+    x, mask = torch.ones(2, 4), torch.tensor([1.0, 0.0])
+    model = GPipe.from_model(Masked(), (x, mask), balance=[1, 1], devices=["cpu"] * 2, chunks=2)
+    return model(x, mask)
+
+
 OF_MODELS = [
+    case("in micro-batch 1 of 2, nothing counts", "use fewer chunks", nothing_counts),
     case("got int", "must be an nn.Module", GPipe.from_model, 3, (X,)),
     case("got list", "pass (x,)", GPipe.from_model, Between(), [X]),
     case("got list", "a dict of keyword arguments", GPipe.from_model, Between(), (X,), [X]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ def drained(make: Any = torch.optim.SGD, has_hook: bool = False) -> object:
     return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, optimizer_in="drain")
 
 
+def drained_with_graph() -> object:
+    layer = nn.Linear(3, 3)
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
+    options = {"optimizer": torch.optim.SGD(layer.parameters()), "optimizer_in": "drain"}
+    return pipe.step(X * layer.weight.sum(), target=Y, loss_fn=F.cross_entropy, **options)  # type: ignore[arg-type]
+
+
 def without_gradients() -> object:
     with torch.no_grad():
         return step()
@@ -91,7 +99,12 @@ OF_TRAINING = [
     case("got 'start'", "'end' or 'drain'", step, optimizer_in="start"),
     case("needs an optimizer", "pass optimizer=", step, optimizer_in="drain"),
     case("Foreign may compute", "pass optimizer_in='end'", drained, Foreign),
-    case("does not call the optimizer's hooks", "pass optimizer_in='end'", drained, torch.optim.Adam),
+    case("does not call hooks of optimizers", "pass optimizer_in='end'", drained, torch.optim.Adam),
+    case("before the backward of the input", "x.detach()", drained_with_graph),
+    case("got weight=", "normalizer=", step, functools.partial(F.mse_loss, weight=X)),
+    case("that requires a gradient", ".detach()", step, target=torch.randn(4, requires_grad=True)),
+    case("got a tensor of shape [2]", "return a sum", step, normalizer=torch.ones(2)),
+    case("got tuple", "losses=[]", step, losses=()),
     case("'0.bias' has one", "pass optimizer_in='end'", drained, has_hook=True),
     case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
 ]

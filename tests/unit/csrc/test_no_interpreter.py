@@ -172,7 +172,7 @@ def test_a_whole_step_needs_no_gil(schedule: str) -> None:
     chunks = M // 4
     pipe = GPipe(nn.Sequential(*layers()), [2, 2, 2, 2], chunks=chunks, schedule=schedule)
     pipe.step(tokens(chunks), loss_fn=Tensor.sum, normalizer=1)
-    ((trainer, _),) = pipe._trainers.values()
+    ((trainer, *_),) = pipe._trainers.values()
     calls: list[Any] = []
 
     class Recorder:
