@@ -65,7 +65,7 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
         raise IndexError(
             "too few devices to hold given partitions "
             f"(devices: {len(devices)}, partitions: {num_partitions}); pass a device for each partition, "
-            "such as devices=['cpu'] * 2, or fewer partitions"
+            f"such as devices=['cpu'] * {num_partitions}, or fewer partitions"
         )
     chosen = [_with_index(device) for device in devices[:num_partitions]]
     others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})

@@ -81,9 +81,13 @@ class Program:
     def _check_divisors(
         self, inputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
     ) -> None:
-        """Checks that no micro-batch divides by 0 what the mini-batch divides by another number."""
+        """Checks that no micro-batch divides by 0 what the mini-batch divides by another number.
+
+        Its gradients would be NaN. Without gradients, its value does not count.
+        """
         for output in self.outputs:
-            if output.rule is None or output.rule.kind != "quotient":
+            needs_gradient = torch.is_grad_enabled() and self.flow.values[output.ref].requires_grad
+            if not needs_gradient or output.rule is None or output.rule.kind != "quotient":
                 continue
             weights = self._weights(output, inputs, parts, sizes)
             if 0.0 in weights and any(weights):

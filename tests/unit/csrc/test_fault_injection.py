@@ -154,7 +154,7 @@ def run_cases(tested: PipelineUnderTest, selected: list[Case]) -> None:
 def test_injected_failures_change_nothing(tested: PipelineUnderTest) -> None:
     """Checks error type, message, state, and the next step, for a sample of the soak's failures."""
     selected = cases(150)
-    assert {case.action.kind for case in selected} == set(Kind)
+    assert {case.action.kind for case in selected} == {*Kind} - {Kind.U}
     run_cases(tested, selected)
 
 
