@@ -29,6 +29,7 @@ from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.from_model.stream import ModelStream
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import results
+from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
@@ -94,19 +95,18 @@ class Pipelined(nn.Module):
             it and what the model returns, without gradients.
 
         Raises:
-            TypeError: ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; or as for a call.
+            TypeError: ``losses``, ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; or as for a
+                call.
             ValueError: The model does not return one loss; or the optimizer, ``max_norm`` or ``optimizer_in``
                 is invalid, as for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
+        check_list(losses)
         update = checked_update(self, optimizer, scaler, max_norm, optimizer_in)
         with update.after() as updates:
             how = return_outputs, scaler, updates
             each, output = self._calls.step(self.plain(), args, kwargs, *how)
-        if losses is not None:
-            losses += each
-        total = functools.reduce(torch.add, each)
-        return (total, output) if return_outputs else total
+        return result_of(each, output, losses, return_outputs)
 
     @uncompiled
     def evaluate(
@@ -131,12 +131,10 @@ class Pipelined(nn.Module):
             ValueError: The model does not return one loss.
             RuntimeError: As for a call.
         """
+        check_list(losses)
         with torch.no_grad():
             each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
-            total = functools.reduce(torch.add, each)
-        if losses is not None:
-            losses += each
-        return (total, output) if return_outputs else total
+            return result_of(each, output, losses, return_outputs)
 
     @uncompiled
     def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:

@@ -148,16 +148,13 @@ class Training(LayerSequence):
                 optimizer or of parameters.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
-        _check_list(losses)
+        check_list(losses)
         update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn)
         loss = loss_of(loss_fn, normalizer)
         with update.after() as updates:
             call = args, kwargs, loss, loss_fn, target, return_outputs
             each, output = self._step(*call, scaler=scaler, updates=updates)
-        if losses is not None:
-            losses += each
-        total = functools.reduce(torch.add, each)
-        return (total, output) if return_outputs else total
+        return result_of(each, output, losses, return_outputs)
 
     @uncompiled
     def evaluate(
@@ -198,14 +195,11 @@ class Training(LayerSequence):
                 not known.
             RuntimeError: As for `forward`.
         """
-        _check_list(losses)
+        check_list(losses)
         loss = loss_of(loss_fn, normalizer)
         with torch.no_grad():
             each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
-            total = functools.reduce(torch.add, each)
-        if losses is not None:
-            losses += each
-        return (total, output) if return_outputs else total
+            return result_of(each, output, losses, return_outputs)
 
     def _step(
         self,
@@ -280,13 +274,26 @@ class Training(LayerSequence):
         return trainer
 
 
-def _check_list(losses: Any) -> None:
+def check_list(losses: Any) -> None:
+    """Checks the argument ``losses`` of a step.
+
+    Raises:
+        TypeError: it is neither a list nor None.
+    """
     if losses is not None and not isinstance(losses, list):
         raise TypeError(f"losses must be a list to append to, got {type(losses).__name__}; pass losses=[]")
 
 
+def result_of(each: list[Tensor], output: Any, losses: list[Tensor] | None, return_outputs: bool) -> Any:
+    """Returns what a step returns, from the losses of micro-batches and the output; fills ``losses``."""
+    total = functools.reduce(torch.add, each)
+    if losses is not None:
+        losses += each
+    return (total, output) if return_outputs else total
+
+
 def _check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Checks that no gradient of a parameter comes from beyond the inputs."""
+    """Checks that no input has a graph through which a parameter of the model could get a gradient."""
     own = {id(parameter) for parameter in parameters}
     for tensor in inputs:
         if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in own):

@@ -651,6 +651,8 @@ def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
     losses: list[Tensor] = []
     torch.testing.assert_close(model.step(ids, labels, losses=losses), expected)
     assert losses[0] == 0
+    with pytest.raises(TypeError, match="got tuple; pass losses="):
+        model.step(ids, labels, losses=())
     torch.testing.assert_close(model.evaluate(ids, labels), expected)
 
 
