@@ -38,7 +38,7 @@ class ModelStream:
     def begin(self, batch: Any) -> None:
         """As for `OpenStream`. If another program is needed, first waits for the calls of the one before."""
         if self._stream is not None and self._stream.runs_python:
-            self._stream.wait_for_all()  # a record of the model waits for them, holding what they need
+            self._stream.wait_for_all()  # blocks in Python cannot run while the model is recorded
         with torch.no_grad():
             program, given = self._calls.begin(self._plain(), *arguments_of(batch))
             if program is not self._program or self._stream is None:

@@ -144,7 +144,7 @@ def _of_equal_shapes(total: Callable[..., Tensor], output: Tensor, target: Tenso
 def key_of(value: Any) -> Hashable:
     """Returns a key by which functions that are made anew in each call, from the same line, are equal.
 
-    It holds while the value is alive, and while the variables that it closes over are unchanged.
+    The key is valid as long as the value exists and the variables that it closes over are unchanged.
     """
     if isinstance(value, functools.partial):
         return key_of(value.func), tuple(map(key_of, value.args)), _keys_of(value.keywords)
