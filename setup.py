@@ -129,6 +129,8 @@ def build_arguments():
     cuda, reason = choose_cuda(os.environ.get("GPIPE_FAST_CUDA", ""), torch.version.cuda, version)
     cuda_sources = set(glob("csrc/cuda/*"))
     sources, macros = sorted(set(glob("csrc/*/*.cpp")) - cuda_sources), []
+    if torch.distributed.is_available():  # else its headers declare nothing, and stages stay in one process
+        macros += [("USE_DISTRIBUTED", "1"), ("USE_C10D", "1")]
     # No contraction to fused multiply-add, so that random draws are bitwise equal on CUDA and the CPU.
     nvcc = ["-O3", "--fmad=false"]
     flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fopenmp"], "nvcc": nvcc}

@@ -18,7 +18,7 @@ ALLOWED_INCLUDES = {
     "transport": {"device"},
     "cuda": {"device", "program", "random"},
     "pipeline": {"device", "engine", "program", "transport"},
-    "bindings": {"pipeline", "program"},
+    "bindings": {"pipeline", "program", "transport"},
 }
 TORCH_INCLUDE = re.compile(r"#include <(torch|ATen|c10|pybind11)/")
 PROJECT_INCLUDE = re.compile(r'#include "(?:([a-z_]+)/)?[a-z_]+\.h"')

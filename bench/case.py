@@ -6,7 +6,7 @@ inputs. This is the backward of a recomputed segment: PyTorch recomputes the for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bench.accuracy import Results, error_ratio, to_float64
-from gpipe_fast.kernels.launch import Config
 
 Function = Callable[..., Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,16 +28,12 @@ class KernelCase:
         inputs: makes input tensors from the approximate number of elements, a dtype, and a device ('cpu',
             'cuda' or 'meta').
         differentiated: the indices of the inputs with gradients; empty if the function is not differentiable.
-        baseline: the function in the PyTorch operators that run on a GPU. For example `torch.native_dropout`,
-            because `dropout` decomposes to other operators on other devices.
+        baseline: the function in the PyTorch operators that run on a GPU.
         ours: the public function that computes outputs and gradients from inputs and output gradients.
         launched: the launcher that ``ours`` calls, with the same arguments; its launches are counted.
         overwritten: the indices of the tensors that ``ours`` overwrites, counting inputs, then gradients.
-        exact: the function that gives the true results, if ``plain`` draws random numbers or does not support
-            float64.
-        liger: Liger-Kernel's version of ``plain``; see `bench.liger`.
-        moved: computes the bytes read and written from inputs and gradients, if launches do not show them
-            (for example a kernel that receives addresses).
+        liger: Liger-Kernel's version of ``baseline``; see `bench.liger`.
+        moved: computes the bytes read and written from inputs and gradients, if launches do not show them.
         memory_bound: whether memory traffic determines the run time.
     """
 
@@ -49,7 +44,6 @@ class KernelCase:
     ours: Function
     launched: Function
     overwritten: Sequence[int] = ()
-    exact: Function | None = None
     liger: Function | None = None
     moved: Callable[[Sequence[Tensor], Sequence[Tensor]], int] | None = None
     memory_bound: bool = True
@@ -70,7 +64,7 @@ class KernelCase:
     def unfused(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], function: Function | None = None
     ) -> list[Tensor]:
-        """Returns outputs and gradients by autograd, for ``plain`` or for ``function``."""
+        """Returns outputs and gradients by autograd, for ``baseline`` or for ``function``."""
         leaves = [t.detach().requires_grad_(i in self.differentiated) for i, t in enumerate(inputs)]
         outputs = _as_list((function or self.baseline)(*leaves))
         found: Sequence[Tensor] = ()
@@ -98,10 +92,8 @@ class AccuracyCheck:
     @classmethod
     def of(cls, case: KernelCase, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> AccuracyCheck:
         """Computes the results from copies of the inputs."""
-        function = case.exact or case.baseline
         given, incoming = ([t for t in to_float64(each) if t is not None] for each in (inputs, gradients))
-        exact_results = case.unfused(given, incoming, function)
-        return cls(case.unfused(clone_all(inputs), gradients, function), exact_results)
+        return cls(case.unfused(clone_all(inputs), gradients), case.unfused(given, incoming))
 
     def error_ratio(self, found: Results) -> float:
         """Returns the largest error as a fraction of the allowed one; infinite for wrong shapes or dtypes."""
@@ -109,34 +101,6 @@ class AccuracyCheck:
             return max(error_ratio(found, self.eager, self.exact_results), default=0.0)
         except (AssertionError, ValueError):
             return float("inf")
-
-
-@dataclass(frozen=True)
-class ShapeClass:
-    """One shape class of a kernel.
-
-    Attributes:
-        inputs: makes inputs of the case that belong to this class, from dtype and device.
-        candidates: the configurations to try.
-    """
-
-    inputs: Callable[[torch.dtype, str], list[Tensor]]
-    candidates: Sequence[Config]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The tuning space of a kernel.
-
-    Attributes:
-        kernel: the kernel's name, which its launcher passes to `gpipe_fast.kernels.launch.tuned`.
-        case: the function that is timed.
-        shapes: shape classes by the names that the launcher passes.
-    """
-
-    kernel: str
-    case: KernelCase
-    shapes: Mapping[str, ShapeClass]
 
 
 def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -113,7 +113,7 @@ def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
     cubins = [kernel.asm["cubin"] for kernel in made]
     found = {}
     for name, kernel, cubin, assembly in zip(
-        names, made, cubins, _disassemble(cubins, capability), strict=True
+        names, made, cubins, disassemble(cubins, capability), strict=True
     ):
         registers, spilled = resource_usage(cubin)
         accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[\w.]*", assembly)
@@ -137,7 +137,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(re.findall(r"REG:(\d+)", usage)[-1]), sum(map(int, spilled))
 
 
-def _disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
+def disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
     """Returns the instructions of each cubin. Runs nvdisasm once for all: it takes half a second to start."""
     codes = [_code(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile() as file:

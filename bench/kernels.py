@@ -146,11 +146,10 @@ def measure(
     timed = candidates(case, inputs, gradients, backend)
     for name, candidate in list(timed.items()):
         try:
-            # Eager PyTorch is the baseline of the check. If it draws random numbers, its mask (and
-            # Inductor's) differs from the keyed one, so their results are not checked.
-            same = name == EAGER or (name == INDUCTOR and case.exact is not None)
+            # Eager PyTorch is the baseline of the check.
+            peer = name != OURS
             result.error_ratio[name] = (
-                0.0 if same else measure_error(candidate, accuracy_check, peer=name != OURS)
+                0.0 if name == EAGER else measure_error(candidate, accuracy_check, peer)
             )
         except Exception as error:
             if name == OURS:

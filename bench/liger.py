@@ -16,38 +16,6 @@ def available() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
-    from liger_kernel.ops import LigerLayerNormFunction
-
-    return LigerLayerNormFunction.apply(x, weight, bias, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-    """Computes RMSNorm in fp32 throughout ('gemma' casting mode), out of place."""
-    from liger_kernel.ops import LigerRMSNormFunction
-
-    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
-
-
-def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-    """Returns the normalised sum, and the sum."""
-    from liger_kernel.ops import LigerFusedAddRMSNormFunction
-
-    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Any:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return LigerSiLUMulFunction.apply(gate, up)
-
-
-def geglu_tanh(gate: Tensor, up: Tensor) -> Any:
-    from liger_kernel.ops import LigerGELUMulFunction
-
-    return LigerGELUMulFunction.apply(gate, up)
-
-
 def cross_entropy(logits: Tensor, target: Tensor) -> Any:
     """Returns the mean loss over rows."""
     from liger_kernel.ops import LigerCrossEntropyFunction

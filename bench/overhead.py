@@ -30,7 +30,7 @@ from bench.peers import (
 )
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.recording.recording import Recording
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 8, 64, 64
 ROUNDS, CALLS = 40, 20

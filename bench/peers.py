@@ -80,10 +80,15 @@ class Checkpointed(nn.Module):
         return result
 
 
-class TorchPipelining:
-    """One rank's part of a step of torch.distributed.pipelining's ScheduleGPipe, in its own process.
+def weighted_sum(output: Tensor, weights: Tensor) -> Tensor:
+    """Returns a loss whose gradient is ``weights``."""
+    return (output * weights).sum()
 
-    ScheduleGPipe takes a loss instead of an output gradient; this loss has the given output gradient.
+
+class TorchPipelining:
+    """One rank's part of a step of torch.distributed.pipelining, in its own process.
+
+    Its schedules take a loss instead of an output gradient; this loss has the given output gradient.
     """
 
     def __init__(
@@ -94,14 +99,14 @@ class TorchPipelining:
         chunks: int,
         input: Tensor,
         gradient: Tensor,
+        schedule: str = "gpipe",
     ) -> None:
-        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         module = Checkpointed(stages[rank]) if recompute else stages[rank]
         stage = PipelineStage(module, rank, len(stages), torch.device("cpu"))
-        self.schedule = ScheduleGPipe(
-            stage, chunks, loss_fn=lambda output, wanted: (output * wanted).sum(), scale_grads=False
-        )
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+        self.schedule = kind(stage, chunks, loss_fn=weighted_sum, scale_grads=False)
         self.parameters = list(module.parameters())
         self.arguments = (input,) if rank == 0 else ()
         self.target = gradient if rank == len(stages) - 1 else None

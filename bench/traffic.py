@@ -177,9 +177,9 @@ def main() -> None:
         [row(case, dtype) for case in all_cases().values() for dtype in DTYPES],
         f"Counted, not measured: bytes that operators and kernels read and write for {ELEMENTS >> 20} M "
         "elements. Unfused: PyTorch recomputes the forward, then computes the gradients, one operator at a "
-        "time. Fused: one kernel, including partial sums and their addition; dropout and rotary embedding "
-        "have one launch each for forward and backward. The multi-tensor kernels save launches, not bytes; "
-        "cross-entropy with the linear layer saves memory: the full logits never exist.\n",
+        "time. Fused: one kernel, including partial sums and their addition; rotary embedding has one launch "
+        "each for forward and backward. Cross-entropy with the linear layer saves memory: the full logits "
+        "never exist.\n",
     )
 
 

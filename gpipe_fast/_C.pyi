@@ -1,7 +1,7 @@
 """Type stubs of the C++ extension, which csrc/bindings/ implements."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -181,7 +181,11 @@ class PythonSegment(Segment):
 
 class Actions:
     def __init__(
-        self, stages: Sequence[Sequence[tuple[str, int, int]]], num_slots: int, groups: Sequence[int]
+        self,
+        stages: Sequence[Sequence[tuple[str, int, int]]],
+        num_slots: int,
+        groups: Sequence[int],
+        is_here: Sequence[bool] = (),
     ) -> None: ...
 
 class StagePlan:
@@ -209,6 +213,9 @@ class Plan:
         backward: Actions | None,
         step: Actions | None,
         defers_weights: bool,
+        skip_ends: Sequence[tuple[int, int]],
+        ties: Sequence[tuple[Sequence[tuple[int, int]], Sequence[int], Sequence[int]]],
+        token: BoundaryForm | None,
         given_skips: Sequence[int],
         given_dims: Sequence[int | None],
         num_threads: int,
@@ -249,10 +256,12 @@ class Pipeline:
         buffers: Sequence[Tensor],
         key: int | Callable[[], int],
         update: Callable[[int, Sequence[int]], None] | None,
+        offer: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> tuple[list[Tensor], Any]: ...
+    def set_peers(self, channels: Channels | None, ranks: object) -> None: ...
     def record(self, events_per_stage: int) -> None: ...
     def recorded(self) -> int: ...
-    def events(self) -> list[list[tuple[str, bool, int, int, int]]]: ...
+    def events(self) -> list[list[tuple[str, bool, int, int, int, int, int, int, int]]]: ...
     def inject_faults(
         self, seed: int = 0, max_delay_us: int = 0, faults: Sequence[tuple[str, int, str]] = ()
     ) -> None: ...
@@ -261,6 +270,16 @@ class Pipeline:
     def graph_reports(self) -> list[GraphReport]: ...
     def close(self) -> None: ...
     def after_fork(self) -> None: ...
+
+class Channels: ...
+
+def make_channels(
+    stages: Collection[int],
+    groups: dict[tuple[int, int], Any],
+    timeout: float,
+    on_device: bool,
+    replicas: Any | None,
+) -> Channels: ...
 
 class InferenceStream:
     def __init__(self, pipeline: Pipeline) -> None: ...

@@ -13,6 +13,7 @@ from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.schedule import simulate
+from gpipe_fast.tuning import tune
 from gpipe_fast.verify import verify
 
 __version__ = "0.1.0"
@@ -27,5 +28,6 @@ __all__ = [
     "keyed_rng",
     "replicate",
     "simulate",
+    "tune",
     "verify",
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,16 @@ from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, CallArguments, Inputs
+from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES as CHECKPOINT_MODES
+from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting, checkpoint_policy
 from gpipe_fast.schedule import SCHEDULES, Schedule, ScheduleChoice
 
+# Bytes as a number or a text, or one of these for each device; None for no limit.
+MemoryLimit = int | float | str | Sequence[int | float | str] | None
 BACKENDS = ("auto", "aten", "eager")
-CHECKPOINT_MODES = ("always", "except_last", "never")
 TRANSPORTS = ("auto", "peer", "pinned")
+_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"
 
 
@@ -42,16 +49,71 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
     return number
 
 
-def checked_checkpoint(checkpoint: str) -> str:
-    """Returns the checkpoint mode.
+def checked_checkpoint(checkpoint: CheckpointChoice, num_stages: int | None = None) -> CheckpointSetting:
+    """Returns the checkpoint mode, the share of activations to save, or one of these for each stage.
 
     Raises:
-        ValueError: `checkpoint` is not one of `CHECKPOINT_MODES`.
+        ValueError: `checkpoint` is neither one of `CHECKPOINT_MODES`, nor a number from 0 to 1, nor a list of
+            these; or the list does not have one for each stage.
     """
-    mode = str(checkpoint)
-    if mode not in CHECKPOINT_MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
-    return mode
+    given = checkpoint if isinstance(checkpoint, (list, tuple)) else [checkpoint]
+    each = [_checked_mode(one) for one in given]
+    if not each or None in each:
+        raise ValueError(
+            "checkpoint is not one of 'always', 'except_last', or 'never', a number from 0 to 1, or a list "
+            f"with one of these for each stage, got {checkpoint!r}"
+        )
+    found = tuple(cast(list[str | float], each))
+    if given is not checkpoint:
+        return found[0]
+    if num_stages is not None:
+        checkpoint_policy(found, num_stages, True)  # raises if there is not one for each stage
+    return found
+
+
+def checked_memory(memory: MemoryLimit, devices: Sequence[torch.device]) -> dict[torch.device, int] | None:
+    """Returns the bytes of each device; None if there is no limit.
+
+    Args:
+        memory: a number of bytes, a text such as ``'20GiB'``, or one of these for each device.
+        devices: the device of each stage.
+
+    Raises:
+        ValueError: ``memory`` is none of these, or not one for each device.
+    """
+    if memory is None:
+        return None
+    distinct = list(dict.fromkeys(devices))
+    each = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(distinct)
+    if len(each) != len(distinct):
+        raise ValueError(
+            f"memory has {len(each)} values, but the stages are on {len(distinct)} devices, "
+            f"{', '.join(map(str, distinct))}; pass one value for all, or one for each device"
+        )
+    return {device: _checked_bytes(value) for device, value in zip(distinct, each, strict=True)}
+
+
+def _checked_bytes(value: Any) -> int:
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)?\s*", value) if isinstance(value, str) else None
+    number = found[1] if found else value
+    try:
+        size = 0 if isinstance(number, bool) else float(number) * _UNITS[(found and found[2]) or "B"]
+    except (TypeError, ValueError, KeyError):
+        size = 0
+    if not 1 <= size < float("inf"):
+        raise ValueError(
+            f"memory must be a number of bytes or a text such as '20GiB' or '500MB', got {value!r}; offload "
+            "to the host is not possible: what does not fit is recomputed"
+        )
+    return int(size)
+
+
+def _checked_mode(value: Any) -> str | float | None:
+    """Returns the mode or the share; None if it is neither."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value) if 0 <= float(value) <= 1 else None
+    mode = str(value)
+    return mode if mode in CHECKPOINT_MODES else None
 
 
 def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -165,7 +227,7 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
 
     Raises:
         TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: a layer occurs twice, or is None.
+        ValueError: a layer occurs twice, is None, or has parameters that are sharded over processes.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}{hint}")
@@ -175,7 +237,28 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
             f"{len(module)} layers are distinct modules; pass copy.deepcopy(layer) where a layer "
             "occurs again, or let distinct layers share its parameters"
         )
+    _check_not_sharded(module)
     verify_skippables(module)
+
+
+def _check_not_sharded(module: nn.Sequential) -> None:
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there are none
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for number, layer in enumerate(module):
+        if isinstance(module, fsdp) or any(isinstance(each, fsdp) for each in layer.modules()):
+            raise ValueError(
+                f"{layer_title(number, layer)} is sharded by fully_shard, whose hooks gather parameters and "
+                "reduce gradients, and stages run no hooks around a backward; pass the layers without it, "
+                "and a mesh with a dimension 'dp_replicate' for data parallelism"
+            )
+        for name, parameter in layer.named_parameters():
+            if isinstance(parameter, dtensor):
+                raise ValueError(
+                    f"{layer_title(number, layer)} has the DTensor {name!r} of placements "
+                    f"{parameter.placements}, and stages that run concurrently would mix up the collectives "
+                    "of such layers; pass layers with plain parameters, or use torchtitan for tensor "
+                    "parallelism inside a stage"
+                )
 
 
 def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:

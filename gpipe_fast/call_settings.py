@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.arguments import (
+    MemoryLimit,
     checked_batch_dim,
     checked_checkpoint,
     checked_chunks,
+    checked_memory,
     checked_schedule,
     checked_threads_per_stage,
 )
 from gpipe_fast.layers.structure import BatchDim
+from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule import ScheduleChoice
 
@@ -24,6 +29,8 @@ class CallSettings:
     _pipeline: Pipeline
     _fuse: bool
     _capture: bool
+    _devices: list[torch.device]
+    _ranks: Any
 
     def _rebuild_stages(self) -> None:
         """Makes the stages anew, because a setting has changed that they are compiled for."""
@@ -70,8 +77,10 @@ class CallSettings:
         self._batch_dim = checked_batch_dim(batch_dim)
 
     @property
-    def checkpoint(self) -> str:
-        """Which micro-batches recompute: 'always', 'except_last' or 'never'; may be set between calls.
+    def checkpoint(self) -> CheckpointSetting:
+        """Which micro-batches recompute, or the share of activations to save; may be set between calls.
+
+        As for `GPipe`; a list is returned as a tuple.
 
         Raises:
             ValueError: On assignment, the value is invalid. The old value is kept.
@@ -79,8 +88,28 @@ class CallSettings:
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_checkpoint(checkpoint)
+    def checkpoint(self, checkpoint: CheckpointChoice) -> None:
+        self._checkpoint = checked_checkpoint(checkpoint, len(getattr(self, "_balance", ())) or None)
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """The bytes that a step may take on each device, as for `GPipe`; may be set between calls.
+
+        Raises:
+            ValueError: On assignment, the value is invalid, there is not one for each device, or there is a
+                mesh. The old value is kept.
+        """
+        return self._memory
+
+    @memory_limit.setter
+    def memory_limit(self, memory: MemoryLimit) -> None:
+        if memory is not None and self._ranks is not None:
+            raise ValueError(
+                f"memory={memory!r} with a mesh is not possible yet, because each process would measure "
+                "other times, and choose something else; pass checkpoint, a number for each stage"
+            )
+        self._memory_limits = checked_memory(memory, self._devices)
+        self._memory = memory
 
     @property
     def threads_per_stage(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,7 +15,14 @@ from gpipe_fast.compat import torchgpipe_state_dict
 from gpipe_fast.devices import Device, devices_differ
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.unsupported import refuse_jit_script
-from gpipe_fast.weights.load import Initialize, Placement, has_meta_tensors, load_weights, make_lazy
+from gpipe_fast.weights.load import (
+    Initialize,
+    Placement,
+    forget_data,
+    has_meta_tensors,
+    load_weights,
+    make_lazy,
+)
 from gpipe_fast.weights.source import Source
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ class Container(LayerSequence):
     _balance: list[int]
     _devices: list[torch.device]
     _user_devices: list[torch.device] | None
+    _own_stages: Collection[int] | None = None  # the stages of this process; None if all are here
 
     def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
         raise NotImplementedError
@@ -79,17 +87,40 @@ class Container(LayerSequence):
 
     def _move_to_devices(self) -> None:
         """Moves the layers to the devices of their stages, except for tensors on the meta device."""
+        replaced = {tensor: tensor for tensor in self._own_tensors()}
         for partition, device in self._placement():
-            if any(devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())):
+            if device.type == "meta":
+                forget_data(partition, replaced)
+            elif any(
+                devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())
+            ):
                 # A meta tensor has no data to move.
                 partition._apply(lambda t, to=device: t if t.is_meta else t.to(to))
 
     def _has_data(self) -> bool:
-        """Returns whether no parameter and no buffer is on the meta device."""
-        return not has_meta_tensors(self)
+        """Returns whether no parameter and no buffer is on the meta device, apart from stages elsewhere."""
+        own = (partition for partition, device in self._placement() if device.type != "meta")
+        return not any(map(has_meta_tensors, own))
 
     def _placement(self) -> Placement:
-        return zip(self.partitions, self._devices, strict=True)
+        meta = torch.device("meta")  # of stages in other processes, which never get memory here
+        own = range(len(self._devices)) if self._own_stages is None else self._own_stages
+        devices = [device if i in own else meta for i, device in enumerate(self._devices)]
+        return zip(self.partitions, devices, strict=True)
+
+    def _own_tensors(self) -> list[Tensor]:
+        """Returns the parameters and buffers of the stages of this process."""
+        own = (partition for partition, device in self._placement() if device.type != "meta")
+        return [t for partition in own for t in (*partition.parameters(), *partition.buffers())]
+
+    def _state_elsewhere(self) -> dict[str, Any]:
+        """Returns what a state dict has of stages in other processes alone."""
+        if self._own_stages is None:
+            return {}
+        own = set(map(id, self._own_tensors()))
+        others = (partition for partition, device in self._placement() if device.type == "meta")
+        states = (partition.state_dict(keep_vars=True) for partition in others)
+        return {name: value for state in states for name, value in state.items() if id(value) not in own}
 
     def __getitem__(self, index: int) -> nn.Module:
         """Returns a layer by position. Negative positions count from the end."""
@@ -220,12 +251,20 @@ class Container(LayerSequence):
         self._move_to_devices()
         return found
 
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Returns a state dict as PyTorch does. With a mesh, it has the tensors of the own stage alone."""
+        found = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._state_elsewhere():
+            found.pop(prefix + name, None)
+        return found
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads a state dict as PyTorch does, and gives memory to tensors on the meta device.
 
-        With ``assign=True``, the assigned tensors are moved to the devices of their stages.
+        With ``assign=True``, the assigned tensors are moved to the devices of their stages. With a mesh, the
+        state dict need not have the tensors of other stages, which are not loaded.
         """
         found = super().load_state_dict(state_dict, strict, assign)
         self._move_to_devices()
@@ -241,8 +280,10 @@ class Container(LayerSequence):
     ) -> None:
         """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
         torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
-        if not self._has_data() and not local_metadata.get("assign_to_params_buffers"):
+        if has_meta_tensors(self) and not local_metadata.get("assign_to_params_buffers"):
             make_lazy(state_dict, prefix, self._placement())
+        for name, value in self._state_elsewhere().items():
+            state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 

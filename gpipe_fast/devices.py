@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -14,7 +16,26 @@ def default_devices() -> list[torch.device] | None:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or None
 
 
-def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
+def available_processors() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the calling thread's intra-op thread count for a block, because lowering depends on it."""
+    before = torch.get_num_threads()
+    if number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def parse_devices(devices: Iterable[Device] | Device) -> list[torch.device]:
     """Returns the user's devices as ``torch.device`` objects.
 
     Raises:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
+    MemoryLimit,
     check_inputs,
     check_module,
     check_signature,
@@ -29,6 +30,15 @@ from gpipe_fast.call_preparation import CallPreparation, with_memory
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device, silence_stream_warning
+from gpipe_fast.distributed.mesh import (
+    check_backend,
+    check_balance,
+    check_no_replicas,
+    check_not_shared,
+    checked_timeout,
+    ties_of,
+)
+from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.explanation import Explanation
 from gpipe_fast.explanation.explain import explain_call, named_device
 from gpipe_fast.from_model.blocks import Blocks
@@ -37,25 +47,33 @@ from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
-from gpipe_fast.lower.checkpoint import checkpoint_policy
+from gpipe_fast.lower.checkpoint import CheckpointChoice, checkpoint_policy
+from gpipe_fast.recording.exchange import exchange_stages
+from gpipe_fast.recording.recording import Recording, kernel_names, record, stage_sizes
 from gpipe_fast.reporting import Reporting
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
+from gpipe_fast.runtime.memory_limit import Limits, checkpoint_within, partitions_within
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.prepared_call import PreparedCall
-from gpipe_fast.runtime.recording import Recording, kernel_names, record
-from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.runtime.stage import TRACING_LOCK, Tie
+from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.schedule import ScheduleChoice
-from gpipe_fast.stages import checked_placement, resolve_balance, resolve_devices, stages_of
+from gpipe_fast.schedule.cuts import Partition
+from gpipe_fast.stages import checked_placement, partitions_of, resolve_balance, resolve_devices, stages_of
 from gpipe_fast.streaming import Streaming
+from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.training.step import Given, Training
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first, warn_square_input
-from gpipe_fast.user_warning import warn_user
+from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
+
+if TYPE_CHECKING:
+    from gpipe_fast.distributed.mesh import Mesh
 
 # Attributes that a copy creates anew.
 _NOT_COPIED = frozenset(
@@ -81,7 +99,9 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             the balance whose slowest partition is fastest; before it, and if a layer cannot be measured,
             partitions have about equal parameter counts.
         devices: One device for each partition; surplus devices are ignored. By default all visible GPUs, or
-            the CPU for all stages if there are none.
+            the CPU for all stages if there are none. With a ``mesh``, the device of this process's stage, or
+            a list with one for each process; by default the current GPU if the mesh is one of GPUs or a group
+            of NCCL, else the CPU.
         chunks: The number of micro-batches per mini-batch, which is split as by ``Tensor.chunk``; or
             ``'auto'``, four per stage, but at most one per sample.
         batch_dim: The dimension along which inputs are split into micro-batches and outputs concatenated, as
@@ -89,7 +109,15 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             count from the end. Or a tuple with one dimension for each input tensor that is split, in argument
             order; outputs are then concatenated along the first of them.
         checkpoint: Which micro-batches recompute their activations in the backward: ``'always'``,
-            ``'except_last'`` or ``'never'``. In eval mode, no micro-batch does.
+            ``'except_last'`` or ``'never'``. Or a number from 0 to 1: each micro-batch of a stage saves at
+            most this share of the bytes that it saves under ``'never'``, and those of them that spare most
+            time; the rest is recomputed. Or a list with one of these for each stage. In eval mode, nothing
+            is recomputed. Layers in Python save nothing with a number below 1.
+        memory: The bytes that training may take on each device: a number, a text such as ``'20GiB'``, or one
+            of these for each device. Each stage then recomputes as little as fits, in place of what
+            ``checkpoint`` says. Parameters, buffers, gradients, boundary tensors, saved tensors and
+            intermediates count, as predicted from shapes; the state of an optimizer does not. All layers
+            have to be traced. With ``balance=None``, the first call chooses the balance, too.
         deferred_batch_norm: Update the running statistics of batch norm once per mini-batch, from all of its
             samples, instead of once per micro-batch.
         grad_dtype: The dtype in which gradients of bfloat16 and float16 parameters are accumulated over the
@@ -100,7 +128,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             Python, in the same schedule, after a warning that names the stage, the layer and the reason.
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
-            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages.
+            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, and with a ``mesh``.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
             memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
@@ -115,13 +143,23 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             where a stage would wait. ``'interleaved'``: 1F1B for several stages on each device, which take
             turns. Or a ``gpipe_fast.schedule.Schedule``, or a function of the number of stages and of
             micro-batches that returns one. May be set between calls.
+        mesh: Processes of torch.distributed: a process group, or a ``DeviceMesh`` of one dimension or with a
+            dimension ``'pp'``. Of P processes, process r has the stages r, r + P, r + 2 P and so on; by
+            default one. Each process makes this pipeline alike, and the same calls with inputs and targets of
+            equal shapes; it keeps the layers of its own stages only, and puts the others on the meta device.
+            The first stage reads the inputs, the last one the target. A mesh with a dimension
+            ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
+            or average their gradients. None: all stages are in this process.
+        timeout: The maximum time, in seconds, that a process waits for another one.
 
     Raises:
-        TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, or ``batch_dim`` is
-            neither an integer nor an iterable of integers.
-        ValueError: ``balance``, ``chunks``, ``checkpoint``, ``grad_dtype``, ``backend`` or ``transport`` is
-            invalid, a layer occurs twice or has the name of an attribute of this class, layers are too large
-            for their devices, or ``transport`` is ``'peer'`` and two devices have no peer access.
+        TypeError: ``module`` is not a ``Sequential``, its skip connections do not match, ``batch_dim`` is
+            neither an integer nor an iterable of integers, or ``mesh`` is neither a process group nor a
+            ``DeviceMesh``.
+        ValueError: ``balance``, ``chunks``, ``checkpoint``, ``grad_dtype``, ``backend``, ``transport``,
+            ``mesh`` or ``timeout`` is invalid, a stage of a ``mesh`` shares a tensor with another one, a
+            layer occurs twice, has the name of an attribute of this class or sharded parameters, layers are
+            too large for their devices, or ``transport`` is ``'peer'`` and two devices have no peer access.
         IndexError: There are fewer devices than partitions.
 
     Attributes:
@@ -135,10 +173,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Device] | None = None,
+        devices: Iterable[Device] | Device | None = None,
         chunks: int | Literal["auto"] = 1,
         batch_dim: int | Iterable[int] = 0,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointChoice = "except_last",
+        memory: MemoryLimit = None,
         deferred_batch_norm: bool = False,
         grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
@@ -146,17 +185,40 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         transport: str = "auto",
         fuse: bool | None = None,
         schedule: ScheduleChoice = "gpipe",
+        mesh: Mesh | None = None,
+        timeout: float = 60.0,
     ) -> None:
         super().__init__()
         # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.batch_dim = batch_dim
+        self._ranks: Ranks | None = None
+        self._ties: list[Tie] = []
+        own_partitions = slice(None)
+        if mesh is not None:
+            self._ranks = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)
+            own_partitions = slice(self._ranks.index, None, self._ranks.size)
+            check_backend(backend)
+            balance = None if balance is None else list(balance)
+            check_balance(balance, self._ranks.size, self._ranks.num_replicas)
+            # Those of stages in other processes count as like ours.
+            devices = [self._ranks.device] * len(balance or range(self._ranks.size))
         check_module(module, "; other modules are cut into layers by GPipe.from_model(module, args=(x,))")
         self._user_devices = resolve_devices(devices)
         self._balance, self._devices = checked_placement(
-            list(module.named_children()), balance, self._user_devices
+            list(module.named_children()), balance, self._user_devices, own_partitions
         )
+        self.checkpoint = checkpoint  # again, now that the number of stages is known
+        self.memory_limit = memory
+        if self._ranks is not None:
+            check_balance(self._balance, self._ranks.size, self._ranks.num_replicas)
+            self._own_stages = self._ranks.stages_of(len(self._balance))
+            named = partitions_of(module.named_children(), self._balance)
+            partitions = [nn.Sequential(OrderedDict(own)) for own in named]
+            check_not_shared(partitions, self._ranks.size)
+            self._ranks.check_homes(partitions)
+            self._ties = ties_of(partitions)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         if self._deferred_batch_norm:
             check_can_defer(module.named_children())
@@ -171,8 +233,10 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self._warned_of_idle_stages = False
         self._checks_usage = True
         self._trainers: dict[Any, Any] = {}
-        self._balance_pending = balance is None and len(self._balance) > 1
+        self._balance_pending = balance is None and len(self._balance) > 1 and mesh is None
         self._register_layers(module)
+        if self._ranks is not None:
+            self._ranks.note_homes(partitions)
         if self._deferred_batch_norm:
             enable_deferral(self)
         self._python_workers = PythonWorkers()
@@ -188,9 +252,10 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         *,
         blocks: Blocks | None = None,
         balance: Iterable[int] | None = None,
-        devices: Iterable[Device] | None = None,
+        devices: Iterable[Device] | Device | None = None,
         chunks: int | Literal["auto"] = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointChoice = "except_last",
+        memory: MemoryLimit = None,
         loss: str = "exact",
         grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
@@ -198,6 +263,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         transport: str = "auto",
         fuse: bool | None = None,
         schedule: ScheduleChoice = "gpipe",
+        mesh: Mesh | None = None,
+        timeout: float = 60.0,
     ) -> Any:
         """Makes a pipeline of a model that is not an ``nn.Sequential``, from an example of its arguments.
 
@@ -227,6 +294,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             devices: As for `GPipe`.
             chunks: As for `GPipe`.
             checkpoint: As for `GPipe`.
+            memory: As for `GPipe`.
             loss: ``'exact'`` refuses outputs, such as a loss, that do not follow from those of micro-batches.
                 ``'per-microbatch'`` averages them over micro-batches, and returns None for outputs that
                 compare samples with each other.
@@ -236,6 +304,10 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             transport: As for `GPipe`.
             fuse: As for `GPipe`.
             schedule: As for `GPipe`.
+            mesh: As for `GPipe`; without replicas. Each process passes the same inputs, with their elements.
+                A call returns what the model does in the last process; in the others, a tensor to call
+                ``backward`` on stands for each output that requires a gradient, and None for any other one.
+            timeout: As for `GPipe`.
 
         Returns:
             The pipelined model. Its ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
@@ -247,16 +319,23 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
                 hooks of accelerate.
             RuntimeError: The model cannot be cut; the message says what stands in the way.
         """
-        places = resolve_devices(devices)
-        options = {"grad_dtype": grad_dtype, "backend": backend, "capture": capture, "transport": transport}
-        make = functools.partial(cls, devices=places, fuse=fuse, **options)  # type: ignore[arg-type]
-        number = None if places is None else len(places)
+        options: dict[str, Any] = {"grad_dtype": grad_dtype, "backend": backend, "capture": capture}
+        options |= {"transport": transport, "fuse": fuse, "memory": memory}
+        ranks = None
+        if mesh is None:
+            options["devices"] = places = resolve_devices(devices)
+            number = None if places is None else len(places)
+        else:
+            options["mesh"] = ranks = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)
+            check_no_replicas(ranks.num_replicas)
+            number = ranks.size
+        make = functools.partial(cls, **options)
         settings = chunks, checkpoint, schedule, loss
-        return make_pipelined(model, args, kwargs, blocks, balance, number, *settings, make)
+        return make_pipelined(model, args, kwargs, blocks, balance, number, *settings, make, ranks)
 
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
-        pipeline.set_capture(self._capture)
+        pipeline.set_capture(self._capture and self._ranks is None)
         silence_stream_warning(self._devices)
         return pipeline
 
@@ -270,11 +349,16 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             self._deferred_batch_norm,
             self.grad_dtype,
             self._fuse,
+            own_stages=self._own_stages,
+            ties=self._ties,
         )
         self._connections = connections_of(
             self._balance, self._devices, skips_of(self._layers), self.transport
         )
-        self._planner = Planner(self._stages, switched_backend(self.backend), self._python_workers)
+        if self._ranks is not None:
+            self._connections = [replace(each, route="process group") for each in self._connections]
+        backend = switched_backend(self.backend if self._ranks is None else "aten")
+        self._planner = Planner(self._stages, backend, self._python_workers)
         self._hook_planner: Planner | None = None
         self._pipeline.forget_graphs()
         self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
@@ -284,6 +368,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
+        if self._ranks is not None:
+            raise TypeError(
+                "a GPipe with a mesh cannot be copied or pickled, because its processes make it together; "
+                "save model.state_dict(), which has the tensors of the own stage"
+            )
         return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -295,6 +384,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
 
     def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
         """Repartitions the layers and moves them. Raises errors before it changes anything."""
+        if self._ranks is not None:
+            raise ValueError(
+                "with a mesh, layers stay in the processes that they are in, got the balance "
+                f"{list(balance)}; make a new GPipe with it, and load the state dict"
+            )
         wanted = resolve_devices(devices)
         with TRACING_LOCK:
             sizes, places = checked_placement(list(self.named_children()), balance, wanted)
@@ -340,12 +434,15 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         """
         if not len(self):
             return pass_through(args, kwargs, self._batch_dim)
-        return self._run(self._checked_inputs(args, kwargs))
+        with self._reporting():
+            return self._run(self._checked_inputs(args, kwargs))
 
     def _run(self, inputs: Inputs, given: Given | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         call = self._prepare_call(inputs, given)
         plan = call.plan
+        if self._ranks is not None:
+            self._ranks.begin(call.pipeline, self._call_of(inputs, given), plan, self._stages)
         if given is None:
             tensors = call.parameters, call.buffers, call.key()
             outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors)
@@ -357,7 +454,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             tensors = call.parameters, call.buffers, call.key()
             update = None if given.updates is None else given.updates.of(call.parameters)
             outputs, structure = call.pipeline.step(
-                plan.native, inputs.tensors, given.tensors, gradients, *tensors, update
+                plan.native, inputs.tensors, given.tensors, gradients, *tensors, update, given.offer
             )
         return self._finish_call(call, outputs, structure)
 
@@ -423,10 +520,48 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             self._detect_changes()
             planner = self._planner if place is None else self._absent_planner(place)
             training = self.training and torch.is_grad_enabled()
-            checkpoint = checkpoint_policy(self.checkpoint, training)
+            checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
             chunks = self._chunks_of(inputs.batch_size)
             call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
-            return explain_call(planner, call, place)
+            return explain_call(planner, self._within_memory(planner, call), place)
+
+    def _stage_bytes(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        normalizer: Any,
+    ) -> Sequence[StageBytes | None]:
+        """As for `Reporting._stage_bytes`."""
+        if not len(self):
+            raise ValueError("the model has no layers, so it needs no memory; pass some to GPipe")
+        inputs = self._checked_inputs(args, kwargs, allow_meta=True)
+        pipeline, given = self, None
+        if loss_fn is not None:
+            dim = self._batch_dim if isinstance(self._batch_dim, int) else self._batch_dim[0]
+            targets = None if target is None else Inputs.of((target,), {}, dim)
+            if targets is not None:
+                targets = with_memory(targets, self._devices[-1])
+            pipeline, given = self._planned_step(inputs, targets, loss_fn, normalizer)
+        with TRACING_LOCK:
+            call = pipeline._describe(inputs, given)  # may choose the balance
+            planner = pipeline._planner
+            call = pipeline._within_memory(planner, call)
+            plan = planner.plan(call)
+            if plan.compiled is None:
+                return [None] * len(self._stages)
+            return stage_bytes(pipeline._stages, plan, call)
+
+    def _stage_parameters(self) -> list[list[Tensor]]:
+        """As for `Reporting._stage_parameters`."""
+        seen: set[Tensor] = set()
+        found: list[list[Tensor]] = []
+        for stage in self._stages:
+            own: list[Tensor] = [p for p in dict.fromkeys(parameters_of(stage.layers)) if p not in seen]
+            seen.update(own)
+            found.append(own)
+        return found
 
     def _absent_planner(self, device: torch.device) -> Planner:
         """Returns a planner for the stages on a device that the machine need not have."""
@@ -445,19 +580,38 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         """Returns the plan for these inputs and the present layers, under this global module hook if any."""
         call = self._describe(inputs, given)
         planner = self._planner if hook is None else self._planner_under_hook(hook)
-        return planner.plan(call)
+        return planner.plan(self._within_memory(planner, call))
+
+    def _within_memory(self, planner: Planner, call: Call) -> Call:
+        """Returns a call that saves as much as the memory allows, if there is a limit."""
+        if self._memory_limits is None or not (self.training and torch.is_grad_enabled()):
+            return call
+        return replace(call, checkpoint=checkpoint_within(planner, call, self._memory_limits))
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        """As for `Training._reporting`."""
+        return nullcontext() if self._ranks is None else self._ranks.reporting()
 
     def _describe(self, inputs: Inputs, given: Given | None = None) -> Call:
         """Returns a call with these inputs, for the present layers and settings."""
         self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
         if self._balance_pending and inputs.batch_size and self._has_data():
-            self._balance_by_time(inputs, chunks)
+            if self._memory_limits is None:
+                self._balance_by_time(inputs, chunks)
+            elif self.training and torch.is_grad_enabled():
+                self._balance_within_memory(self._memory_limits, inputs)
         if self._checks_usage:
             self._checks_usage = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
             warn_square_input(inputs)
-        checkpoint = checkpoint_policy(self.checkpoint, self.training and torch.is_grad_enabled())
+        return self._call_of(inputs, given)
+
+    def _call_of(self, inputs: Inputs, given: Given | None) -> Call:
+        """As for `_describe`, if nothing has changed since."""
+        chunks = self._chunks_of(inputs.batch_size)
+        training = self.training and torch.is_grad_enabled()
+        checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
         call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
         return call if given is None else replace(call, given=given.tensors, order=given.order)
 
@@ -476,17 +630,23 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             capture=self._capture,
             transport=self.transport,
             fuse=self._fuse,
+            mesh=cast(Any, self._ranks),
         )
         found._checks_usage, found._warned_of_idle_stages = False, True  # this pipeline does
-        # Its runs are those of this pipeline, for recordings.
-        found._python_workers, found._pipeline = self._python_workers, self._pipeline
-        found._rebuild_stages()
+        found._ties = self._ties  # known before a state dict was assigned
+        found._share_runs(self)  # for recordings
         return found
+
+    def _share_runs(self, other: GPipe) -> None:
+        """Makes the runs of this pipeline those of another one, which has as many stages."""
+        self._python_workers, self._pipeline = other._python_workers, other._pipeline
+        self._rebuild_stages()
 
     def _configure(self, trainer: GPipe) -> bool:
         """As for `Training._configure`."""
         trainer.chunks, trainer.checkpoint, trainer.batch_dim = self.chunks, self.checkpoint, self.batch_dim
         trainer.threads_per_stage, trainer.training = self.threads_per_stage, self.training
+        trainer.memory_limit = self.memory_limit
         *layers, _ = trainer._modules.values()
         is_placed = [*trainer._balance[:-1], trainer._balance[-1] - 1] == self._balance
         return is_placed and layers == list(self._modules.values())
@@ -498,10 +658,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""
-        if self.backend == "aten":
+        if self.backend == "aten" or self._ranks is not None:
+            cause = "backend='aten'" if self._ranks is None else "a mesh"
             raise RuntimeError(
-                f"the global module hook {hook} needs layers in Python, and backend='aten' allows none; "
-                "remove the hook, or pass backend='auto' to GPipe"
+                f"the global module hook {hook} needs layers in Python, and {cause} allows none; "
+                "remove the hook, or pass backend='auto' to GPipe without a mesh"
             )
         if self._hook_planner is None:
             self._hook_planner = Planner(self._stages, "eager", self._python_workers)
@@ -543,6 +704,25 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             )
             return
         self._balance_pending = False
+        self._take_balance(found)
+
+    def _balance_within_memory(self, limits: Limits, inputs: Inputs) -> None:
+        """Repartitions the layers such that a step that fits into the memory is fastest."""
+        found = self._partitions_within(limits, inputs, self._chunks_of(inputs.batch_size))[0]
+        self._balance_pending = False
+        self._take_balance(list(found.balance))
+
+    def _partitions_within(self, limits: Limits, inputs: Inputs, chunks: int) -> list[Partition]:
+        """Returns the fastest partitions with so many micro-batches that fit into the memory."""
+        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+        ones = [1] * len(self._layers)
+        stages = stages_of(self._layers, ones, [self._devices[0]] * len(ones), *options)
+        planner = Planner(stages, self.backend, self._python_workers)
+        policy = checkpoint_policy("always", len(ones), True)
+        call = replace(self._call_of(inputs, None), checkpoint=policy, chunks=chunks)
+        return partitions_within(planner, call, self._devices, limits, self.schedule)
+
+    def _take_balance(self, found: list[int]) -> None:
         if found != self._balance:
             self._balance = found
             self._move_to_devices()
@@ -552,16 +732,23 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
     def _num_chunks(self, batch: int) -> int:
         """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
         num_stages, enough, chunks = len(self._stages), 4 * len(self._stages), self._chunks_of(batch)
-        if num_stages > 1 and chunks < enough and self.training and not self._warned_of_idle_stages:
+        is_few = num_stages > 1 and chunks < enough and self.training
+        if is_few and not self._warned_of_idle_stages and warns_of_idle_stages():
             self._warned_of_idle_stages = True
-            warn_idle_stages(num_stages, chunks, enough)
+            warn_idle_stages(num_stages, chunks, batch)
         return chunks
 
     def _chunks_of(self, batch: int) -> int:
         return max(1, min(4 * len(self._stages), batch)) if self.chunks == "auto" else self.chunks
 
+    def _layers_in_python(self) -> set[int]:
+        trainers = [trainer for trainer, *_ in self._trainers.values()]
+        found = (each._planner.module_warnings.in_python for each in (self, *trainers))
+        return {layer for layers in found for layer in layers if layer < len(self)}
+
     def _threads(self) -> int:
-        return self.threads_per_stage or max(1, torch.get_num_threads() // max(1, len(self._stages)))
+        num_stages = len(self._stages if self._own_stages is None else self._own_stages)  # of this process
+        return self.threads_per_stage or max(1, torch.get_num_threads() // max(1, num_stages))
 
     def extra_repr(self) -> str:
         """Returns the balance, devices and settings, and the connections of stages if one is on a GPU."""
@@ -572,10 +759,31 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         return "\n".join(lines)
 
     def recording(self) -> AbstractContextManager[Recording]:
-        """Returns a context manager that records the begin and end of every action and every wait."""
-        return record(
-            self._pipeline, lambda: kernel_names(self._stages, self._planner.lowered()), self._rank_of
-        )
+        """Returns a context manager that records the begin and end of every action and every wait.
+
+        With a mesh, all ranks record the same calls. At the end of the block they exchange what they have
+        recorded, so that each has the events of all stages, on the clock of the first rank; it raises a
+        RuntimeError if a rank has failed or does not answer within ``timeout``. If an exception leaves the
+        block, the recording has only what ran in this process.
+        """
+
+        def complete(recording: Recording) -> None:
+            recording.kernels = kernel_names(self._stages, self._planner.lowered())
+            recording.rank_of = self._rank_of()
+            recording.sizes = stage_sizes(self._stages)
+
+        own = record(self._pipeline, complete)
+        return own if self._ranks is None else self._recording_of_all(own, self._ranks)
+
+    @contextmanager
+    def _recording_of_all(
+        self, recording: AbstractContextManager[Recording], ranks: Ranks
+    ) -> Iterator[Recording]:
+        with ranks.reporting():
+            with recording as found:
+                yield found
+            stages = ranks.stages_of(len(self._stages))
+            exchange_stages(found, stages, ranks.exchange, receives_in_recv=ranks.by_nccl)
 
     def _locks(self) -> list[AbstractContextManager[Any]]:
         """Returns the locks that are held while layers run in Python, in calls and in steps."""

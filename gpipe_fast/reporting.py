@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from gpipe_fast import progress
-from gpipe_fast.balance.partition import balance_by_cost
-from gpipe_fast.balance.profile import profile
-from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked, flatten
-from gpipe_fast.runtime.advice import Costs, improvements
-from gpipe_fast.runtime.recording import Recording
-from gpipe_fast.runtime.report import Report
-from gpipe_fast.stages import partitions_of
+from gpipe_fast.balance.profile import interpreter_seconds, profile
+from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked
+from gpipe_fast.recording.advice import LayerCosts, Measurements
+from gpipe_fast.recording.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
+from gpipe_fast.recording.recording import Recording
+from gpipe_fast.recording.report import Report
+from gpipe_fast.recording.steps import Steps, backward_of_sum
+from gpipe_fast.runtime.stage_memory import StageBytes
 from gpipe_fast.uncompiled import uncompiled
 
-# The number of steps that are recorded for each setting, after one that is not.
-_NUM_STEPS = 5
 # The seconds for which layers are measured for another balance.
 _PROFILE_SECONDS = 0.5
 
@@ -34,10 +31,7 @@ class Reporting(LayerSequence):
 
     balance: list[int]
     devices: list[torch.device]
-    chunks: Any
-    checkpoint: str
-    schedule: Any
-    threads_per_stage: int | None
+    _ranks: Ranks | None
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Returns a context manager that records the begin and end of every action and every wait."""
@@ -50,8 +44,12 @@ class Reporting(LayerSequence):
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         raise NotImplementedError
 
-    def _threads(self) -> int:
-        """Returns the number of intra-op threads of a stage."""
+    def _layers_in_python(self) -> set[int]:
+        """Returns the indices of the layers that run in Python."""
+        raise NotImplementedError
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        """As for `Training._reporting`."""
         raise NotImplementedError
 
     @uncompiled
@@ -70,13 +68,17 @@ class Reporting(LayerSequence):
 
             print(model.report(x, target=y, loss_fn=torch.nn.functional.cross_entropy))
 
-        The advice is the first three of: another checkpoint mode, schedule, balance or number of
-        micro-batches. Each is predicted by a simulation with the measured durations; for other numbers of
-        micro-batches, some steps are recorded with twice as many, or half as many. Changes that are predicted
-        to gain less than 3% are left out. Numbers depend on the machine and on what else runs on it.
+        The advice is the first three of: another checkpoint mode, schedule, balance, number of micro-batches
+        or number of threads, and layers that should not run in Python. Each is predicted by a simulation with
+        measured durations: some steps are recorded with twice as many micro-batches, or half as many, and
+        with as many threads as processors; layers are measured one by one. Changes that are predicted to gain
+        less than 3% are left out. Numbers depend on the machine and on what else runs on it.
 
-        Parameters, gradients, buffers, random generators and settings are left as they were, but a balance
-        that is not measured yet is measured, as by the first call.
+        With a mesh, all ranks call this, and get the same report of all stages. The advice is then a
+        checkpoint mode, a schedule or a number of micro-batches; to apply it, set it on all ranks.
+
+        Parameters, gradients, buffers, the generators of PyTorch, NumPy and Python, and settings are left as
+        they were, but a balance that is not measured yet is measured, as by the first call. Hooks run.
 
         Args:
             args: The first layer's arguments, as for `forward`: a mini-batch.
@@ -93,12 +95,91 @@ class Reporting(LayerSequence):
 
         Raises:
             TypeError: As for `forward`, or as for `step`.
-            ValueError: As for `forward`, or as for `step`; or the model has no layers.
-            RuntimeError: As for `forward`, or as for `step`; or the model is being recorded.
+            ValueError: As for `forward`, or as for `step`; or the model has no layers, or a target no loss.
+            RuntimeError: As for `forward`, or as for `step`; or the model is being recorded, or a parameter
+                has a hook that would update it.
         """
+        with self._reporting():
+            return self._steps(args, kwargs, target, loss_fn, normalizer).report(check)
+
+    @uncompiled
+    def memory(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        normalizer: Any = None,
+        optimizer: OptimizerChoice = None,
+        measure: bool = False,
+        **kwargs: Any,
+    ) -> MemoryReport:
+        """Returns what a step needs on each stage, in bytes, from shapes alone; runs no layer.
+
+        ::
+
+            print(model.memory(x, target=y, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW))
+
+        Parameters, gradients, the state of the optimizer, and what the actions of the schedule keep, send and
+        allocate: boundary tensors, saved tensors and the scratch memory of the programs, by their offsets.
+        Gradients are counted as made in the step, so before it they are None.
+
+        Args:
+            args: The first layer's arguments, as for `forward`: a mini-batch. Tensors on the meta device do.
+            target: As for `step`.
+            loss_fn: As for `step`. None: the call and the backward of the caller's own loss, which is not
+                counted, but the output is.
+            normalizer: As for `step`.
+            optimizer: An optimizer, or a function that makes one of a list of parameters, such as
+                ``torch.optim.AdamW``; its state is counted.
+            measure: Whether to record some steps, too, as `report` does, which runs the layers.
+            kwargs: The first layer's keyword arguments.
+
+        Raises:
+            TypeError: As for `step`; or ``optimizer`` is none.
+            ValueError: As for `step`; or the model has no layers.
+            RuntimeError: As for `forward`.
+        """
+        found = self._stage_bytes(args, kwargs, target, loss_fn, normalizer)
+        measured = (
+            self._steps(args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
+        )
+        return MemoryReport(
+            tuple(found),
+            tuple(optimizer_bytes(optimizer, own) for own in self._stage_parameters()),
+            tuple(map(str, self.devices)),
+            measured,
+        )
+
+    def _stage_bytes(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        normalizer: Any,
+    ) -> Sequence[StageBytes | None]:
+        raise NotImplementedError
+
+    def _stage_parameters(self) -> list[list[Tensor]]:
+        raise NotImplementedError
+
+    def _steps(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        normalizer: Any,
+    ) -> Steps:
+        """Returns steps with arguments as for `report`."""
         if not len(self):
             raise ValueError("the model has no layers, so there is nothing to report; pass some to GPipe")
+        if target is not None and loss_fn is None:
+            raise ValueError(
+                "target was passed without a loss; pass loss_fn, which computes it from the target"
+            )
         inputs = self._checked_inputs(args, kwargs)
+        loss = loss_fn if isinstance(loss_fn, torch.nn.Module) else None
 
         def run() -> None:
             tensors = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
@@ -107,105 +188,53 @@ class Reporting(LayerSequence):
                 step = functools.partial(self.step, target=target, loss_fn=loss_fn, normalizer=normalizer)
             found = call_unpacked(step, inputs.build(tensors))
             if loss_fn is None:
-                _backward(found)
+                backward_of_sum(found)
 
-        with _unchanged(self), progress.working("recording steps"):
-            report, costs = self._measure(run)
-            found = improvements(
-                report.step,
-                costs,
-                batch_size=inputs.batch_size,
-                schedule=None if loss_fn is None else self.schedule,
-                checkpoint=self.checkpoint,
-                other=functools.partial(self._measure_other, run, costs, inputs.batch_size),
-                new_balance=functools.partial(self._new_balance, inputs, costs.num_microbatches),
+        def measured(num_microbatches: int) -> Measurements:
+            first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
+            return Measurements(
+                layers=lambda: self._measure_layers(first), python=lambda: self._measure_python(first)
             )
-            while check and found and found[0].measured is None:
-                try:
-                    with self._changed(found[0].settings):
-                        found[0] = replace(found[0], measured=self._measure(run)[0].step)
-                except Exception:  # a layer refuses micro-batches of this size
-                    del found[0]
-        return replace(report, advice=tuple(found))
 
-    def _measure(self, run: Callable[[], None]) -> tuple[Report, Costs]:
-        """Returns the report of the median step, and its durations."""
-        run()
-        found = []
-        for _ in range(_NUM_STEPS):
-            with self.recording() as recording:
-                run()
-            found.append(recording)
-        reports = [recording.report() for recording in found]
-        middle = sorted(range(_NUM_STEPS), key=lambda i: reports[i].step)[_NUM_STEPS // 2]
-        return reports[middle], Costs.of(found[middle].phases(), [each.seconds() for each in found])
+        is_one_call, batch_size = loss_fn is not None, inputs.batch_size
+        steps = functools.partial(Steps, self, run, self.recording, batch_size, is_one_call, loss=loss)
+        if self._ranks is not None:  # no process has all layers
+            return steps(shares_processors=False)
+        return steps(measured=measured, python_stages=self._stages_in_python)
 
-    def _measure_other(self, run: Callable[[], None], costs: Costs, batch_size: int) -> Costs | None:
-        """Returns the durations with another number of micro-batches; None if there is no other."""
-        number = costs.num_microbatches
-        for other in (2 * number, number // 2):
-            if 1 <= other <= batch_size and other != number:
-                # A layer may refuse such micro-batches, as batch norm refuses single samples.
-                with contextlib.suppress(Exception), self._changed({"chunks": other}):
-                    return self._measure(run)[1]
-        return None
+    def _stages_in_python(self) -> set[int]:
+        """Returns the stages with layers that run in Python."""
+        stages = [stage for stage, size in enumerate(self.balance) for _ in range(size)]
+        return {stages[layer] for layer in self._layers_in_python()}
 
-    def _new_balance(self, inputs: Inputs, chunks: int) -> tuple[list[int], list[float]] | None:
-        """Returns a balance by measured time, and its part of the present one's time for each stage."""
-        first = inputs.dims.split(inputs.tensors, chunks)[0]
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads())
+    def _measure_layers(self, microbatch: Any) -> tuple[LayerCosts, list[int]] | None:
+        """Returns the costs of the layers, and the balance; None if layers cannot be measured one by one."""
         try:
             found = profile(
-                self, inputs.structure.build(first), self.devices[0], timeout=_PROFILE_SECONDS, progress=False
+                self,
+                microbatch,
+                self.devices[0],
+                timeout=_PROFILE_SECONDS,
+                threads=self._threads(),
+                progress=False,
             )
+        except Exception:
+            return None
+        seconds = [each.forward_seconds + each.backward_seconds for each in found]
+        return LayerCosts(seconds, [each.boundary_bytes for each in found]), self.balance
+
+    def _measure_python(self, microbatch: Any) -> tuple[Mapping[int, float], str] | None:
+        """Returns the time of each stage's layers in the interpreter, and the names of these layers."""
+        in_python = self._layers_in_python()
+        if not in_python:
+            return None
+        try:
+            found = interpreter_seconds(self, microbatch, self.devices[0])
         except Exception:  # layers that cannot be measured one by one
             return None
-        finally:
-            torch.set_num_threads(threads)
-        seconds = [each.forward_seconds + each.backward_seconds for each in found]
-        balance = balance_by_cost(len(self.balance), seconds)
-        if balance == self.balance:
-            return None
-        new, old = ([sum(part) for part in partitions_of(seconds, each)] for each in (balance, self.balance))
-        return balance, [a / max(b, 1e-9) for a, b in zip(new, old, strict=True)]
-
-    @contextlib.contextmanager
-    def _changed(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Changes settings for a block."""
-        before = {name: getattr(self, name) for name in settings}
-        try:
-            for name, value in settings.items():
-                setattr(self, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
-
-
-def _backward(output: Any) -> None:
-    """Runs the backward of the sum of outputs, if they require a gradient."""
-    needed = [x for x in flatten(output)[0] if x.requires_grad]
-    if needed:
-        torch.autograd.backward(needed, [torch.ones_like(x) for x in needed])
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers and random generators after the block."""
-    parameters, buffers = list(model.parameters()), [b for b in model.buffers() if not b.is_meta]
-    gradients, values = [p.grad for p in parameters], [b.clone() for b in buffers]
-    for parameter in parameters:
-        parameter.grad = None
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(state)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        layers = [layer_title(index, layer) for index, layer in enumerate(self.children())]
+        stages = [stage for stage, size in enumerate(self.balance) for _ in range(size)]
+        seconds = dict.fromkeys((stages[layer] for layer in in_python), 0.0)
+        for layer in in_python:
+            seconds[stages[layer]] += found[layer]
+        return seconds, ", ".join(layers[layer] for layer in sorted(in_python))

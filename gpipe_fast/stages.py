@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -16,11 +16,11 @@ from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.skip import skips_of
-from gpipe_fast.runtime.stage import Stage, StageOptions
+from gpipe_fast.runtime.stage import Stage, StageOptions, Tie
 from gpipe_fast.trace.layer_states import LayerStates
 
 
-def resolve_devices(devices: Iterable[Device] | None) -> list[torch.device] | None:
+def resolve_devices(devices: Iterable[Device] | Device | None) -> list[torch.device] | None:
     """Returns the given devices, or by default all GPUs; None stands for the CPU."""
     if devices is None:
         return _devices.default_devices()
@@ -31,6 +31,7 @@ def checked_placement(
     layers: Sequence[tuple[str, nn.Module]],
     balance: Iterable[int] | None,
     devices: Sequence[torch.device] | None,
+    own: slice = slice(None),
 ) -> tuple[list[int], list[torch.device]]:
     """Returns the checked balance of named layers, and the device of each partition. Moves nothing.
 
@@ -38,6 +39,7 @@ def checked_placement(
         layers: (name, layer) pairs, in order.
         balance: the number of layers of each partition; None balances parameter counts.
         devices: at least one for each partition; None stands for the CPU.
+        own: which partitions are in this process.
 
     Raises:
         ValueError: the balance does not fit the layers, or layers are too large for their devices.
@@ -45,7 +47,7 @@ def checked_placement(
     """
     found = resolve_balance([layer for _, layer in layers], balance, devices)
     chosen = checked_devices(devices, len(found))
-    check_partitions_fit(partitions_of(layers, found), chosen)
+    check_partitions_fit([*partitions_of(layers, found)][own], chosen[own])
     return found, chosen
 
 
@@ -79,6 +81,8 @@ def stages_of(
     grad_dtype: torch.dtype | None,
     fuse: bool,
     is_absent: bool = False,
+    own_stages: Collection[int] | None = None,
+    ties: Sequence[Tie] = (),
 ) -> list[Stage]:
     """Returns a stage for each partition.
 
@@ -90,13 +94,16 @@ def stages_of(
         grad_dtype: the dtype in which gradients are accumulated; None for the parameter's own.
         fuse: whether stages on GPUs use fused kernels.
         is_absent: whether the stages are only traced, for devices that the machine need not have.
+        own_stages: the stages of this process, if there are others; None if all are here.
+        ties: the parameters that stages in different processes share.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)
     states = LayerStates()
     first = 0
-    for own, device in zip(partitions_of(layers, balance), devices, strict=True):
-        options = StageOptions(deferred, grad_dtype, fuse, is_absent)
+    for index, (own, device) in enumerate(zip(partitions_of(layers, balance), devices, strict=True)):
+        is_remote = own_stages is not None and index not in own_stages
+        options = StageOptions(deferred, grad_dtype, fuse, is_absent, is_remote, ties)
         stages.append(Stage(own, first, device, skips=skips, options=options, states=states))
         first += len(own)
     return stages

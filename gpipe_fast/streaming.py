@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gpipe_fast._extension import InferenceStream
 from gpipe_fast.arguments import pass_through
+from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.randomness.random import minibatch_key
 from gpipe_fast.runtime.planner import Planner
@@ -33,6 +34,7 @@ class Streaming(LayerSequence):
 
     _planner: Planner
     _balance: list[int]
+    _ranks: Ranks | None
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         raise NotImplementedError
@@ -77,11 +79,17 @@ class Streaming(LayerSequence):
 
         Raises:
             TypeError: ``batches`` is a tensor, or not iterable. From the generator: as for `forward`.
-            ValueError: ``depth`` is not a positive integer. From the generator: as for `forward`.
+            ValueError: ``depth`` is not a positive integer, or the model has a mesh. From the generator: as
+                for `forward`.
             RuntimeError: From the generator: as for `forward`; the forward writes a buffer, as batch norm
                 does in train mode; stages were moved to other devices; or, under train mode, mini-batches
                 draw random numbers in another order than calls.
         """
+        if self._ranks is not None:
+            raise ValueError(
+                f"a pipeline with a mesh cannot stream yet, got {type(batches).__name__}; call model(x) for "
+                "each mini-batch under torch.no_grad()"
+            )
         if not len(self):
             check_depth(batches, depth)
             return (pass_through(*arguments_of(batch), self.batch_dim) for batch in batches)

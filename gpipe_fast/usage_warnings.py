@@ -14,18 +14,31 @@ from gpipe_fast.user_warning import warn_user
 
 
 @functools.cache
-def warn_idle_stages(num_stages: int, chunks: int, enough: int) -> None:
+def warn_idle_stages(num_stages: int, chunks: int, num_samples: int) -> None:
     """Warns of too few micro-batches, once per process and set of numbers.
 
     The registry of `warnings` does not suffice: any change of its filters clears it, and PyTorch makes some.
+
+    Args:
+        num_stages: K, at least 2.
+        chunks: M.
+        num_samples: the number of samples, which is the maximum number of micro-batches.
     """
     stages = f"{num_stages} stages"
     few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
-    idle, less = bubble(num_stages, chunks), bubble(num_stages, enough)
-    warn_user(
-        f"{few} the stages idle for up to {idle:.0%} of a step; pass chunks={enough} or chunks='auto' to "
-        f"reduce it to {less:.0%}"
-    )
+    idle = f"{few} the stages idle for up to {bubble(num_stages, chunks):.0%} of a step"
+    enough = min(4 * num_stages, num_samples)
+    if enough <= chunks:
+        samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+        warn_user(
+            f"{idle}, and a mini-batch of {samples} has no more micro-batches; pass more samples at once"
+        )
+    else:
+        less = f"{bubble(num_stages, enough):.0%}"
+        warn_user(
+            f"{idle}; chunks={enough} or chunks='auto' would reduce it to {less}, but smaller micro-batches "
+            "can compute more slowly: model.report(...) predicts which number is fastest"
+        )
 
 
 def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) -> None:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, tuned, uses_kernels
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, uses_kernels
 from gpipe_fast.kernels.losses import check, check_reduction, reduce_losses, reduction_scale
 from gpipe_fast.kernels.precomputed_gradient import scale_gradient, view_rows, with_precomputed_gradient
 
@@ -43,8 +43,7 @@ CONFIGS = {
 
 def choose(num_cols: int) -> Config:
     """Returns the configuration for rows of ``num_cols`` logits."""
-    widest = next(width for width in CONFIGS if num_cols <= width)
-    return tuned("cross_entropy", f"cols<={widest}", CONFIGS[widest])
+    return next(config for width, config in CONFIGS.items() if num_cols <= width)
 
 
 @triton.jit

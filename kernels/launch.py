@@ -1,16 +1,13 @@
-"""Shared parts of all kernel launchers: configurations, variants, device checks and tuning results."""
+"""Shared parts of all kernel launchers: configurations, variants and device checks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +17,6 @@ from torch.library import wrap_triton
 
 # Whether kernels run in Triton's interpreter, on the CPU. The environment must be set at process start.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Tuning results by GPU, kernel and shape class; see `tuned`.
-TUNED = Path(__file__).with_name("tuned.json")
 
 # The rows that a program sums at least, unless multiprocessors would idle: partial sums of fewer rows would
 # be a large part of the bytes.
@@ -64,8 +59,8 @@ class Config:
 class Variant:
     """A specialization of a kernel, compiled and checked without a GPU.
 
-    Variants cover every configuration with the optional inputs of a segment, in fp32 and bf16. They do not
-    cover fp16, which allocates registers differently, or calls that omit an optional input such as a bias.
+    Variants cover every configuration in fp32 and bf16. They do not cover fp16, which allocates registers
+    differently.
 
     Attributes:
         kernel: a `triton.jit` function.
@@ -141,59 +136,6 @@ def _device_guard(arguments: Sequence[Any]) -> contextlib.AbstractContextManager
     return torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor)))
 
 
-def tuned(kernel: str, shape_class: str, default: Config) -> Config:
-    """Returns the tuned configuration for this GPU, or the default.
-
-    Args:
-        kernel: the kernel's name.
-        shape_class: the family's name for the shape class of the problem.
-        default: the configuration for an untuned GPU, chosen by shape.
-    """
-    name = f"{kernel} {shape_class}"
-    if name in _overrides:
-        return _overrides[name]
-    if INTERPRETED or not torch.cuda.is_initialized():
-        return default
-    return _tuned_configs(torch.cuda.current_device()).get(name, default)
-
-
-_overrides: dict[str, Config] = {}
-
-
-@contextlib.contextmanager
-def override_config(kernel: str, shape_class: str, config: Config) -> Iterator[None]:
-    """Makes `tuned` return a configuration under test."""
-    name = f"{kernel} {shape_class}"
-    _overrides[name] = config
-    try:
-        yield
-    finally:
-        del _overrides[name]
-
-
-# The next two functions are cached because every launch calls them.
-@functools.lru_cache
-def _tuned_configs(device: int) -> dict[str, Config]:
-    """Returns the tuned configurations of a GPU (by device index), by kernel and shape class."""
-    found = _read_tuned().get(torch.cuda.get_device_name(device), {})
-    return {name: Config(**config) for name, config in found.items()}
-
-
-@functools.lru_cache
-def _read_tuned() -> dict[str, dict[str, Any]]:
-    return dict(json.loads(TUNED.read_text())) if TUNED.exists() else {}
-
-
-def save_tuned(device: str, kernel: str, shape_class: str, config: Config) -> None:
-    """Saves a tuned configuration in tuned.json, which is part of the repository."""
-    found = dict(_read_tuned())
-    own = {**found.get(device, {}), f"{kernel} {shape_class}": vars(config)}
-    found[device] = dict(sorted(own.items()))
-    TUNED.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
-    _read_tuned.cache_clear()
-    _tuned_configs.cache_clear()
-
-
 def num_multiprocessors(device: torch.device) -> int:
     """Returns the number of multiprocessors of a GPU, and one that is assumed for another device."""
     if device.type == "cpu":
@@ -214,10 +156,6 @@ def num_partial_sums(num_rows: int, col_blocks: int, device: torch.device) -> in
     """
     busy = cdiv(num_multiprocessors(device), max(1, col_blocks))
     return min(max(busy, cdiv(num_rows, ROWS_PER_PARTIAL_SUM)), MAX_GRID)
-
-
-# Triton's names of the dtypes that kernels read and write.
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def flatten_rows(tensor: Tensor) -> Tensor:

@@ -17,14 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, launch, tuned
+from gpipe_fast.kernels.launch import Config, Variant, launch
 
 CONFIG = Config({"SIZE": 2048}, num_warps=8)
-
-
-def choose() -> Config:
-    """Returns the configuration."""
-    return tuned("mean_loss", "rows", CONFIG)
 
 
 # A kernel should not be compiled anew for each number of rows.
@@ -70,7 +65,7 @@ def _launch(
     x: Tensor, target: Tensor, ignore_index: int, constants: dict[str, bool], dtype: torch.dtype
 ) -> Tensor:
     y = x.new_empty((), dtype=dtype)
-    launch(_mean_loss, (1,), choose(), x, target, y, target.shape[0], ignore_index, **constants)
+    launch(_mean_loss, (1,), CONFIG, x, target, y, target.shape[0], ignore_index, **constants)
     return y
 
 

@@ -20,15 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, tuned
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch
 
 MAX_MATRICES = 3
 CONFIG = Config({"ROWS": 64, "COLS": 32})
-
-
-def choose() -> Config:
-    """Returns the configuration."""
-    return tuned("partial_sums", "cols", CONFIG)
 
 
 @triton.jit
@@ -76,13 +71,12 @@ def launch_partial_sums(
     pairs = zip(partials, dtypes, strict=True)
     given = [(t, t.new_empty(t.shape[1], dtype=d or torch.float32)) for t, d in pairs if t is not None]
     if given:
-        config = choose()
         num_partials, num_cols = given[0][0].shape
         # The kernel does not access absent tensors; the first matrix is passed in their place.
         absent = [given[0][0]] * (MAX_MATRICES - len(given))
         matrices, results = ([*tensors, *absent] for tensors in zip(*given, strict=True))
-        grid = (cdiv(num_cols, config.blocks["COLS"]) * len(given),)
-        launch(_add_partials, grid, config, *matrices, *results, num_partials, num_cols, COUNT=len(given))
+        grid = (cdiv(num_cols, CONFIG.blocks["COLS"]) * len(given),)
+        launch(_add_partials, grid, CONFIG, *matrices, *results, num_partials, num_cols, COUNT=len(given))
     remaining = iter(given)
     return [None if t is None else next(remaining)[1] for t in partials]
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, tuned, uses_kernels
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, uses_kernels
 
 # Programs that share the rows of one block of columns.
 ROW_PROGRAMS = 64
@@ -31,8 +31,7 @@ CONFIGS = {
 
 def choose(num_cols: int) -> Config:
     """Returns the configuration for rows of ``num_cols`` columns."""
-    widest = next(width for width in CONFIGS if num_cols <= width)
-    return tuned("precomputed_gradient", f"cols<={widest}", CONFIGS[widest])
+    return next(config for width, config in CONFIGS.items() if num_cols <= width)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, next_power_of_2, tuned
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, next_power_of_2
 
 # Configurations by the maximum size of half a head; the first entry that is wide enough applies.
 CONFIGS = {
@@ -29,8 +29,7 @@ CONFIGS = {
 
 def choose(half: int) -> Config:
     """Returns the configuration for heads of ``2 * half`` dimensions."""
-    widest = next(width for width in CONFIGS if half <= width)
-    return tuned("rotate_half", f"half<={widest}", CONFIGS[widest])
+    return next(config for width, config in CONFIGS.items() if half <= width)
 
 
 @triton.jit

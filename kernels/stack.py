@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, num_partial_sums, tuned
+from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, num_partial_sums
 from gpipe_fast.kernels.partial_sums import launch_partial_sums
 
 # Configurations by the maximum number of columns of a part; the first entry that is wide enough applies.
@@ -33,8 +33,7 @@ MAX_PARTS = 3
 
 def choose(num_cols: int) -> Config:
     """Returns the configuration for parts with ``num_cols`` columns each."""
-    widest = next(width for width in CONFIGS if num_cols <= width)
-    return tuned("stack", f"cols<={widest}", CONFIGS[widest])
+    return next(config for width, config in CONFIGS.items() if num_cols <= width)
 
 
 @triton.jit

@@ -1,33 +1,14 @@
 """The kernel variants that are compiled and checked without a GPU."""
 
-from gpipe_fast.kernels.activations import variants as activations
 from gpipe_fast.kernels.cross_entropy import variants as cross_entropy
-from gpipe_fast.kernels.dropout import variants as dropout
-from gpipe_fast.kernels.gated import variants as gated
 from gpipe_fast.kernels.launch import Variant
 from gpipe_fast.kernels.mean_loss import variants as mean_loss
-from gpipe_fast.kernels.multi_tensor import variants as multi_tensor
-from gpipe_fast.kernels.norms import variants as norms
 from gpipe_fast.kernels.partial_sums import variants as partial_sums
 from gpipe_fast.kernels.precomputed_gradient import variants as precomputed_gradient
-from gpipe_fast.kernels.rotary import variants as rotary
 from gpipe_fast.kernels.rotate_half import variants as rotate_half
 from gpipe_fast.kernels.stack import variants as stack
 
-FAMILIES = (
-    activations,
-    cross_entropy,
-    dropout,
-    gated,
-    precomputed_gradient,
-    mean_loss,
-    multi_tensor,
-    norms,
-    partial_sums,
-    rotary,
-    rotate_half,
-    stack,
-)
+FAMILIES = (cross_entropy, precomputed_gradient, mean_loss, partial_sums, rotate_half, stack)
 
 
 def all_variants() -> dict[str, Variant]:

@@ -207,7 +207,7 @@ def stage_locks_while_compiling(model: GPipe) -> Iterator[list[bool]]:
 def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
     """Hoists casts of parameters in stages lowered inside the block, or does not, on any device."""
 
-    def split(joint: JointGraph, saved_fraction: SavedFraction, **options: bool) -> SplitGraphs:
+    def split(joint: JointGraph, saved_fraction: SavedFraction, **options: Any) -> SplitGraphs:
         return original(hoist_parameter_casts(joint) if hoist else joint, saved_fraction, **options)
 
     original = compiled.split

@@ -1,10 +1,10 @@
-"""Registry of the kernel families for benchmarks, tuning and tests.
+"""Registry of the kernel families for benchmarks and tests.
 
 To add a family, add a file here and its name to `FAMILIES`. The file defines `CASES`, a `KernelCase` for each
-function with a row in a table, and `TUNINGS`, the kernels that can be tuned. The names of cases begin with
-the family's word, like the names of its variants. `bench.traffic` counts the bytes of the cases,
-`bench.kernels` measures them on a GPU, `bench.tune` tunes, tests/bench/test_bench_kernels.py compares the
-cases with PyTorch on the CPU, and tests/kernels/test_cuda.py on a GPU.
+function with a row in a table. The names of cases begin with the family's word, like the names of its
+variants. `bench.traffic` counts the bytes of the cases, `bench.kernels` measures them on a GPU,
+tests/bench/test_bench_kernels.py compares the cases with PyTorch on the CPU, and tests/kernels/test_cuda.py
+on a GPU.
 """
 
 from __future__ import annotations
@@ -12,30 +12,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bench.case import KernelCase, Tuning
+from bench.case import KernelCase
 
-FAMILIES = (
-    "activations",
-    "cross_entropy",
-    "dropout",
-    "gated",
-    "mean_loss",
-    "multi_tensor",
-    "norms",
-    "partial_sums",
-    "rotary",
-    "stacks",
-)
+FAMILIES = ("cross_entropy", "mean_loss", "partial_sums", "rotary", "stacks")
 
 
 def all_cases() -> dict[str, KernelCase]:
     """Returns the cases of all families, by name."""
     return {case.name: case for family in FAMILIES for case in _module(family).CASES}
-
-
-def all_tunings() -> dict[str, Tuning]:
-    """Returns the tunings of all families, by kernel name."""
-    return {tuning.kernel: tuning for family in FAMILIES for tuning in _module(family).TUNINGS}
 
 
 def _module(family: str) -> Any:

@@ -1,4 +1,4 @@
-"""Benchmark cases and tunings of softmax cross-entropy with the vocabulary of a language model.
+"""Benchmark cases of softmax cross-entropy with the vocabulary of a language model.
 
 There is one case for logits and one with the last linear layer. Incoming gradients are 1, so the kernel that
 scales precomputed gradients reads only them, and has no row of its own.
@@ -7,17 +7,15 @@ scales precomputed gradients reads only them, and has no row of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench import liger
-from bench.case import KernelCase, ShapeClass, Tuning
-from gpipe_fast.kernels.cross_entropy import CONFIGS, launch_cross_entropy
-from gpipe_fast.kernels.launch import Config, cdiv
+from bench.case import KernelCase
+from gpipe_fast.kernels.cross_entropy import launch_cross_entropy
+from gpipe_fast.kernels.launch import cdiv
 from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows, chunked_loss_and_gradients
 from gpipe_fast.kernels.losses import reduce_losses, reduction_scale
 
@@ -25,16 +23,12 @@ CLASSES = 32000
 FEATURES = 1024
 # Inputs with few elements have fewer classes, so that the mean is always over at least this many rows.
 MIN_ROWS = 32
-# The number of logits that represents the shape class of long rows.
-LONG_ROW_COLUMNS = 1 << 17
-# Elements of a block per thread: minimum and maximum.
-MIN_THREAD_ELEMENTS, MAX_THREAD_ELEMENTS = 8, 64
 IGNORED = -100
 
 
-def logits_inputs(elements: int, dtype: torch.dtype, device: str, cols: int = CLASSES) -> list[Tensor]:
+def logits_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Returns logits and targets."""
-    cols = min(cols, max(1, elements // MIN_ROWS))
+    cols = min(CLASSES, max(1, elements // MIN_ROWS))
     rows = max(1, elements // cols)
     target = torch.randint(cols, (rows,), device=device)
     return [torch.randn(rows, cols, dtype=dtype, device=device), target]
@@ -130,25 +124,4 @@ LINEAR = KernelCase(
 )
 
 
-def _shape(widest: int, default: Config) -> ShapeClass:
-    """Returns a shape class: a program holds whole rows, or iterates over the blocks of a long row."""
-    if "ROWS" in default.blocks:
-        blocks = [{"ROWS": rows, "COLS": widest} for rows in (1, 2, 4, 8, 16, 32)]
-    else:
-        blocks = [{"COLS": cols} for cols in (1024, 2048, 4096, 8192)]
-    return ShapeClass(
-        partial(logits_inputs, 1 << 24, cols=min(widest, LONG_ROW_COLUMNS)),
-        [
-            Config(sizes, num_warps=warps)
-            for sizes, warps in product(blocks, (2, 4, 8, 16, 32))
-            if MIN_THREAD_ELEMENTS
-            <= sizes.get("ROWS", 1) * sizes["COLS"] / (32 * warps)
-            <= MAX_THREAD_ELEMENTS
-        ],
-    )
-
-
 CASES = [MEAN, LINEAR]
-TUNINGS = [
-    Tuning("cross_entropy", MEAN, {f"cols<={widest}": _shape(widest, CONFIGS[widest]) for widest in CONFIGS})
-]

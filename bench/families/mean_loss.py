@@ -1,15 +1,12 @@
-"""Benchmark case and tuning of the mean of losses."""
+"""Benchmark case of the mean of losses."""
 
 from __future__ import annotations
-
-from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from bench.case import KernelCase, ShapeClass, Tuning
-from gpipe_fast.kernels.launch import Config, kernels_available
+from bench.case import KernelCase
+from gpipe_fast.kernels.launch import kernels_available
 from gpipe_fast.kernels.mean_loss import launch_loss
 
 IGNORED = -100
@@ -34,18 +31,4 @@ def _launched(losses: Tensor, target: Tensor) -> Tensor:
     return launch_loss(losses, target, IGNORED, mean=True, dtype=losses.dtype)
 
 
-CASE = KernelCase("mean_loss", inputs, differentiated=(), baseline=_plain, ours=_ours, launched=_launched)
-
-CASES = [CASE]
-TUNINGS = [
-    Tuning(
-        "mean_loss",
-        CASE,
-        {
-            "rows": ShapeClass(
-                partial(inputs, 1 << 14),
-                [Config({"SIZE": size}, num_warps=w) for size, w in product((1024, 2048, 4096), (4, 8, 16))],
-            )
-        },
-    )
-]
+CASES = [KernelCase("mean_loss", inputs, differentiated=(), baseline=_plain, ours=_ours, launched=_launched)]

@@ -1,15 +1,12 @@
-"""Benchmark case and tuning of the addition of partial sums."""
+"""Benchmark case of the addition of partial sums."""
 
 from __future__ import annotations
-
-from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from bench.case import KernelCase, ShapeClass, Tuning
-from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, Config, kernels_available
+from bench.case import KernelCase
+from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, kernels_available
 from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
 
 
@@ -31,21 +28,6 @@ def _launched(*matrices: Tensor) -> list[Tensor | None]:
     return launch_partial_sums(matrices, [None] * len(matrices))
 
 
-CASE = KernelCase("partial sums", inputs, differentiated=(), baseline=_plain, ours=_ours, launched=_launched)
-
-CASES = [CASE]
-TUNINGS = [
-    Tuning(
-        "partial_sums",
-        CASE,
-        {
-            "cols": ShapeClass(
-                partial(inputs, 1 << 20),
-                [
-                    Config({"ROWS": rows, "COLS": cols}, num_warps=warps)
-                    for rows, cols, warps in product((32, 64, 128), (16, 32, 64), (4, 8))
-                ],
-            )
-        },
-    )
+CASES = [
+    KernelCase("partial sums", inputs, differentiated=(), baseline=_plain, ours=_ours, launched=_launched)
 ]

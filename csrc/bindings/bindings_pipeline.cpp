@@ -6,12 +6,18 @@
 #include "pipeline/inference_stream.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/settings.h"
+#include "transport/process_groups.h"
 
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -52,25 +58,52 @@ void check_signals(const PythonWorkers& python_workers) {
   throw error;
 }
 
-// Action, is_wait, begin and end in nanoseconds, run.
-using EventTuple = std::tuple<std::string, bool, int64_t, int64_t, int64_t>;
+// Action, is_wait, begin and end in nanoseconds, run, bytes of kept boundary tensors, of saved tensors and of scratch
+// memory, and the nanoseconds from the end of a send until the tensor has arrived.
+using EventTuple =
+    std::tuple<std::string, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// Appends an event with the host's times, or with those of its device: there, a receive is a wait for the copy, and a
+// send takes no time of its stage.
+void append(std::vector<EventTuple>& tuples, const Event& event) {
+  const std::string name = event.action.name();
+  const KeptBytes& kept = event.observed.kept;
+  const auto add = [&](bool is_wait, int64_t begin, int64_t end, int64_t transit) {
+    tuples.emplace_back(name, is_wait, begin, end, event.run, kept.boundary, kept.saved, kept.scratch,
+                        transit);
+  };
+  if (!event.observed.times) return add(event.is_wait, event.begin, event.end, 0);
+  const DeviceTimes::Times times = event.observed.times->get();
+  switch (event.action.kind) {
+    case ActionKind::recv_forward:
+    case ActionKind::recv_backward:
+      add(true, times.begin, times.end, 0);
+      return add(false, times.end, times.end, 0);
+    case ActionKind::send_forward:
+    case ActionKind::send_backward:
+      return add(false, times.begin, times.begin, std::max<int64_t>(0, times.arrival - times.begin));
+    default:
+      return add(false, times.begin, times.end, 0);
+  }
+}
 
 std::vector<std::vector<EventTuple>> events(Pipeline& pipeline) {
-  std::vector<std::vector<Event>> found;
-  {
-    const py::gil_scoped_release no_gil;
-    found = pipeline.events();
-  }
+  const py::gil_scoped_release no_gil;
   std::vector<std::vector<EventTuple>> result;
-  for (const auto& stage : found) {
+  for (const auto& stage : pipeline.events()) {
     auto& tuples = result.emplace_back();
-    for (const Event& event : stage)
-      tuples.emplace_back(event.action.name(), event.is_wait, event.begin, event.end, event.run);
+    const bool is_on_device =
+        std::any_of(stage.begin(), stage.end(), [](const Event& event) { return event.observed.times; });
+    for (const Event& event : stage) {
+      if (!is_on_device || !event.is_wait) append(tuples, event);  // the host's waits are not the device's
+    }
   }
   return result;
 }
 
 [[noreturn]] void raise_injected(const std::string& error) {
+  if (error == "SIGKILL") std::raise(SIGKILL);
+  if (error == "SIGSTOP") std::raise(SIGSTOP);
   const std::string message = "injected " + error;
   if (error == "IndexError") TORCH_CHECK_INDEX(false, message);
   if (error == "ValueError") TORCH_CHECK_VALUE(false, message);
@@ -91,6 +124,36 @@ void inject_faults(Pipeline& pipeline, uint64_t seed, int64_t max_delay_us,
   const py::gil_scoped_release no_gil;
   pipeline.inject_faults(std::move(fault_injection));
 }
+
+// Forwards calls to a gpipe_fast.distributed.ranks.Ranks. Polls it only at times, because it asks a store.
+class PeersAdapter final : public Peers {
+ public:
+  explicit PeersAdapter(py::object ranks) : ranks_(wrap_object(std::move(ranks))) {}
+
+  void begin_backward(int64_t forward) override {
+    const py::gil_scoped_acquire gil;
+    unwrap_object(ranks_).attr("begin_backward")(forward);
+  }
+  void poll() override {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - latest_poll_ < std::chrono::milliseconds(100) || !Py_IsInitialized()) return;
+    const py::gil_scoped_acquire gil;
+    unwrap_object(ranks_).attr("poll")();
+    latest_poll_ = std::chrono::steady_clock::now();
+  }
+  int64_t succeed() override {
+    const py::gil_scoped_acquire gil;
+    return unwrap_object(ranks_).attr("succeed")().cast<int64_t>();
+  }
+  void fail(const std::string& error) override {
+    const py::gil_scoped_acquire gil;
+    unwrap_object(ranks_).attr("fail")(error);
+  }
+
+ private:
+  const PythonObject ranks_;
+  std::chrono::steady_clock::time_point latest_poll_;
+};
 
 std::function<int64_t()> to_key_function(const std::variant<int64_t, std::function<int64_t()>>& key) {
   if (const auto* draw = std::get_if<std::function<int64_t()>>(&key)) return *draw;
@@ -143,17 +206,25 @@ void bind_pipeline(py::module_& m) {
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
              const Tensors& given, const std::vector<Tensors>& gradients, const Tensors& parameters,
              const Tensors& buffers, const std::variant<int64_t, std::function<int64_t()>>& key,
-             const Pipeline::Update& update) {
+             const Pipeline::Update& update, const Pipeline::Offer& offer) {
             Boundary outputs;
             {
               const py::gil_scoped_release no_gil;
               outputs = pipeline.step(plan, inputs, given, gradients, parameters, buffers,
-                                      to_key_function(key), update);
+                                      to_key_function(key), update, offer);
             }
             return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
           },
           py::arg("plan"), py::arg("inputs"), py::arg("given"), py::arg("gradients"), py::arg("parameters"),
-          py::arg("buffers"), py::arg("key"), py::arg("update"))
+          py::arg("buffers"), py::arg("key"), py::arg("update"), py::arg("offer") = nullptr)
+      .def(
+          "set_peers",
+          [](Pipeline& pipeline, std::shared_ptr<Channels> channels, py::object ranks) {
+            auto peers = ranks.is_none() ? nullptr : std::make_shared<PeersAdapter>(std::move(ranks));
+            const py::gil_scoped_release no_gil;
+            pipeline.set_peers(std::move(channels), std::move(peers));
+          },
+          py::arg("channels"), py::arg("ranks"))
       .def("record", &Pipeline::record, py::arg("events_per_stage"), no_gil)
       .def("recorded", &Pipeline::recorded, no_gil)
       .def("events", &events)
@@ -164,6 +235,18 @@ void bind_pipeline(py::module_& m) {
       .def("graph_reports", &Pipeline::graph_reports, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
+  py::class_<Channels, std::shared_ptr<Channels>>(m, "Channels");
+#ifdef USE_C10D
+  m.def(
+      "make_channels",
+      [](std::set<int32_t> stages, ProcessGroups groups, double timeout, bool on_device,
+         std::optional<c10::intrusive_ptr<c10d::Backend>> replicas) {
+        const auto milliseconds = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000));
+        return make_channels(std::move(stages), std::move(groups), milliseconds, on_device,
+                             std::move(replicas).value_or(nullptr));
+      },
+      py::arg("stages"), py::arg("groups"), py::arg("timeout"), py::arg("on_device"), py::arg("replicas"));
+#endif
   const auto destroy_stream = [](InferenceStream* stream) {
     if (stream->is_copy_of_parents()) return;
     std::optional<py::gil_scoped_release> no_gil;

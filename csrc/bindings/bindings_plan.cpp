@@ -42,7 +42,7 @@ const std::map<std::string, ActionKind>& action_kinds() {
 // Returns the actions of every stage, given as (kind, micro-batch, rank).
 std::shared_ptr<Actions> make_actions(
     const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages, int64_t num_slots,
-    std::vector<int32_t> groups) {
+    std::vector<int32_t> groups, std::vector<bool> is_here) {
   std::vector<std::vector<Action>> result;
   for (const auto& list : stages) {
     const int32_t stage = static_cast<int32_t>(result.size());
@@ -51,7 +51,7 @@ std::shared_ptr<Actions> make_actions(
       actions.push_back({action_kinds().at(kind), stage, microbatch, rank});
     }
   }
-  return std::make_shared<Actions>(std::move(result), num_slots, std::move(groups));
+  return std::make_shared<Actions>(std::move(result), num_slots, std::move(groups), std::move(is_here));
 }
 
 // Forwards calls to a gpipe_fast.runtime.python_layers.PythonLayers.
@@ -278,7 +278,8 @@ void bind_plan(py::module_& m) {
   bind_segments(m);
   bind_stage_plan(m);
   py::class_<Actions, std::shared_ptr<Actions>>(m, "Actions")
-      .def(py::init(&make_actions), py::arg("stages"), py::arg("num_slots"), py::arg("groups"));
+      .def(py::init(&make_actions), py::arg("stages"), py::arg("num_slots"), py::arg("groups"),
+           py::arg("is_here") = std::vector<bool>());
   py::class_<Plan, std::shared_ptr<Plan>> plan(m, "Plan");
   plan.def(py::init(&from_keywords<Plan>));
   plan.def_property("stages", nullptr, [](Plan& self, const std::vector<std::shared_ptr<StagePlan>>& stages) {
@@ -289,6 +290,14 @@ void bind_plan(py::module_& m) {
   def_write_only(plan, "backward", &Plan::backward);
   def_write_only(plan, "step", &Plan::step);
   def_write_only(plan, "defers_weights", &Plan::defers_weights);
+  def_write_only(plan, "skip_ends", &Plan::skip_ends);
+  plan.def_property(
+      "ties", nullptr,
+      [](Plan& self, const std::vector<std::tuple<std::vector<std::pair<int32_t, int64_t>>,
+                                                  std::vector<int32_t>, std::vector<int32_t>>>& ties) {
+        for (const auto& [own, senders, receivers] : ties) self.ties.push_back({own, senders, receivers});
+      });
+  def_write_only(plan, "token", &Plan::token);
   def_write_only(plan, "given_skips", &Plan::given_skips);
   def_write_only(plan, "given_dims", &Plan::given_dims);
   def_write_only(plan, "num_threads", &Plan::num_threads);

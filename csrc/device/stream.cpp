@@ -67,6 +67,8 @@ StreamFactory& registered() {
   return make;
 }
 
+thread_local int timing_depth = 0;
+
 std::atomic<int> num_keep_alives{0};
 std::mutex keep_alives_mutex;  // guards `keep_alives()` and every `tensors_`
 std::vector<Stream::KeepAlive*>& keep_alives() {
@@ -95,9 +97,24 @@ Stream::KeepAlive::~KeepAlive() {
 
 StreamEvent::StreamEvent(const Stream& stream) {
   if (stream.is_cpu()) return;
-  event_ = acquire_event(stream.device());
+  event_ = timing_depth > 0
+               ? std::make_shared<c10::Event>(stream.device().type(), c10::EventFlag::BACKEND_DEFAULT)
+               : acquire_event(stream.device());
   event_->record(*stream.stream_);
 }
+
+StreamEvent::Timing::Timing() { ++timing_depth; }
+StreamEvent::Timing::~Timing() { --timing_depth; }
+
+bool StreamEvent::is_timed() const { return event_ && event_->flag() == c10::EventFlag::BACKEND_DEFAULT; }
+
+int64_t StreamEvent::nanoseconds_since(const StreamEvent& other) const {
+  other.synchronize();
+  synchronize();
+  return static_cast<int64_t>(other.event_->elapsedTime(*event_) * 1e6);  // from milliseconds
+}
+
+at::Device StreamEvent::device() const { return event_ ? event_->device() : at::Device(at::kCPU); }
 
 void StreamEvent::synchronize() const {
   if (event_) event_->synchronize();

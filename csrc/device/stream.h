@@ -25,9 +25,22 @@ class StreamEvent {
   // Blocks the calling thread until the event completes.
   void synchronize() const;
 
+  // While a `Timing` lives, the calling thread makes timed events, which take the device a little longer.
+  class Timing {
+   public:
+    Timing();
+    ~Timing();
+    Timing(const Timing&) = delete;
+    Timing& operator=(const Timing&) = delete;
+  };
+  bool is_timed() const;
+  // Returns the time from another event to this one, both timed and of one device. Blocks until both complete.
+  int64_t nanoseconds_since(const StreamEvent& other) const;
+  at::Device device() const;
+
  private:
   friend class Stream;
-  std::shared_ptr<c10::Event> event_;  // from a pool, returned to it by the deleter
+  std::shared_ptr<c10::Event> event_;  // from a pool, returned to it by the deleter, unless it is timed
 };
 
 // Creates a stream on a device. The stream lives as long as the process.

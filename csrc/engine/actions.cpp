@@ -17,10 +17,16 @@ std::string Action::name() const {
   return std::to_string(stage) + kKinds.at(static_cast<size_t>(kind)) + std::to_string(microbatch);
 }
 
-Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups)
-    : stages_(std::move(stages)), num_slots_(num_slots), groups_(std::move(groups)) {
+Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups,
+                 std::vector<bool> is_here)
+    : stages_(std::move(stages)),
+      num_slots_(num_slots),
+      groups_(std::move(groups)),
+      is_here_(std::move(is_here)) {
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
   GPIPE_CHECK_ARG(num_slots > 0, "at least one slot is required, got ", num_slots);
+  GPIPE_CHECK_ARG(is_here_.empty() || is_here_.size() == stages_.size(), "there are ", stages_.size(),
+                  " stages, but places of ", is_here_.size());
   const int32_t last = num_stages() - 1;
   std::set<int64_t> ranks;
   for (int32_t stage = 0; stage <= last; ++stage) {
@@ -64,6 +70,8 @@ void Actions::assign_turns() {
 }
 
 void Actions::check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const {
+  const bool is_between_stages = std::min(sender, receiver) >= 0 && std::max(sender, receiver) < num_stages();
+  if (is_between_stages && leaves_process(sender, receiver)) return;  // another process checks its receives
   auto select = [&](int32_t stage, ActionKind kind) {
     std::vector<Action> found;
     if (stage < 0 || stage >= num_stages()) return found;

@@ -40,20 +40,32 @@ class Actions {
   // `num_slots`: how many boundary tensors may be in flight between two stages in one direction.
   // `groups`: the group of each stage, below the number of stages; empty if each stage is alone. The actions of a group
   // run one at a time, in the order of their ranks.
-  Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups = {});
+  // `is_here`: whether each stage is in this process; empty if all are. A stage in another process has only its sends to
+  // stages here: its worker here receives the tensors. No stage here receives what is sent to another process.
+  Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups = {},
+          std::vector<bool> is_here = {});
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }
   int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
   int64_t num_slots() const { return num_slots_; }
   int32_t group(int32_t stage) const { return groups_[stage]; }
+  // Returns whether the action sends to another process. It has no slots.
+  bool leaves_process(const Action& action) const {
+    if (action.kind == ActionKind::send_forward) return leaves_process(action.stage, action.stage + 1);
+    return action.kind == ActionKind::send_backward && leaves_process(action.stage, action.stage - 1);
+  }
 
  private:
+  bool leaves_process(int32_t sender, int32_t receiver) const {
+    return !is_here_.empty() && is_here_.at(sender) && !is_here_.at(receiver);
+  }
   void assign_turns();
   void check_connection(int32_t sender, ActionKind send, int32_t receiver, ActionKind receive) const;
 
   std::vector<std::vector<Action>> stages_;
   int64_t num_slots_;
   std::vector<int32_t> groups_;
+  std::vector<bool> is_here_;
 };
 
 }  // namespace gpipe_fast

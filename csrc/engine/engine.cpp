@@ -68,7 +68,7 @@ struct Engine::Pool {
     const Action* current = &stage_actions.front();
     std::string layer_title;
     try {
-      work->enter_stage(stage, [&] {
+      work.load(std::memory_order_relaxed)->enter_stage(stage, [&] {
         for (const Action& action : stage_actions) {
           current = &action;
           if (cancellation.covers(action.rank) || !run_action(action, layer_title)) return;
@@ -112,15 +112,21 @@ struct Engine::Pool {
       }
       if (!ready) return false;
     }
-    work->run(action, token);
-    if (recorder.enabled()) recorder.add({action, run, false, begin, now()});
+    Work& own = *work.load(std::memory_order_relaxed);
+    own.run(action, token);
+    if (recorder.enabled()) {
+      const int64_t end = now();
+      recorder.add({action, run, false, begin, end, own.observe(action)});
+    }
     if (slots != nullptr) is_send(action) ? slots->send() : slots->receive();
     if (action.turn >= 0) turns[actions->group(action.stage)].pass();
     return true;
   }
 
-  // Returns the slots through which the action synchronizes with a neighbouring stage; null for a local action.
+  // Returns the slots through which the action synchronizes with a neighbouring stage; null for a local action, and
+  // for a send to another process.
   Slots* slots_of(const Action& action) {
+    if (actions->leaves_process(action)) return nullptr;
     switch (action.kind) {
       case ActionKind::send_forward:
         return &forward[action.stage];
@@ -162,11 +168,12 @@ struct Engine::Pool {
     for (Slots& slots : forward) slots.wake();
     for (Slots& slots : backward) slots.wake();
     for (Turns& own : turns) own.wake();
+    if (Work* const current = work.load(std::memory_order_seq_cst)) current->cancel_from(rank);
   }
 
   void start_run(const Actions& new_actions, Work& new_work) {
     actions = &new_actions;
-    work = &new_work;
+    work.store(&new_work, std::memory_order_seq_cst);
     for (Slots& slots : forward) slots.reset();
     for (Slots& slots : backward) slots.reset();
     for (Turns& own : turns) own.reset();
@@ -180,7 +187,7 @@ struct Engine::Pool {
 
   // State of the current run. The caller writes it while no worker is running.
   const Actions* actions = nullptr;
-  Work* work = nullptr;
+  std::atomic<Work*> work{nullptr};  // also read by a thread that interrupts; null between runs
   Cancellation cancellation;
   std::mutex failure_mutex;
   std::optional<Failure> failure;
@@ -242,6 +249,7 @@ Engine::Pool& Engine::begin() {
 bool Engine::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   running_ = false;
+  pool_->work.store(nullptr, std::memory_order_seq_cst);
   pool_->cancellation.reset();
   return std::exchange(interrupted_, false);
 }

@@ -19,6 +19,31 @@
 
 namespace gpipe_fast {
 
+// What a stage keeps of one micro-batch for its backward, in bytes.
+struct KeptBytes {
+  int64_t boundary = 0;  // tensors that entered the stage
+  int64_t saved = 0;
+  int64_t scratch = 0;  // what the programs of the micro-batch need while they run
+};
+
+// The times of an action on a device that executes it later than the host enqueues it.
+class DeviceTimes {
+ public:
+  // Nanoseconds of the steady clock. A tensor that a send sends arrives at `arrival`.
+  struct Times {
+    int64_t begin, end, arrival;
+  };
+  virtual ~DeviceTimes() = default;
+  // Blocks until the device has executed the action.
+  virtual Times get() const = 0;
+};
+
+// What is recorded of an action besides the host's times.
+struct Observed {
+  KeptBytes kept;                            // after the action
+  std::shared_ptr<const DeviceTimes> times;  // null if the host executes it
+};
+
 // The work of a mini-batch. A stage's worker makes all calls for that stage, in the order of its actions; everything
 // that the thread of a send wrote before is visible to the matching receive.
 class Work {
@@ -31,6 +56,14 @@ class Work {
     run_actions();
   }
   virtual void run(const Action& action, CancellationToken& token) = 0;
+  // Called after an action that is recorded, by the same thread, before other stages see that it has run.
+  virtual Observed observe(const Action& action) const {
+    (void)action;
+    return {};
+  }
+  // Called when the actions of this rank and higher ones are cancelled, by any thread, perhaps several times. Wakes
+  // those that wait for something that the engine does not know.
+  virtual void cancel_from(int64_t rank) { (void)rank; }
 };
 
 struct Failure {
@@ -46,6 +79,7 @@ struct Event {
   bool is_wait;
   int64_t begin;
   int64_t end;
+  Observed observed = {};
 };
 
 // How often a thread that waits for a run polls.
@@ -74,8 +108,7 @@ class Engine {
   // Call in the child of a fork: discards the runs of the parent's other threads.
   void after_fork();
 
-  // Records events from now on and keeps the latest ones of each stage, in memory that is allocated here; 0 turns
-  // recording off.
+  // Records events from now on and keeps the latest ones of each stage; 0 turns recording off.
   void record(int64_t events_per_stage);
   int64_t recorded() const { return recorded_; }
   // Returns the recorded events by stage, in order of time.

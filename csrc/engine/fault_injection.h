@@ -33,6 +33,8 @@ class FaultInjectingWork final : public Work {
     inner_.enter_stage(stage, run_actions);
   }
   void run(const Action& action, CancellationToken& token) override;
+  Observed observe(const Action& action) const override { return inner_.observe(action); }
+  void cancel_from(int64_t rank) override { inner_.cancel_from(rank); }
 
  private:
   void delay(const Action& action, uint64_t salt, CancellationToken& token) const;

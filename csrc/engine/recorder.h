@@ -1,9 +1,8 @@
-// Recorded events of one stage's worker, in a preallocated ring buffer.
+// Recorded events of one stage's worker, in a ring buffer that grows up to a limit.
 #pragma once
 
 #include "engine/engine.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -13,21 +12,28 @@ class Recorder {
  public:
   // Discards all events. From now on keeps the latest `size` events; 0 turns recording off.
   void resize(int64_t size) {
-    events_.assign(static_cast<size_t>(size), Event{});
+    limit_ = static_cast<size_t>(size);
+    events_ = {};
     count_ = 0;
   }
-  bool enabled() const { return !events_.empty(); }
-  void add(const Event& event) { events_[count_++ % events_.size()] = event; }
+  bool enabled() const { return limit_ > 0; }
+  void add(const Event& event) {
+    if (events_.size() < limit_) {
+      events_.push_back(event);
+    } else {
+      events_[count_ % limit_] = event;
+    }
+    ++count_;
+  }
   std::vector<Event> latest() const {
     std::vector<Event> result;
-    for (size_t i = count_ - std::min(count_, events_.size()); i < count_; ++i) {
-      result.push_back(events_[i % events_.size()]);
-    }
+    for (size_t i = count_ - events_.size(); i < count_; ++i) result.push_back(events_[i % limit_]);
     return result;
   }
 
  private:
   std::vector<Event> events_;
+  size_t limit_ = 0;
   size_t count_ = 0;
 };
 

@@ -256,6 +256,14 @@ void LoweredSegment::complete(StartedBackward& started, StageState& stage, Cance
   }
 }
 
+int64_t LoweredSegment::scratch_bytes() const {
+  int64_t bytes = 0;
+  for (const ProgramWithPorts* each : {&programs->forward, &programs->backward, &programs->weights}) {
+    if (each->program) bytes = std::max(bytes, each->program->arena_bytes());
+  }
+  return bytes;
+}
+
 std::shared_ptr<Arena> LoweredSegment::arena() const { return programs->forward.program->arena(); }
 
 }  // namespace gpipe_fast

@@ -207,6 +207,10 @@ void MiniBatch::abandon() {
       microbatch_state.outputs = {};
       microbatch_state.tangents.clear();
       microbatch_state.input_gradients.clear();
+      microbatch_state.arriving_inputs.reset();
+      microbatch_state.arriving_gradients.reset();
+      microbatch_state.arriving_skips.clear();
+      microbatch_state.arriving_skip_gradients.clear();
     }
   }
   if (!can_run_backward_) {
@@ -240,10 +244,27 @@ std::vector<bool> MiniBatch::reached() const {
 void MiniBatch::enter_stage(int32_t stage, const std::function<void()>& run_actions) {
   const Stream::Guard current(transport_->work(stage));
   thread_state_->run(run_actions);
+  if (!channels_ || is_remote(stage) || --unfinished_stages_ > 0) return;
+  try {
+    sum_ties();
+    sum_replicas(stage);
+    channels_->flush();
+  } catch (const Aborted&) {
+    throw Cancelled();
+  }
+}
+
+void MiniBatch::cancel_from(int64_t rank) {
+  if (channels_) channels_->abort_from(rank);
 }
 
 void MiniBatch::run(const Action& action, CancellationToken& token) {
   Tensors boundary = transport_->is_cpu() ? Tensors() : boundary_tensors(action);
+  std::optional<StreamEvent::Timing> timing;
+  if (clock_) {
+    timing.emplace();
+    begins_[action.stage] = StreamEvent(transport_->work(action.stage));
+  }
   try {
     run_action(action, token);
   } catch (...) {
@@ -251,6 +272,26 @@ void MiniBatch::run(const Action& action, CancellationToken& token) {
     throw;
   }
   free_shared(boundary);
+  stages_[action.stage].latest_rank = action.rank;
+}
+
+void MiniBatch::set_clock(std::shared_ptr<const DeviceClock> clock) {
+  clock_ = std::move(clock);
+  begins_.assign(clock_ ? stages_.size() : 0, {});
+}
+
+Observed MiniBatch::observe(const Action& action) const {
+  Observed observed{kept(action), nullptr};
+  if (!clock_ || transport_->work(action.stage).is_cpu()) return observed;
+  const StreamEvent::Timing timing;
+  StreamEvent arrival;
+  const int32_t receiver = action.kind == ActionKind::send_forward    ? action.stage + 1
+                           : action.kind == ActionKind::send_backward ? action.stage - 1
+                                                                      : -1;
+  if (receiver >= 0) arrival = stages_[receiver].microbatch_states[action.microbatch].copy_done;
+  observed.times = std::make_shared<StreamTimes>(clock_, begins_[action.stage],
+                                                 StreamEvent(transport_->work(action.stage)), arrival);
+  return observed;
 }
 
 Tensors MiniBatch::boundary_tensors(const Action& action) const {
@@ -294,12 +335,14 @@ void MiniBatch::run_action(const Action& action, CancellationToken& token) {
     case ActionKind::backward_weights:
       return backward(action, token);
     case ActionKind::send_forward: {
+      if (is_remote(action.stage) || is_remote(action.stage + 1)) return exchange(action);
       MicroBatchState& next = stages_[action.stage + 1].microbatch_states[m];
       send(microbatch_state.outputs.tensors, action.stage, action.stage + 1, Direction::forward, next);
       next.received = std::move(microbatch_state.outputs);
       return;
     }
     case ActionKind::send_backward: {
+      if (is_remote(action.stage) || is_remote(action.stage - 1)) return exchange(action);
       MicroBatchState& before = stages_[action.stage - 1].microbatch_states[m];
       send(microbatch_state.input_gradients, action.stage, action.stage - 1, Direction::backward, before);
       before.tangents = std::move(microbatch_state.input_gradients);
@@ -307,6 +350,8 @@ void MiniBatch::run_action(const Action& action, CancellationToken& token) {
     }
     case ActionKind::recv_forward:
     case ActionKind::recv_backward:
+      if (is_remote(action.kind == ActionKind::recv_forward ? action.stage - 1 : action.stage + 1))
+        exchange(action);
       transport_->receive(action.stage,
                           microbatch_state.copy_done);  // the sender has stored the tensors here
       return;
@@ -350,6 +395,7 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
   StageState& stage = stages_[action.stage];
   MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
+  take_arriving(microbatch_state.arriving_skips, action, &Skip::tensor);
   Boundary value = std::move(microbatch_state.received);
   for (int64_t layer = 0; layer < plan.num_layers; layer = microbatch_state.contexts.back().segment->end) {
     const auto segment =

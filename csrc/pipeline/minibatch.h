@@ -15,9 +15,11 @@
 #pragma once
 
 #include "engine/engine.h"
+#include "pipeline/device_clock.h"
 #include "pipeline/plan.h"
 #include "pipeline/stage_state.h"
 #include "pipeline/thread_state.h"
+#include "transport/channels.h"
 #include "transport/transport.h"
 
 #include <ATen/core/Tensor.h>
@@ -27,9 +29,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gpipe_fast {
+
+class LoweredSegment;
 
 // Call begin_forward(), run the forward actions on the engine, and call end_forward(); then the same for the
 // backward. Only layers in Python need the GIL.
@@ -78,6 +83,8 @@ class MiniBatch final : public Work {
                   std::vector<Tensors> gradients, Update update);
   // The gradients that a step has computed, until a backward takes them.
   std::optional<Gradients> step_gradients;
+  // If stages are in different processes: the number of the latest run, which all processes have in common.
+  int64_t run_number = 0;
 
   // Frees the tensors that a backward with `retain` kept.
   void release();
@@ -89,6 +96,11 @@ class MiniBatch final : public Work {
   // Returns the bytes that are currently kept for the backward: boundary inputs, saved tensors, and each
   // micro-batch's buffers. Storage that several tensors share counts once.
   int64_t kept_bytes() const;
+  // Reads only what the stage's worker owns after the action. Within a micro-batch, no two saved tensors share storage.
+  KeptBytes kept(const Action& action) const;
+  Observed observe(const Action& action) const override;
+  // From now on, actions on devices are timed by a clock; null ends that.
+  void set_clock(std::shared_ptr<const DeviceClock> clock);
   // Returns a text for error messages: what a stage's memory holds, and how to reduce it. Call before abandon().
   std::string describe_memory(int32_t stage) const;
 
@@ -102,8 +114,15 @@ class MiniBatch final : public Work {
   // Returns the streams of the thread that called the forward.
   const std::vector<Stream>& caller_streams() const { return caller_streams_; }
 
+  // Sets how stages of this process exchange tensors with those of other processes, in a run of these actions. Call
+  // before a run; if all stages are here, never.
+  void begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions);
+  // Call after a failed run: the channels cannot be used any more.
+  void end_exchange() { channels_.reset(); }
+
   void enter_stage(int32_t stage, const std::function<void()>& run_actions) override;
   void run(const Action& action, CancellationToken& token) override;
+  void cancel_from(int64_t rank) override;
 
  private:
   friend class CapturedMiniBatch;
@@ -134,10 +153,50 @@ class MiniBatch final : public Work {
   void backward_inputs(const Action& action, bool with_parameters, CancellationToken& token);
   Tensors run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters);
   void update_parameters(int32_t stage);
+
+  // What follows is for stages in different processes; see minibatch_remote.cpp.
+  const LoweredSegment& segment_of(int32_t stage, int32_t microbatch) const;
+  // Returns whether a stage is in another process.
+  bool is_remote(int32_t stage) const { return channels_ && !channels_->has(stage); }
+  // Runs a SEND between two processes: sends from a stage here, or receives what another stage sends to it. Runs a
+  // RECV: receives if transfers are on a device.
+  void exchange(const Action& action);
+  void send_outputs(const Action& action);
+  void send_gradients(const Action& action);
+  // Begins to receive what an action and the next ones of its kind and stage receive.
+  void receive_ahead(const Action& action);
+  // Begin to receive the boundary of a micro-batch, or its gradients, unless that has begun.
+  void begin_inputs(int32_t microbatch, int32_t receiver);
+  void begin_gradients(int32_t microbatch, int32_t receiver);
+  void receive_inputs(const Action& action, int32_t receiver);
+  void receive_gradients(const Action& action, int32_t receiver);
+  // Begins to receive skip tensors from the stage at one end of their skip connections.
+  void receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* sender,
+                     int32_t receiver, std::vector<ArrivingSkip>& arriving) const;
+  // Sends a tensor that the stage's work stream computes, and frees it unless others refer to it.
+  void send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const;
+  at::Tensor begin_receive(const Layout& layout, int32_t sender, int32_t receiver, Direction direction,
+                           Arrivals& arrivals) const;
+  // Waits for tensors. Returns the stream event after which the stage can read them.
+  StreamEvent wait_for(const Arrivals& arrivals, int32_t receiver, Direction direction, int64_t rank) const;
+  // Waits for skip tensors or gradients, and stores them with the micro-batch.
+  void take_arriving(std::vector<ArrivingSkip>& arriving, const Action& action,
+                     at::Tensor Skip::* destination);
+  // Sums the gradients of parameters that stages in other processes share; each process computes the same sum.
+  void sum_ties();
+  // Sums the stage's gradients over its replicas, or averages them after a backward of the caller's own loss; see
+  // minibatch_replicas.cpp.
+  void sum_replicas(int32_t stage);
+  // Gives the gradients of the outputs the layouts that the segment was lowered for.
+  void conform_gradients(const Action& action, Tensors& tangents) const;
+
   bool is_used_elsewhere(int64_t parameter, size_t stage) const;
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<const Transport> transport_;
+  std::shared_ptr<Channels> channels_;          // null if all stages are in this process
+  const Actions* actions_ = nullptr;            // of the current run, if there are channels
+  std::atomic<int32_t> unfinished_stages_ = 0;  // of this process, in the current run, if there are channels
   std::vector<Stream> caller_streams_;
   size_t num_parameters_;
   std::shared_ptr<const void> memory_owner_;  // keeps alive the graph memory that holds its tensors
@@ -149,6 +208,8 @@ class MiniBatch final : public Work {
   std::atomic<bool> used_no_fallback_ = true;
   std::optional<ThreadState> thread_state_;
   Update update_;
+  std::shared_ptr<const DeviceClock> clock_;
+  std::vector<StreamEvent> begins_;  // by stage: when its latest action began, if there is a clock
 };
 
 }  // namespace gpipe_fast

@@ -61,6 +61,7 @@ void MiniBatch::begin_step(std::vector<Tensors> microbatches, std::vector<Tensor
 void MiniBatch::set_gradients(std::vector<Tensors> microbatches, bool retain) {
   for (StageState& stage : stages_) {
     stage.backward = {Tensors(stage.parameters.size())};
+    stage.latest_rank = -1;
     stage.retains_graph = retain;
   }
   for (size_t m = 0; m < microbatches.size(); ++m) {
@@ -178,6 +179,7 @@ void MiniBatch::backward_inputs(const Action& action, bool with_parameters, Canc
   MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
   Tensors tangents = std::move(microbatch_state.tangents);
+  take_arriving(microbatch_state.arriving_skip_gradients, action, &Skip::gradient);
   for (size_t i = microbatch_state.contexts.size(); i-- > 0;) {
     SegmentContext& context = microbatch_state.contexts[i];
     fetch_skips(context.segment->stashes, skips, action.stage);
@@ -197,6 +199,7 @@ Tensors MiniBatch::run_segment_backward(const SegmentCall& call, Tensors tangent
     return {};
   }
   if (context.segment->is_lowered()) make_strided(tangents);
+  if (channels_) conform_gradients(call.action, tangents);
   if (!context.segment->accepts_gradients(tangents)) {
     call.stage.backward.open.reset();
     const StagePlan& plan = plan_->stages[call.stage.index];

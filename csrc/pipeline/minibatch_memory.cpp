@@ -78,6 +78,24 @@ int64_t MiniBatch::kept_bytes() const {
   return bytes.sum();
 }
 
+KeptBytes MiniBatch::kept(const Action& action) const {
+  const StageState& stage = stages_[action.stage];
+  const MicroBatchState& state = stage.microbatch_states[action.microbatch];
+  KeptBytes kept{element_bytes(state.received.tensors)};
+  for (const SegmentContext& context : state.contexts) {
+    kept.scratch = std::max(kept.scratch, context.segment->scratch_bytes());
+    (&context == &state.contexts.front() ? kept.boundary : kept.saved) += element_bytes(context.inputs);
+    for (const Tensors* tensors : {&context.saved, &context.tangents, &context.held})
+      kept.saved += element_bytes(*tensors);
+    for (size_t i = 0; i < context.buffers.size(); ++i) {
+      const at::Tensor& own = context.buffers[i];  // or the module's
+      if (own.defined() && !own.is_same(stage.module_buffers[i]))
+        kept.saved += static_cast<int64_t>(own.nbytes());
+    }
+  }
+  return kept;
+}
+
 std::string MiniBatch::describe_memory(int32_t index) const {
   const StageState& stage = stages_.at(index);
   const StagePlan& plan = plan_->stages.at(index);

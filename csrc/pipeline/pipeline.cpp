@@ -4,6 +4,7 @@
 #include "device/failure.h"
 #include "pipeline/autograd.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -175,9 +176,10 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
 
 Boundary Pipeline::step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                         const std::vector<Tensors>& gradients, const Tensors& parameters,
-                        const Tensors& buffers, const std::function<int64_t()>& key, const Update& update) {
+                        const Tensors& buffers, const std::function<int64_t()>& key, const Update& update,
+                        const Offer& offer) {
   return block_if_closed(
-      [&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key, update); });
+      [&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key, update, offer); });
 }
 
 // Runs `body`; if memory runs out, frees the graphs and runs it once more. Plans with layers in Python are not
@@ -199,8 +201,7 @@ Boundary Pipeline::run_forward_step(const std::shared_ptr<const Plan>& plan, con
   create_transport(*plan);
   const auto make = [&] { return std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key); };
   std::shared_ptr<MiniBatch> minibatch = make();
-  Boundary outputs;
-  PartLengths sizes;
+  Joined joined;
   {
     const EngineLock lock(*this);
     check_open();
@@ -211,16 +212,16 @@ Boundary Pipeline::run_forward_step(const std::shared_ptr<const Plan>& plan, con
       parts = run_forward(minibatch, inputs, make);
       // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
-      outputs = concatenate(parts, plan->cat_dim);
+      joined = join(parts, *plan);
     });
     minibatch->end_forward();
     guard.done = true;
     if (graph_cache_) graph_cache_->after_use(minibatch->caller_streams());
-    sizes = lengths_of(parts, plan->cat_dim);
     for (Boundary& part : parts) free_shared(part.tensors);
   }
-  connect_to_graph(outputs, inputs, parameters, shared_from_this(), std::move(minibatch), std::move(sizes));
-  return outputs;
+  connect_to_graph(joined.outputs, inputs, parameters, shared_from_this(), std::move(minibatch),
+                   std::move(joined.sizes));
+  return joined.outputs;
 }
 
 std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& minibatch,
@@ -253,7 +254,7 @@ std::vector<Boundary> Pipeline::take_outputs(MiniBatch& minibatch) const {
 Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                             const Tensors& given, const std::vector<Tensors>& gradients,
                             const Tensors& parameters, const Tensors& buffers,
-                            const std::function<int64_t()>& key, const Update& update) {
+                            const std::function<int64_t()>& key, const Update& update, const Offer& offer) {
   create_transport(*plan);
   const auto accumulate_and_update = [&](int32_t stage, const std::vector<int64_t>& own, Tensors found) {
     for (size_t i = 0; i < own.size(); ++i) accumulate(parameters[own[i]], std::move(found[i]));
@@ -261,8 +262,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
   };
   const auto minibatch = std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
-  Boundary outputs;
-  PartLengths sizes;
+  Joined joined;
   {
     const EngineLock lock(*this);
     check_open();
@@ -271,19 +271,26 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
     AbandonOnError guard{*transport_, *minibatch};
     minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
                           split_along(given, plan->given_dims, num_parts), gradients, accumulate_and_update);
-    run(*plan->step, *minibatch);
-    parts = take_outputs(*minibatch);
-    // Checked before the buffers are written, because it may throw.
-    if (plan->check_outputs) plan->check_outputs(parts);
-    outputs = concatenate(parts, plan->cat_dim);
+    run(*plan->step, *minibatch, [&] {
+      parts = take_outputs(*minibatch);
+      // Checked before the buffers are written, because it may throw.
+      if (plan->check_outputs) plan->check_outputs(parts);
+      joined = join(parts, *plan);
+      if (offer) offer(joined.outputs.tensors);
+    });
     minibatch->end_forward();
     minibatch->step_gradients = minibatch->end_backward(minibatch->caller_streams());
     guard.done = true;
-    sizes = lengths_of(parts, plan->cat_dim);
     for (Boundary& part : parts) free_shared(part.tensors);
   }
-  connect_to_graph(outputs, inputs, parameters, shared_from_this(), minibatch, std::move(sizes));
-  return outputs;
+  connect_to_graph(joined.outputs, inputs, parameters, shared_from_this(), minibatch,
+                   std::move(joined.sizes));
+  return joined.outputs;
+}
+
+Pipeline::Joined Pipeline::join(const std::vector<Boundary>& parts, const Plan& plan) const {
+  if (!plan.token) return {concatenate(parts, plan.cat_dim), lengths_of(parts, plan.cat_dim)};
+  return {{{at::zeros({}, at::kFloat)}, plan.token}, PartLengths(1)};
 }
 
 Pipeline::Gradients Pipeline::combined(MiniBatch::Gradients found, const Plan& plan,
@@ -305,6 +312,7 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
   const std::vector<Stream>& caller_streams = minibatch.caller_streams();
   const GraphRun graph_run{minibatch, gradients, plan.stages.size() - 1,
                            [&](const Tensors& tensors) {
+                             if (plan.token) return std::vector<Tensors>(plan.num_microbatches());
                              return split_gradients(tensors, sizes, plan.num_microbatches(), plan.cat_dim);
                            },
                            retain};
@@ -348,7 +356,7 @@ void Pipeline::create_transport(const Plan& plan) {
   std::call_once(transport_created_, [&] {
     std::vector<at::Device> devices;
     for (const StagePlan& stage : plan.stages) devices.push_back(stage.device);
-    transport_ = std::make_shared<Transport>(devices, transport_choice_);
+    transport_ = std::make_shared<Transport>(devices, transport_choice_, peers_ != nullptr);
     if (transport_->is_cpu()) return;
     graph_cache_ = std::make_unique<GraphCache>(transport_, [this](const Actions& actions, Work& work) {
       if (auto failure = engine_.run(actions, work)) std::rethrow_exception(failure->error);
@@ -361,7 +369,40 @@ bool Pipeline::may_use_graphs() const {
   return graph_cache_ && capture_ && fault_injection_.empty() && engine_.recorded() == 0;
 }
 
-void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
+void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::function<void()>& finish) {
+  const auto run_here = [&] {
+    run_actions(actions, minibatch);
+    if (finish) finish();
+  };
+  if (!peers_) return run_here();
+  GPIPE_CHECK(channels_ != nullptr,
+              "a call of the pipeline has failed in some process since the forward of this mini-batch; "
+              "call the model again");
+  minibatch.begin_exchange(channels_, actions);
+  channels_->begin_run();
+  try {
+    try {
+      if (&actions == minibatch.plan()->backward.get()) peers_->begin_backward(minibatch.run_number);
+      run_here();
+    } catch (const c10::Error& error) {
+      peers_->fail(error.what_without_backtrace());
+      throw;
+    } catch (const std::exception& error) {
+      peers_->fail(error.what());
+      throw;
+    }
+    minibatch.run_number =
+        peers_->succeed();  // before anything changes that a failure elsewhere would have to undo
+  } catch (...) {
+    // The channels may contain tensors that nobody will receive.
+    channels_->abandon();
+    minibatch.end_exchange();
+    channels_.reset();
+    throw;
+  }
+}
+
+void Pipeline::run_actions(const Actions& actions, MiniBatch& minibatch) {
   const std::vector<Stream>& caller_streams = minibatch.caller_streams();
   if (graph_cache_) graph_cache_->before_run();
   transport_->begin_run(caller_streams);
@@ -370,10 +411,17 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch) {
     minibatch.make_random_keys();
     minibatch.replicate();
   }
+  if (engine_.recorded() > 0 && graph_cache_ && !clock_)
+    clock_ = std::make_shared<DeviceClock>(*transport_, engine_.num_stages());
+  minibatch.set_clock(clock_);
   FaultInjectingWork faulty(minibatch, fault_injection_);
   Work& work = fault_injection_.empty() ? static_cast<Work&>(minibatch) : faulty;
+  const auto poll = [this] {
+    poll_();
+    if (peers_) peers_->poll();
+  };
   try {
-    if (auto failure = engine_.run(actions, work, poll_)) raise(*failure, minibatch);
+    if (auto failure = engine_.run(actions, work, poll)) raise(*failure, minibatch);
   } catch (const Cancelled&) {
     throw Closed();
   } catch (...) {
@@ -401,11 +449,14 @@ void Pipeline::after_fork() {
   num_waiting_ = 0;
   new (&stream_changed_) Waiter;
   engine_.after_fork();
+  // Never freed: the threads of the channels do not exist here.
+  if (channels_) (void)new std::shared_ptr<Channels>(std::move(channels_));
 }
 
 void Pipeline::record(int64_t events_per_stage) {
   const EngineLock lock(*this);
   engine_.record(events_per_stage);
+  clock_ = nullptr;
 }
 
 int64_t Pipeline::recorded() {
@@ -416,6 +467,12 @@ int64_t Pipeline::recorded() {
 std::vector<std::vector<Event>> Pipeline::events() {
   const EngineLock lock(*this);
   return engine_.events();
+}
+
+void Pipeline::set_peers(std::shared_ptr<Channels> channels, std::shared_ptr<Peers> peers) {
+  const EngineLock lock(*this);
+  channels_ = std::move(channels);
+  peers_ = std::move(peers);
 }
 
 void Pipeline::set_capture(bool capture) {

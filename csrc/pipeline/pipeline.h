@@ -7,6 +7,7 @@
 #include "pipeline/graph_cache.h"
 #include "pipeline/microbatches.h"
 #include "pipeline/minibatch.h"
+#include "pipeline/peers.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -50,10 +51,14 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   //
   // `update`: called by the worker of a stage in its update action, if the step has one, with the indices of the
   // parameters that no other stage uses, after their gradients were added to their `.grad`; these belong to no graph.
+  //
+  // `offer`: called with the outputs when the run has succeeded here, before it is known whether it has in the other
+  // processes; may be empty.
   using Update = std::function<void(int32_t stage, const std::vector<int64_t>& parameters)>;
+  using Offer = std::function<void(const Tensors& outputs)>;
   Boundary step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                 const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
-                const std::function<int64_t()>& key, const Update& update);
+                const std::function<int64_t()>& key, const Update& update, const Offer& offer);
 
   // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other threads
   // that use the pipeline block until the process ends, like threads that request the GIL of an exiting interpreter.
@@ -68,6 +73,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<std::vector<Event>> events();
   // Sets the delays and failures that later runs inject, for tests.
   void inject_faults(FaultInjection fault_injection);
+
+  // Sets how later runs exchange tensors and outcomes with the processes of other stages; null if there are none.
+  void set_peers(std::shared_ptr<Channels> channels, std::shared_ptr<Peers> peers);
 
   // Sets whether later runs on GPUs are captured as graphs. False also frees all graphs.
   void set_capture(bool capture);
@@ -103,7 +111,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                               bool retain);
   Boundary run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                     const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
-                    const std::function<int64_t()>& key, const Update& update);
+                    const std::function<int64_t()>& key, const Update& update, const Offer& offer);
   // Rethrows the error of an action, with a message that names the action.
   [[noreturn]] static void raise(const Failure& failure, const MiniBatch& minibatch);
   void check_open() const;
@@ -119,8 +127,15 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Hands the gradients over to the callers' streams, and combines those of the inputs.
   Gradients combined(MiniBatch::Gradients found, const Plan& plan,
                      const std::vector<Stream>& caller_streams) const;
-  // Runs the actions uncaptured.
-  void run(const Actions& actions, MiniBatch& minibatch);
+  // Runs the actions uncaptured. `finish` is the end of the run: if it throws, the run has failed.
+  void run(const Actions& actions, MiniBatch& minibatch, const std::function<void()>& finish = {});
+  void run_actions(const Actions& actions, MiniBatch& minibatch);
+  struct Joined {
+    Boundary outputs;
+    PartLengths sizes;
+  };
+  // Concatenates the outputs of micro-batches, or makes what stands for them if they are in another process.
+  Joined join(const std::vector<Boundary>& parts, const Plan& plan) const;
 
   std::timed_mutex mutex_;
   std::atomic<std::thread::id> running_thread_{};
@@ -131,10 +146,13 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::once_flag transport_created_;
   std::shared_ptr<const Transport> transport_;
   std::unique_ptr<GraphCache> graph_cache_;        // null on the CPU
+  std::shared_ptr<const DeviceClock> clock_;       // of recorded runs; null on the CPU
   std::shared_ptr<const Actions> stream_actions_;  // of an inference stream's runs; null before the first
   bool capture_ = true;
   std::function<void()> poll_;
   FaultInjection fault_injection_;
+  std::shared_ptr<Channels> channels_;
+  std::shared_ptr<Peers> peers_;
   std::optional<std::thread::id> closed_by_;
 };
 

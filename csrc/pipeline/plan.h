@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace gpipe_fast {
@@ -58,6 +59,15 @@ struct StagePlan {
                                           const Tensors& tangents) const;
 };
 
+// A parameter that stages of several processes share, and of which all of them compute a gradient. Each process has a
+// copy, and sums the gradients of all stages.
+struct Tie {
+  std::vector<std::pair<int32_t, int64_t>>
+      own;                         // the stages of this process, and the parameter's position in each
+  std::vector<int32_t> senders;    // the stages of other processes, which send to the first of `own`
+  std::vector<int32_t> receivers;  // of each other process, the first of these stages
+};
+
 struct Plan {
   std::vector<StagePlan> stages;
   int64_t num_skips = 0;  // skip connections in the module
@@ -66,6 +76,11 @@ struct Plan {
   // Both in one run, for Pipeline::step(); else null.
   std::shared_ptr<const Actions> step;
   bool defers_weights = false;  // in the step, a stage computes other things between an I and its W
+  // By skip connection, the stage that stashes it, -1 if the caller gives it, and the stage that pops it.
+  std::vector<std::pair<int32_t, int32_t>> skip_ends;
+  std::vector<Tie> ties;
+  // The form of what a process returns in place of the outputs if it does not have the last stage; else null.
+  std::shared_ptr<const BoundaryForm> token;
   // The skip connections whose tensors the caller gives, such as the targets of a loss, and the dimension along which
   // each tensor is split; nullopt if every micro-batch gets it whole.
   std::vector<int64_t> given_skips;

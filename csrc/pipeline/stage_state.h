@@ -4,11 +4,13 @@
 #include "pipeline/boundary.h"
 #include "pipeline/segment.h"
 #include "program/program.h"
+#include "transport/channels.h"
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -44,6 +46,18 @@ struct BackwardState {
   std::unique_ptr<StartedBackward> open;
 };
 
+// The tensors that are on their way here from another process.
+using Arrivals = std::vector<std::shared_ptr<Channels::Arrival>>;
+
+// A skip tensor, or the gradient of one, on its way here.
+struct ArrivingSkip {
+  int64_t index = 0;                  // of the skip connection
+  std::optional<Layout> layout = {};  // nullopt for None
+  bool needs_gradient = false;
+  at::Tensor tensor = {};
+  Arrivals arrivals = {};
+};
+
 // A stage's state of one micro-batch. The neighbouring stages' workers write `received` and `tangents`.
 struct MicroBatchState {
   Boundary received;  // boundary activation that enters the stage, until F
@@ -52,6 +66,10 @@ struct MicroBatchState {
   Tensors tangents;         // boundary gradient that enters the stage, until B
   Tensors input_gradients;  // boundary gradient that leaves it, from B to SEND_B
   StreamEvent copy_done;    // completes when the latest sent tensors have arrived
+  // From other processes: `received` and `tangents` while they are on their way; nullopt before. What the stage pops,
+  // until F, and the gradients of what it stashed, until B.
+  std::optional<Arrivals> arriving_inputs, arriving_gradients;
+  std::vector<ArrivingSkip> arriving_skips, arriving_skip_gradients;
 };
 
 struct StageState {
@@ -75,6 +93,7 @@ struct StageState {
   ForwardState forward;
   BackwardState backward;
   std::vector<MicroBatchState> microbatch_states;  // by micro-batch
+  int64_t latest_rank = -1;                        // of the latest action that has run
 
   // Binds a program to the parameters, once per run, on the stage's stream. Holds the program, because a new one could
   // be allocated at the address of a freed one.

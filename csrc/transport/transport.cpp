@@ -44,8 +44,8 @@ std::optional<Route> choose(at::Device sender, at::Device receiver, TransportCho
   return Route::pinned;
 }
 
-Transport::Transport(const std::vector<at::Device>& devices, TransportChoice choice) {
-  std::vector<bool> makes_copies(devices.size());
+Transport::Transport(const std::vector<at::Device>& devices, TransportChoice choice, bool has_channels) {
+  std::vector<bool> makes_copies(devices.size(), has_channels);
   for (size_t sender = 0; sender < devices.size(); ++sender) {
     for (size_t receiver = 0; receiver < devices.size(); ++receiver) {
       const std::optional<Route> found = choose(devices[sender], devices[receiver], choice);
@@ -204,8 +204,7 @@ StreamEvent Transport::enqueue_copies(const std::vector<CoalescedCopy>& packed,
                                       std::vector<at::Tensor>& tensors, std::vector<at::Tensor>& arrived,
                                       const Connection& connection, const Stream& consumer) const {
   const Stream& out = stages_[connection.sender].out;
-  const Stream& in =
-      stages_[connection.receiver].in[static_cast<size_t>(connection.direction.value_or(Direction::forward))];
+  const Stream& in = this->in(connection.receiver, connection.direction.value_or(Direction::forward));
   const Route copy_route = route(connection.sender, connection.receiver);
   {
     // Allocate on the in stream: the allocator reuses freed memory in the order of the stream it was allocated on.

@@ -44,14 +44,20 @@ std::optional<Route> choose(at::Device sender, at::Device receiver, TransportCho
 
 class Transport {
  public:
-  // `devices`: by stage. Throws std::invalid_argument if the choice is `peer` and neighbours have no peer access.
+  // `devices`: by stage. `has_channels`: tensors also leave the process, so every stage has own streams for copies.
+  // Throws std::invalid_argument if the choice is `peer` and neighbours have no peer access.
   explicit Transport(const std::vector<at::Device>& devices,
-                     TransportChoice choice = TransportChoice::automatic);
+                     TransportChoice choice = TransportChoice::automatic, bool has_channels = false);
   ~Transport();
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
   const Stream& work(int32_t stage) const { return stages_[stage].work; }
+  // The streams for copies from a stage's device, and to it.
+  const Stream& out(int32_t stage) const { return stages_[stage].out; }
+  const Stream& in(int32_t stage, Direction direction) const {
+    return stages_[stage].in[static_cast<size_t>(direction)];
+  }
   // Returns the streams of all stages; the first is the first stage's work stream.
   std::vector<Stream> streams() const;
   // Returns whether all stages run on the CPU. If so, there is nothing to synchronize.

@@ -72,7 +72,7 @@ class PlainLoop(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Cuts a mini-batch into micro-batches, and runs one after the other."""
         parts = input.chunk(self.chunks)
-        recomputed = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}[self.checkpoint]
+        recomputed = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}[str(self.checkpoint)]
         return torch.cat([self._run(part, index < recomputed) for index, part in enumerate(parts)])
 
     def _run(self, x: Tensor, recompute: bool) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,8 +49,8 @@ def balance_by_time(
     check_layers(module)
     check_partitions(partitions, len(module))
     check_timeout(timeout)
-    with _stage_threads(partitions):
-        profiles = profile_layers(module, sample, device=device, timeout=timeout)
+    threads = max(1, torch.get_num_threads() // partitions)
+    profiles = profile_layers(module, sample, device=device, timeout=timeout, threads=threads)
     return _balance_by_measured_time(partitions, profiles)
 
 
@@ -139,20 +137,10 @@ def default_balance(
         return []
     partitions = min(partitions, len(module))
     check_partitions(partitions, len(module))
-    with _stage_threads(partitions, threads):
-        return _balance_by_measured_time(partitions, profile(module, microbatch, device, timeout=timeout))
+    threads = threads or max(1, torch.get_num_threads() // partitions)
+    profiles = profile(module, microbatch, device, timeout=timeout, threads=threads)
+    return _balance_by_measured_time(partitions, profiles)
 
 
 def _balance_by_measured_time(partitions: int, profiles: list[LayerProfile]) -> list[int]:
     return balance_by_cost(partitions, [each.forward_seconds + each.backward_seconds for each in profiles])
-
-
-@contextlib.contextmanager
-def _stage_threads(partitions: int, threads: int | None = None) -> Iterator[None]:
-    """Sets the number of intra-op threads to a stage's share for the duration of a block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or max(1, before // partitions))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -16,11 +16,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_fast import devices as _devices
 from gpipe_fast.balance.device_memory import check_layers_fit, check_layers_have_data
-from gpipe_fast.devices import Device
+from gpipe_fast.devices import Device, intra_op_threads
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import BatchDim, Inputs, LayerSequence, Structure, call_unpacked, flatten
@@ -51,6 +52,7 @@ class LayerProfile:
             without parameters and buffers. A saved input counts, though the previous layer may save it too.
         boundary_bytes: size of the tensors that would cross a stage boundary after the layer: the layer's
             output, and skip tensors stashed by then but not popped yet.
+        threads: the number of intra-op threads with which the times were measured.
     """
 
     index: int
@@ -62,6 +64,7 @@ class LayerProfile:
     parameter_bytes: int
     activation_bytes: int
     boundary_bytes: int
+    threads: int = 0
 
 
 def profile_layers(
@@ -71,6 +74,7 @@ def profile_layers(
     device: Device | None = None,
     timeout: float | None = 1.0,
     chunks: int = 1,
+    threads: int | None = None,
     progress: bool | None = None,
 ) -> list[LayerProfile]:
     """Measures each layer on a copy in train mode; only one copy at a time is on the device.
@@ -88,19 +92,24 @@ def profile_layers(
         device: the device to measure on; by default CUDA if available, else the CPU.
         timeout: the time to measure for, in seconds, and for at least three rounds; None skips timing.
         chunks: the number of micro-batches in the sample; layers run on the first one, the largest.
+        threads: the number of intra-op threads; by default those of a stage if ``module`` is a `GPipe`, else
+            the caller's, which a pipeline of K stages would divide by K.
         progress: whether to show a progress bar, which needs tqdm; by default only after two seconds and on
             a terminal, and elsewhere one line says that layers are measured.
 
     Raises:
         TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.
         ValueError: a parameter is lazy or on the meta device; a layer is larger than the device; the device
-            is neither a CPU nor a CUDA device; ``chunks`` is not positive; or ``timeout`` is negative.
+            is neither a CPU nor a CUDA device; ``chunks`` or ``threads`` is not positive; or ``timeout`` is
+            negative.
         RuntimeError: a layer fails; the message names the layer.
     """
     check_layers(module)
     if timeout is not None:
         check_timeout(timeout)
-    return profile(module, sample, device, timeout=timeout, chunks=chunks, progress=progress)
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads must be a positive integer, got {threads!r}")
+    return profile(module, sample, device, timeout=timeout, chunks=chunks, threads=threads, progress=progress)
 
 
 def check_timeout(timeout: float) -> None:
@@ -136,6 +145,7 @@ def profile(
     *,
     timeout: float | None,
     chunks: int = 1,
+    threads: int | None = None,
     progress: bool | None = None,
 ) -> list[LayerProfile]:
     """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
@@ -147,7 +157,13 @@ def profile(
     check_layers_fit(layers, target)
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    with _isolated_random_state(target), working("measuring layers", show=progress) as work:
+    if threads is None:
+        threads = module._threads() if isinstance(module, LayerSequence) else torch.get_num_threads()
+    with (
+        _isolated_random_state(target),
+        intra_op_threads(threads),
+        working("measuring layers", show=progress) as work,
+    ):
         first = first_microbatch(sample, chunks, target, batch_dim)
         rounds = _Rounds(layers, first, target, timeout, work.count)
         sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
@@ -159,13 +175,31 @@ def profile(
             median(run.forward for run in times[index]),
             median(run.backward for run in times[index]),
             *sizes[index],
+            threads,
         )
         for index, (name, layer) in enumerate(layers)
     ]
 
 
+def interpreter_seconds(module: LayerSequence, sample: Any, device: torch.device) -> list[float]:
+    """Returns the seconds that one forward of each layer spends in the interpreter, outside of operators.
+
+    Args:
+        module: the layers.
+        sample: the first layer's argument: a micro-batch.
+        device: the device to measure on.
+
+    Raises:
+        RuntimeError: a layer fails; the message names the layer.
+    """
+    with _isolated_random_state(device), intra_op_threads(module._threads()):
+        rounds = _Rounds(_layers(module), first_microbatch(sample, 1, device), device, None, lambda *_: None)
+        runs = [rounds.run_round(LayerMeasurement.interpreter_seconds) for _ in range(MIN_ROUNDS)]
+    return [median(own) for own in zip(*runs, strict=True)]
+
+
 def table(profiles: Iterable[LayerProfile]) -> str:
-    """Formats profiles as a table with one row per layer.
+    """Formats profiles as a table with one row per layer, and a line on the number of threads.
 
     Raises:
         TypeError: an element is not a `LayerProfile`.
@@ -184,7 +218,9 @@ def table(profiles: Iterable[LayerProfile]) -> str:
         rows.append([p.name, p.kind, *times, p.flops / 1e6, *sizes])
     names = [0, 1] if rows else False  # tabulate fails on columns without a row
     text: str = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", disable_numparse=names)
-    return text
+    counts = sorted({p.threads for p in profiles if p.threads and not math.isnan(p.forward_seconds)})
+    threads = ", ".join(map(str, counts))
+    return f"{text}\n\nintra-op threads: {threads}" if counts else text
 
 
 def default_device() -> torch.device:
@@ -291,6 +327,24 @@ class _FlopCounter(FlopCounterMode):
     """A FLOP counter that counts a nested pipeline as zero, without a warning."""
 
 
+class _OperatorTimes(TorchDispatchMode):
+    """Adds up the time of the operators in a block.
+
+    Attributes:
+        seconds: the sum.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock, self.seconds = clock, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begun = self._clock()
+        found = func(*args, **(kwargs or {}))
+        self.seconds += self._clock() - begun
+        return found
+
+
 class RunTimes(NamedTuple):
     """The time of one run, in seconds."""
 
@@ -381,6 +435,15 @@ class LayerMeasurement:
         while not found or perf_counter() - begun < seconds:
             found.append(self._time())
         return found
+
+    def interpreter_seconds(self) -> float:
+        """Runs the forward twice, and returns its time in the interpreter, outside of operators."""
+        seconds = self._time().forward
+        value, popped = self._inputs()
+        with skip_scope(popped), _OperatorTimes(self._clock) as times:
+            call_unpacked(self._layer, value)
+        own: float = max(0.0, seconds - times.seconds)
+        return own
 
     def _time(self) -> RunTimes:
         value, popped = self._inputs()

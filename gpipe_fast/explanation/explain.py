@@ -19,7 +19,7 @@ from gpipe_fast.explanation.stages import ProgramExplanation, StageExplanation
 from gpipe_fast.fuse import availability
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import Inputs
-from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, has_recompute
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.planner import Call, Planner
@@ -100,19 +100,22 @@ def explain_call(planner: Planner, call: Call, device: torch.device | None) -> E
             call.state.update_key()  # under these modes
             compiled = planner.compile(call)
         fractions = call.saved_fractions
-        found = tuple(_explained(index, stage, compiled, fractions) for index, stage in enumerate(stages))
+        found = tuple(
+            _explained(index, stage, compiled, fractions[index]) for index, stage in enumerate(stages)
+        )
         settings = _settings(fractions)
     devices = ", ".join(dict.fromkeys(str(stage.device) for stage in stages))
     assumes = device is not None and not torch.cuda.is_available()
     return Explanation(devices, settings, (_ASSUMED,) if assumes else (), found)
 
 
-def _settings(fractions: Sequence[SavedFraction]) -> str:
+def _settings(fractions: Sequence[Sequence[SavedFraction]]) -> str:
     """Returns the precision, the micro-batches and the mode of a call in words."""
     kinds = ("cuda", "cpu")
     autocast = [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
     dtype = f", autocast to {autocast[0].removeprefix('torch.')}" if autocast else ""
-    number, recomputed = len(fractions), sum(map(has_recompute, fractions))
+    number = len(fractions[0])
+    recomputed = sum(any(map(has_recompute, each)) for each in zip(*fractions, strict=True))
     mode = "" if torch.is_grad_enabled() else ", without gradients"
     if recomputed:
         mode = f", {recomputed} of them recomputed"
@@ -128,11 +131,12 @@ def _explained(
     if stage.device.type == "cpu":
         return _described(index, stage, _ON_CPU)
     if compiled is None:
-        return _described(
-            index, stage, "Nothing is fused, because all layers run in Python: backend='eager'."
-        )
+        note = "Nothing is fused, because all layers run in Python: backend='eager'."
+        return _described(index, stage, note + _saving_note(fractions))
     if isinstance(compiled, CompilationFailure):
-        return _described(index, stage, _failure_note(index, stage, compiled))
+        note = _failure_note(index, stage, compiled)
+        is_here = compiled.stage_index == index
+        return _described(index, stage, note + (_saving_note(fractions) if is_here else ""))
     progress.step("splitting", stage.first_layer, len(stage.layers))
     programs = [
         program
@@ -163,6 +167,13 @@ def _failure_note(index: int, stage: Stage, failure: CompilationFailure) -> str:
         f"{where[0].upper()}{where[1:]} runs in Python, because {reason.reason}. Nothing is fused in it. The "
         "layers around it are fused, but how is known only when the first call shows what it returns."
     )
+
+
+def _saving_note(fractions: Sequence[SavedFraction]) -> str:
+    """Returns what a share of activations means to layers in Python; nothing if there is no such share."""
+    if not any(FULL_RECOMPUTE < fraction < NO_RECOMPUTE for fraction in fractions):
+        return ""
+    return " With a share below 1 of the activations, layers in Python save nothing and are recomputed."
 
 
 def _why_unfused(stage: Stage) -> str:

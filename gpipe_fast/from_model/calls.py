@@ -13,19 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
 from gpipe_fast.from_model.dataflow import Dataflow, Nested, Owned, Refused
-from gpipe_fast.from_model.evaluate import Evaluation, Unknown
+from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
 from gpipe_fast.from_model.losses import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program
 from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record, surroundings
 from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, arguments_of
+from gpipe_fast.lower.checkpoint import CheckpointSetting
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule import ScheduleChoice
+from gpipe_fast.training.step import Losses
 from gpipe_fast.user_warning import warn_user
 
 # Makes a pipeline of layers with a balance: `GPipe`, with the user's other options.
@@ -73,9 +76,10 @@ class Calls:
         num_devices: how many devices there are; None for the CPU.
         loss: ``'exact'`` or ``'per-microbatch'``.
         chunks: the number of micro-batches.
-        checkpoint: which micro-batches recompute.
+        checkpoint: which micro-batches recompute, as of `GPipe`.
         schedule: the order of forwards and backwards in a step.
         make_pipeline: makes a pipeline of layers.
+        ranks: the processes of its stages; None if all are here.
     """
 
     def __init__(
@@ -86,9 +90,10 @@ class Calls:
         num_devices: int | None,
         loss: str,
         chunks: int | Literal["auto"],
-        checkpoint: str,
+        checkpoint: CheckpointSetting,
         schedule: ScheduleChoice,
         make_pipeline: MakePipeline,
+        ranks: Ranks | None = None,
     ) -> None:
         self.loss, self.chunks, self.checkpoint, self.schedule = loss, chunks, checkpoint, schedule
         self.threads_per_stage: int | None = None
@@ -103,6 +108,7 @@ class Calls:
         self._needed = len(balance) if balance is not None else num_devices or 2
         self._balance = balance
         self._make_pipeline = make_pipeline
+        self.ranks = ranks
         self._takes_items: bool | None = None
         self._forget()
 
@@ -144,10 +150,19 @@ class Calls:
             )
         pipeline = self._make_pipeline(layers, balance)
         pipeline._checks_usage = False  # which inputs are split is known
+        if self.ranks is not None:
+            self._balance, self._settled = pipeline.balance, True  # nothing is measured
+            if self._programs:
+                pipeline._share_runs(self.program.pipeline)  # and the connections to other processes
         return pipeline
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: without programs, which are made on demand."""
+        if self.ranks is not None:
+            raise TypeError(
+                "a model with a mesh cannot be copied or pickled, because its processes make it together; "
+                "save model.state_dict(), which has the tensors of the own stages"
+            )
         return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_programs", "_lengths")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,18 +185,58 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *how: Any,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[Losses, Any]:
         """Runs a step of a mini-batch: `Program.step` with the arguments ``how``; others as of `run`."""
-        found: tuple[list[Tensor], Any] = self._run(
+        found: tuple[Losses, Any] = self._run(
             model, args, kwargs, lambda program, *given: program.step(*given, *how)
         )
         return found
 
     def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        program, given = self.begin(model, args, kwargs)
-        returned = run(program, *given)
+        with self.reporting():
+            program, given = self.begin(model, args, kwargs)
+            if self.ranks is not None:
+                self.ranks.check_inputs(program.readings(*given))
+            returned = run(program, *given)
         self.end(program)
         return returned
+
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that reports an error of its block to the other processes, if any."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.reporting()
+
+    def check_is_whole(self, what: str, instead: str) -> None:
+        """Checks that all stages are in this process.
+
+        Args:
+            what: what needs them.
+            instead: what the user can do.
+
+        Raises:
+            ValueError: there is a mesh.
+        """
+        if self.ranks is not None:
+            raise ValueError(
+                f"{what} needs all stages in one process, got rank {self.ranks.rank} of {self.ranks.size}; "
+                f"{instead}"
+            )
+
+    def elsewhere(self) -> set[int]:
+        """Returns the ``id`` of each tensor that only stages in other processes have."""
+        own, others = set[int](), set[int]()
+        for program in self._programs if self.ranks is not None else ():
+            program.take()
+            for partition, device in program.pipeline._placement():
+                found = others if device.type == "meta" else own
+                found.update(map(id, (*partition.parameters(), *partition.buffers())))
+        return others - own
+
+    def move_to_devices(self) -> None:
+        """Moves what was assigned to the devices of the stages."""
+        for program in self._programs:
+            program.take()
+            program.pipeline._move_to_devices()
+            program.give_back()
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -205,6 +260,7 @@ class Calls:
 
     def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the micro-batches by the plain model, one after the other, and returns what `run` does."""
+        self.check_is_whole("the plain loop", "make the model without mesh to compare with it")
         inputs = _inputs(model, args, kwargs)
         call = _CallOf(self, model, inputs)
         kind, program, parts = self._find(call)
@@ -219,6 +275,12 @@ class Calls:
                 "%s: a pipeline keeps no cache of earlier tokens, so use_cache is off", type(model).__name__
             )
         self._find(_CallOf(self, model, _inputs(model, args, kwargs)))
+
+    def batch_size(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Returns the number of samples of a mini-batch; arguments as of `run`."""
+        call = _CallOf(self, model, _inputs(model, args, kwargs))
+        kind, _, parts = self._find(call)
+        return sum(sizes[0] for sizes in call.sizes(kind, parts))
 
     def _find(self, call: _CallOf) -> tuple[Kind, Program, Parts]:
         try:
@@ -469,7 +531,8 @@ class _CallOf:
         return self._add_path(kind, self._flow(kind, tensors, parts))
 
     def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
-        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=_read_with_data)
+        read = _read_with_data if self._calls.ranks is None else refuse_reading
+        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
@@ -490,6 +553,7 @@ class _CallOf:
                 calls.loss,
                 output_class,
                 calls.new_pipeline,
+                calls.ranks is not None,
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
@@ -501,7 +565,7 @@ class _CallOf:
     def _flow(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
         """Records a call with these tensors, and with other sizes; returns what all records share."""
         opened, blocks = self._calls._opened, self._calls.blocks
-        flow, self._output = self._record(tensors, _decide_by(tensors, self._device), opened, blocks)
+        flow, self._output = self._record(tensors, self._decide_by(tensors), opened, blocks)
         check_calls(flow, blocks, self._names)
         answers = [each.answer for each in flow.decisions]
         own, needed = self.sizes(kind, [tensors])[0], self.sizes(kind, parts)
@@ -527,7 +591,10 @@ class _CallOf:
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         tensors = self._inputs.tensors
-        return self._record(tensors, _decide_by(tensors, self._device), opened, blocks)[0]
+        return self._record(tensors, self._decide_by(tensors), opened, blocks)[0]
+
+    def _decide_by(self, tensors: Sequence[Tensor]) -> Any:
+        return _decide_by(tensors, self._device, self._calls.ranks is None)
 
     def _record(
         self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any
@@ -570,7 +637,7 @@ def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
+def _decide_by(tensors: Sequence[Tensor], device: torch.device, may_read: bool) -> Any:
     """Returns a function that reads from tensors what forward reads from its inputs."""
 
     def decide(target: Any, arguments: Nested, recorder: Recorder) -> Any:
@@ -585,9 +652,10 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device) -> Any:
         known = _known(tensors)
 
         def answer(draw: Any) -> Any:
-            evaluation = Evaluation(
-                flow, known, (), device, draw=draw, read=lambda owned: _with_data(recorder.tensors(owned))
-            )
+            def read(owned: Owned) -> Tensor:
+                return _with_data(recorder.tensors(owned)) if may_read else refuse_reading(owned)
+
+            evaluation = Evaluation(flow, known, (), device, draw=draw, read=read)
             return evaluation.call(target, arguments)
 
         with torch.no_grad():

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gpipe_fast.from_model.batch import at_sizes
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Device, Nested, Owned, Ref, Slice
+from gpipe_fast.from_model.dataflow import Call, Dataflow, Device, Nested, Owned, Ref, Refused, Slice
 
 
 class Unknown(Exception):
     """Raised where a value cannot be computed. The message says what it depends on."""
+
+
+def refuse_reading(owned: Owned) -> NoReturn:
+    """Refuses to read a tensor of a module, which may be in another process.
+
+    Raises:
+        Refused: always.
+    """
+    raise Refused(
+        f"what forward decides, or a loss is divided by, depends on {owned.name!r} of a "
+        f"{type(owned.owner).__name__}, which with a mesh only the process of its stage has"
+    )
 
 
 class Evaluation:

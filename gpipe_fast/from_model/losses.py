@@ -268,7 +268,7 @@ def concatenates(flow: Dataflow, ref: int, dim: int, static_sizes: Sequence[int]
 class _Check:
     """A value for the parts of a random batch, and for the whole.
 
-    What modules return, inputs and random numbers are replaced by random numbers.
+    What modules return, inputs, random numbers and parameters without data are replaced by random numbers.
     """
 
     def __init__(
@@ -286,13 +286,25 @@ class _Check:
             r: torch.cat(parts, batch_dims(flow.values[r])[0]) if batch_dims(flow.values[r]) else parts[0]
             for r, parts in columns.items()
         }
+        self._owned: dict[Owned, Tensor] = {}
         known = [{r: column[i] for r, column in columns.items()} for i in range(len(_PARTS))]
         self._evaluations = [
-            Evaluation(flow, values, (size, *static_sizes), torch.device("cpu"), modules=True)
+            Evaluation(
+                flow, values, (size, *static_sizes), torch.device("cpu"), modules=True, read=self._read
+            )
             for values, size in zip([*known, wholes], [*_PARTS, sum(_PARTS)], strict=True)
         ]
         with torch.no_grad():
             *self.parts, self.whole = (each.value(ref).double() for each in self._evaluations)
+
+    def _read(self, owned: Owned) -> Tensor:
+        tensor = owned.read()
+        if not tensor.is_meta:
+            return tensor
+        if owned not in self._owned:
+            found = torch.rand(tensor.shape, generator=self._generator) * 0.9 + 0.05
+            self._owned[owned] = found.to(tensor.dtype)
+        return self._owned[owned]
 
     def _random(self, flow: Dataflow, ref: int, sizes: Sequence[int], mean: CrossEntropy | None) -> Tensor:
         value = flow.values[ref]

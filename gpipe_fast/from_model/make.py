@@ -8,10 +8,12 @@ from typing import Any, Literal
 from torch import nn
 
 from gpipe_fast.arguments import checked_checkpoint, checked_chunks, checked_schedule
+from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.pipelined import Pipelined, pipelined
+from gpipe_fast.lower.checkpoint import CheckpointChoice
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.user_warning import warn_user
 
@@ -37,10 +39,11 @@ def make_pipelined(
     balance: Iterable[int] | None,
     num_devices: int | None,
     chunks: int | Literal["auto"],
-    checkpoint: str,
+    checkpoint: CheckpointChoice,
     schedule: ScheduleChoice,
     loss: str,
     make_pipeline: MakePipeline,
+    ranks: Ranks | None,
 ) -> Any:
     """Returns the pipelined model; the arguments are those of `GPipe.from_model`."""
     if not isinstance(model, nn.Module):
@@ -62,14 +65,15 @@ def make_pipelined(
         )
     _refuse_hooks_of_accelerate(model)
     _refuse_quantized(model)
-    checkpoint, schedule = checked_checkpoint(checkpoint), checked_schedule(schedule)
+    setting, schedule = checked_checkpoint(checkpoint), checked_schedule(schedule)
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
-        checkpoint = "always"
+        setting = "always"
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
     sizes = None if balance is None else list(balance)
     chunks = checked_chunks(chunks)
-    calls = Calls(model, blocks, sizes, num_devices, loss, chunks, checkpoint, schedule, make_pipeline)
+    settings = loss, chunks, setting, schedule
+    calls = Calls(model, blocks, sizes, num_devices, *settings, make_pipeline, ranks)
     calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)
 

@@ -11,7 +11,7 @@ So the two have the same parameters, modules and mode, and differ in their forwa
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -27,13 +27,16 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.from_model.stream import ModelStream
+from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
+from gpipe_fast.recording.report import Report
+from gpipe_fast.recording.steps import Steps, backward_of_sum, unchanged
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import results
 from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.user_warning import warn_user
-from gpipe_fast.weights.load import Initialize, load_weights
+from gpipe_fast.weights.load import Initialize, load_weights, make_lazy
 from gpipe_fast.weights.source import Source
 
 # The attribute that tells `keyed_rng` the blocks of a plain model.
@@ -101,12 +104,14 @@ class Pipelined(nn.Module):
                 is invalid, as for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
-        check_list(losses)
-        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in)
-        with update.after() as updates:
-            how = return_outputs, scaler, updates
-            each, output = self._calls.step(self.plain(), args, kwargs, *how)
-        return result_of(each, output, losses, return_outputs)
+        with self._calls.reporting():
+            check_list(losses)
+            ranks = self._calls.ranks
+            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, ranks=ranks)
+            with update.after() as updates:
+                how = return_outputs, scaler, updates
+                each, output = self._calls.step(self.plain(), args, kwargs, *how)
+            return result_of(each, output, losses, return_outputs)
 
     @uncompiled
     def evaluate(
@@ -131,10 +136,66 @@ class Pipelined(nn.Module):
             ValueError: The model does not return one loss.
             RuntimeError: As for a call.
         """
-        check_list(losses)
-        with torch.no_grad():
+        with self._calls.reporting(), torch.no_grad():
+            check_list(losses)
             each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
             return result_of(each, output, losses, return_outputs)
+
+    @uncompiled
+    def report(self, *args: Any, check: bool = False, **kwargs: Any) -> Report:
+        """Records some steps, and returns where the time of the median one goes, as `GPipe.report` does.
+
+        If the model does not return one loss, calls are recorded, each with the backward of the sum of its
+        outputs; if gradients are disabled, calls alone. Balances are not advised, because blocks are not
+        measured one by one.
+
+        Args:
+            args: Positional arguments of the model.
+            check: As for `GPipe.report`.
+            kwargs: Keyword arguments of the model, such as the labels.
+
+        Returns:
+            The report.
+
+        Raises:
+            TypeError: As for a call.
+            RuntimeError: As for a call; or the model is being recorded.
+        """
+        return self._steps(args, kwargs).report(check)
+
+    def _steps(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps:
+        """Returns steps with arguments as for `report`."""
+        self._calls.check_is_whole("a report", "make the model without mesh, which runs the same schedule")
+        is_step = torch.is_grad_enabled() and self._returns_a_loss(args, kwargs)
+
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        tensors = [x for x in given if x.requires_grad and x.is_leaf]
+
+        def run() -> None:
+            gradients = [x.grad for x in tensors]
+            if is_step:
+                self.step(*args, **kwargs)
+            else:
+                backward_of_sum(self(*args, **kwargs))
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                tensor.grad = gradient
+
+        def recording() -> Any:
+            return self.pipeline.recording()
+
+        def python_stages() -> Any:
+            return self.pipeline._stages_in_python()
+
+        batch_size = self._calls.batch_size(self.plain(), args, kwargs)
+        return Steps(self, run, recording, batch_size, is_step, python_stages=python_stages)
+
+    def _returns_a_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with unchanged(self):
+            try:
+                self.evaluate(*args, **kwargs)
+            except ValueError:
+                return False
+        return True
 
     @uncompiled
     def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
@@ -157,6 +218,7 @@ class Pipelined(nn.Module):
             ValueError: As for `GPipe.stream`.
             RuntimeError: From the generator: as for a call, and as for `GPipe.stream`.
         """
+        self._calls.check_is_whole("a stream", "call the model for each mini-batch under torch.no_grad()")
         return results(ModelStream(self._calls, self.plain), batches, depth, self._calls.num_stages)
 
     @property
@@ -174,12 +236,12 @@ class Pipelined(nn.Module):
         self._calls.chunks = checked_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint(self) -> CheckpointSetting:
         """Which micro-batches recompute, as of `GPipe`; may be set between calls."""
         return self._calls.checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
+    def checkpoint(self, checkpoint: CheckpointChoice) -> None:
         self._calls.checkpoint = checked_checkpoint(checkpoint)
 
     @property
@@ -216,6 +278,47 @@ class Pipelined(nn.Module):
         Of a model of transformers, ``init=model._init_weights`` sets the buffers that files lack.
         """
         return load_weights(self, source, self.pipeline._placement, strict, init)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Returns a state dict as the model does. With a mesh, it has no tensors of other processes."""
+        found = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._state_elsewhere():
+            found.pop(prefix + name, None)
+        return found
+
+    def _state_elsewhere(self) -> dict[str, Any]:
+        """Returns what a state dict has of stages in other processes alone."""
+        elsewhere = self._calls.elsewhere()
+        state = super().state_dict(keep_vars=True) if elsewhere else {}
+        return {name: value for name, value in state.items() if id(value) in elsewhere}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict as the model does. With a mesh, it need not have tensors of other processes.
+
+        Then tensors of the own stages on the meta device get memory.
+        """
+        found = super().load_state_dict(state_dict, strict, assign)
+        if self._calls.ranks is not None:
+            self._calls.move_to_devices()
+        return found
+
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Completes the state dict by the tensors of other processes, in a copy of the user's dict."""
+        elsewhere = self._state_elsewhere()
+        if elsewhere and not local_metadata.get("assign_to_params_buffers"):
+            make_lazy(state_dict, prefix, self.pipeline._placement())
+        for name, value in elsewhere.items():
+            state_dict.setdefault(prefix + name, value)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:
         """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,14 +14,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from gpipe_fast.from_model.cut import cut
-from gpipe_fast.from_model.dataflow import Dataflow, Ref
-from gpipe_fast.from_model.evaluate import Evaluation
+from gpipe_fast.from_model.dataflow import Dataflow, Owned, Ref, Refused
+from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
 from gpipe_fast.from_model.layer import make_layer
 from gpipe_fast.from_model.losses import Rule
 from gpipe_fast.from_model.outputs import Output, outputs_of, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.training.losses import Loss
+from gpipe_fast.training.step import Losses
 from gpipe_fast.training.update import StageUpdates
 
 # Makes a pipeline of layers: `GPipe`, with the user's options.
@@ -48,17 +51,30 @@ class Program:
         loss: str,
         output_class: type | None,
         make_pipeline: MakePipeline,
+        is_distributed: bool = False,
     ) -> None:
         self.output_class = output_class
         self.flow, self.split = flow, frozenset(split)
         found = outputs_of(flow, output_names, self.split, loss, lengths)
         self.outputs = list(found.values())
+        self._is_distributed = is_distributed
+        if is_distributed:
+            _check_known_everywhere(self.outputs)
         parts = cut(flow, blocks, list(found))
         dims = {output.ref: output.dim for output in self.outputs}
         made = [*(make_layer(flow, part) for part in parts[:-1]), make_layer(flow, parts[-1], dims)]
         self.layers = [layer for layer, _ in made]
         self._owned = [owned for _, owned in made]
         self.pipeline = make_pipeline(nn.Sequential(*self.layers))
+        self.give_back()
+
+    def take(self) -> None:
+        """Gives the layers the tensors that the user's modules have now."""
+        for owned in self._owned:
+            owned.take()
+
+    def give_back(self) -> None:
+        """Gives the user's modules the tensors that the layers have now, which may be on other devices."""
         for owned in self._owned:
             owned.give_back()
 
@@ -76,7 +92,34 @@ class Program:
             sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
         """
         self._check_divisors(inputs, parts, sizes)
-        return self.combined(self.pipeline(self.argument(inputs)), inputs, parts, sizes)
+        found = self.pipeline(self.argument(inputs))
+        if self._is_distributed:
+            if isinstance(found, Tensor):  # the last stage is in another process
+                return self._in_place_of_outputs(found)
+            found = _with_all_gradients(found)
+        return self.combined(found, inputs, parts, sizes)
+
+    def readings(
+        self,
+        inputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        sizes: Sequence[tuple[int, ...]],
+    ) -> str:
+        """Returns what a call finds in the elements of its inputs before it runs; arguments as of a call."""
+        code = "".join(layer.source for layer in self.layers)
+        found = {
+            "numbers": [x.item() for x in inputs if not x.dim()],
+            "weights of micro-batches": [self._weights(each, inputs, parts, sizes) for each in self.outputs],
+            "layers of hash": hashlib.sha256(code.encode()).hexdigest()[:8],
+        }
+        return json.dumps(found)
+
+    def _in_place_of_outputs(self, token: Tensor) -> Any:
+        """Returns what the model returns, in a process without it: the token runs the backward."""
+        values = self.flow.values
+        found = {each.ref: token for each in self.outputs if values[each.ref].requires_grad}
+        result = self.flow.result.build(lambda leaf: found.get(leaf.index) if _is_ref(leaf) else leaf)
+        return self._in_class(result)
 
     def _check_divisors(
         self, inputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
@@ -99,8 +142,7 @@ class Program:
 
     def argument(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
-        for owned in self._owned:
-            owned.take()
+        self.take()
         return tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
 
     def step(
@@ -111,13 +153,13 @@ class Program:
         keeps_output: bool,
         scaler: GradScaler | None = None,
         updates: StageUpdates | None = None,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[Losses, Any]:
         """Runs forward and backward of one mini-batch; arguments as of a call, and as of `GPipe._step`.
 
         If gradients are disabled, it runs the forward and the loss alone.
 
         Returns:
-            The loss of each micro-batch, multiplied by its weight, and what the model returns, or None.
+            The losses, multiplied by weights, and what the model returns, or None.
 
         Raises:
             ValueError: the model does not return one loss.
@@ -129,7 +171,7 @@ class Program:
         loss = Loss(total, (_element, index))
         how = None, keeps_output, weights, scaler, updates
         each, found = self.pipeline._step((self.argument(inputs),), {}, loss, total, *how)
-        return each, self.combined(found, inputs, parts, sizes) if keeps_output else None
+        return each, None if found is None else self.combined(found, inputs, parts, sizes)
 
     def _loss(self) -> tuple[int, Output]:
         """Returns the only output that is a loss, and its index among the outputs."""
@@ -178,7 +220,10 @@ class Program:
         """Returns what the model returns, from the outputs of the pipeline; other arguments as of a call."""
         weights = [self._weights(output, inputs, parts, sizes) for output in self.outputs]
         whole = sum(each[0] for each in sizes), *sizes[0][1:]
-        found = put_together(self.flow.result, self.outputs, tensors, weights, whole)
+        return self._in_class(put_together(self.flow.result, self.outputs, tensors, weights, whole))
+
+    def _in_class(self, found: Any) -> Any:
+        """Returns what the model returns, from what PyTorch flattens."""
         if self.output_class is None:
             return found
         output: Any = object.__new__(self.output_class)  # which was initialised when its parts were made
@@ -206,8 +251,43 @@ class Program:
 
     def _measure(self, rule: Rule, ref: int, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:
         with torch.no_grad():
-            evaluation = Evaluation(self.flow, dict(enumerate(inputs)), sizes, inputs[0].device)
+            read = refuse_reading if self._is_distributed else Owned.read
+            evaluation = Evaluation(self.flow, dict(enumerate(inputs)), sizes, inputs[0].device, read=read)
             return rule.measure(evaluation.value(ref))
+
+
+class _AllGradients(torch.autograd.Function):
+    """Returns tensors; in the backward, the gradients of all of them are there, some of them zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def _with_all_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the outputs of the last stage, of which a loss may then leave out some.
+
+    The other processes receive the gradients of all that require one.
+    """
+    found = iter(_AllGradients.apply(*(x for x in outputs if x.requires_grad)))
+    return [next(found) if x.requires_grad else x for x in outputs]
+
+
+def _check_known_everywhere(outputs: Sequence[Output]) -> None:
+    """Checks that each process can compute the weights of micro-batches.
+
+    Raises:
+        Refused: they depend on weights of classes.
+    """
+    if any(output.rule is not None and output.rule.weight() is not None for output in outputs):
+        raise Refused(
+            "its loss has weights of classes, which with a mesh only the process of the last stage has; "
+            "leave out the labels, and compute the loss from the model's output"
+        )
 
 
 def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:

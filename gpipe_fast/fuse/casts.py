@@ -141,7 +141,6 @@ def _add_placeholders(graph: fx.Graph, casts: Iterable[_Cast]) -> dict[GraphPort
     for cast in casts:
         if cast.port not in placeholders:
             whole = cast.parameter
-            # The partitioner takes placeholders for inputs of the forward unless they are called tangents.
             dtype = cast.value.dtype
             node = graph.placeholder(f"{cast.source.base.name}_{str(dtype).removeprefix('torch.')}")
             node.meta["val"] = whole.new_empty_strided(whole.shape, whole.stride(), dtype=dtype)

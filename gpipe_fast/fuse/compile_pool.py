@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from gpipe_fast.devices import available_processors
 from gpipe_fast.fuse.compile_worker import last_lines, parse_reply
 from gpipe_fast.fuse.cubin import CompileFailure, Cubin
 
@@ -41,7 +42,7 @@ def num_workers() -> int:
     """
     named = os.environ.get(WORKERS_VARIABLE)
     if named is None:
-        return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        return min(available_processors(), MAX_WORKERS)
     if not named.isdecimal():
         raise ValueError(
             f"the environment variable {WORKERS_VARIABLE} must be a number of processes, got {named!r}; "

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gpipe_fast.fuse.triton_types import number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
 from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
 
@@ -35,20 +36,7 @@ ALLOCATES = frozenset(
         aten.new_empty_strided.default,
     }
 )
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.bool: "*i1",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 KEY_SHAPE = (3,)
-_MAX_INT32 = 2**31 - 1
 
 
 class CannotLaunch(Exception):
@@ -105,15 +93,14 @@ def _not_specialized(kernel: Any) -> Sequence[Any]:
 
 
 def _type_of(argument: Any) -> str:
+    found, kind = "", type(argument).__name__
     if isinstance(argument, Tensor):
-        return _POINTERS[argument.dtype]
-    if isinstance(argument, bool):
-        return "i1"
-    if isinstance(argument, int):
-        return "i32" if -_MAX_INT32 <= argument <= _MAX_INT32 else "i64"
-    if isinstance(argument, float):
-        return "fp32"
-    raise CannotLaunch(f"a kernel's argument has type {type(argument).__name__}")
+        found, kind = pointer_type(argument.dtype), str(argument.dtype)
+    elif isinstance(argument, (int, float)):
+        found = number_type(argument)
+    if not found:
+        raise CannotLaunch(f"a kernel's argument has type {kind}")
+    return found
 
 
 def trace_launcher(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Graph:

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from gpipe_fast.fuse.launchers import ALLOCATES
 from gpipe_fast.fuse.loader import KernelLoader
+from gpipe_fast.fuse.triton_types import number_type, pointer_type
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
@@ -28,25 +29,6 @@ from gpipe_fast.trace.joint_graph import JointGraph, PortNode
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
 
-_MAX_INT32 = 2**31 - 1
-_MAX_INT64 = 2**63 - 1
-_POINTERS = {
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.bool: "u1",
-    torch.uint8: "u8",
-    torch.uint16: "u16",
-    torch.uint32: "u32",
-    torch.uint64: "u64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 _DIVISOR = 16
 _GRID_DIMS = 3
 
@@ -222,23 +204,11 @@ def _type(parameter: Any, value: Any) -> str:
     if value is None:
         return "constexpr"
     if isinstance(value, fx.Node):
-        element = _POINTERS.get(value.meta["val"].dtype, "")
-        constant = "k" if parameter.is_const else ""
-        return parameter.annotation_type or (element and f"*{constant}{element}")
+        return parameter.annotation_type or pointer_type(value.meta["val"].dtype, parameter.is_const)
     if type(value) not in (bool, int, float):
         return ""
-    type_ = parameter.annotation_type or _number_type(value)
+    type_ = parameter.annotation_type or number_type(value)
     return type_ if type_ in NUMBER_TYPES else ""
-
-
-def _number_type(value: float) -> str:
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, float):
-        return "fp32"
-    if -_MAX_INT32 - 1 <= value <= _MAX_INT32:
-        return "i32"
-    return "i64" if value <= _MAX_INT64 else "u64"
 
 
 def _is_constant(parameter: Any, value: Any) -> bool:

@@ -36,9 +36,14 @@ def doctor(model: GPipe | None = None) -> str:
             f"doctor reports on a GPipe, got {type(model).__name__}; wrap it, GPipe(nn.Sequential(...)), "
             "or leave the argument out for a report on the machine"
         )
-    sections = [("versions", _versions()), ("devices", _devices())]
+    return format_sections(sections(model))
+
+
+def sections(model: GPipe | None = None) -> list[tuple[str, list[str]]]:
+    """Returns the titles and lines of the report."""
+    found = [("versions", _versions()), ("devices", _devices())]
     if model is not None:
-        sections += [
+        found += [
             ("stages", _stages(model)),
             ("Python layers", _in_python(model)),
             ("transport", _transport(model)),
@@ -46,9 +51,16 @@ def doctor(model: GPipe | None = None) -> str:
             ("CUDA graphs", graph_lines(model)),
         ]
         fused, costs = fused_lines(model), model._planner.module_warnings.costs
-        sections += [("fused kernels", fused)] if fused else []
-        sections += [("avoidable costs", costs)] if costs else []
-    return "\n\n".join(_section(*section) for section in sections)
+        found += [("fused kernels", fused)] if fused else []
+        found += [("avoidable costs", costs)] if costs else []
+    return found
+
+
+def format_sections(found: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Returns a report as text."""
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines or ["nothing"])]) for title, lines in found
+    )
 
 
 def graph_lines(model: GPipe) -> list[str]:
@@ -77,10 +89,6 @@ def _graph_line(report: GraphReport) -> str:
     what = "forward and backward" if report.backward else "forward"
     memory_text = f"{report.bytes / 2**20:.1f} MiB in addition to earlier graphs"
     return f"{what}: {report.num_nodes} nodes, {memory_text}; {ran}"
-
-
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines or ["nothing"])])
 
 
 def _versions() -> list[str]:

@@ -151,6 +151,10 @@ class LayerSequence(nn.Module):
         """The dimension along which inputs are split: one for all tensors, or one for each tensor."""
         return 0
 
+    def _threads(self) -> int:
+        """Returns the number of intra-op threads with which a layer runs."""
+        return torch.get_num_threads()
+
     def __len__(self) -> int:
         """Returns the number of layers."""
         return len(self._modules)

@@ -1,41 +1,81 @@
-"""Checkpointing as one number: the fraction of its activations that a stage saves for the backward."""
+"""Checkpointing as numbers: the share of its activations that a stage saves for a backward."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-# In [0, 1]. With 0 a stage saves only its boundary inputs, and the backward recomputes every activation; with
-# 1 it saves every activation that the backward reads.
+# In [0, 1], of the bytes that 1 saves. With 0 a stage saves only its boundary inputs, and the backward
+# recomputes every activation; with 1 it saves every activation that the backward reads.
 SavedFraction = float
 
 FULL_RECOMPUTE: SavedFraction = 0.0
 NO_RECOMPUTE: SavedFraction = 1.0
 
+# A mode of torchgpipe, a saved fraction, or one of these for each stage: as checked, and as users pass it.
+CheckpointSetting = str | float | tuple[str | float, ...]
+CheckpointChoice = str | float | Sequence[str | float]
+
+# The fractions of the last micro-batches; earlier ones have the first of these.
+_ROWS: dict[str, tuple[SavedFraction, ...]] = {
+    "always": (FULL_RECOMPUTE,),
+    "except_last": (FULL_RECOMPUTE, NO_RECOMPUTE),
+    "never": (NO_RECOMPUTE,),
+}
+CHECKPOINT_MODES = tuple(_ROWS)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The saved fraction of each micro-batch of a mini-batch, the same in every stage.
+    """The saved fraction of each micro-batch in each stage.
+
+    A stage has the fractions of its last micro-batches; earlier ones have the first of these::
+
+                          micro-batch   0    1    2    3
+        (0.0, 1.0)                     0.0  0.0  0.0  1.0     'except_last'
+        (0.5,)                         0.5  0.5  0.5  0.5
+        (0.0, 0.25, 0.5, 1.0)          0.0  0.25 0.5  1.0
 
     Attributes:
-        others: the saved fraction of all micro-batches but the last.
-        last: the saved fraction of the last micro-batch, whose backward runs first.
+        stages: the fractions of each stage.
     """
 
-    others: SavedFraction
-    last: SavedFraction
+    stages: tuple[tuple[SavedFraction, ...], ...]
 
-    def saved_fractions(self, num_microbatches: int) -> list[SavedFraction]:
-        """Returns the saved fraction of each micro-batch."""
-        return [self.others] * (num_microbatches - 1) + [self.last]
+    def saved_fractions(self, stage: int, num_microbatches: int) -> list[SavedFraction]:
+        """Returns the saved fraction of each micro-batch in a stage."""
+        row = self.stages[stage]
+        return [row[max(0, len(row) - num_microbatches + m)] for m in range(num_microbatches)]
+
+    def recomputed(self, num_microbatches: int) -> frozenset[tuple[int, int]]:
+        """Returns the stages and micro-batches that recompute, as pairs."""
+        return frozenset(
+            (stage, m)
+            for stage in range(len(self.stages))
+            for m, fraction in enumerate(self.saved_fractions(stage, num_microbatches))
+            if has_recompute(fraction)
+        )
 
 
-def checkpoint_policy(mode: str, training: bool) -> Checkpoint:
-    """Returns the policy for torchgpipe's mode ``'always'``, ``'except_last'`` or ``'never'``.
+@functools.lru_cache(maxsize=64)  # a step makes as few Python calls with many stages as with few
+def checkpoint_policy(setting: CheckpointSetting, num_stages: int, training: bool) -> Checkpoint:
+    """Returns the policy for a mode, a saved fraction, or one of these for each stage.
 
-    Without training, no mode recomputes.
+    Without training, nothing is recomputed.
+
+    Raises:
+        ValueError: there is not one for each stage.
     """
-    others = FULL_RECOMPUTE if training and mode != "never" else NO_RECOMPUTE
-    return Checkpoint(others, FULL_RECOMPUTE if training and mode == "always" else NO_RECOMPUTE)
+    each = list(setting) if isinstance(setting, tuple) else [setting] * num_stages
+    if len(each) != num_stages:
+        raise ValueError(
+            f"checkpoint has {len(each)} values, but the model has {num_stages} stages; pass one value for "
+            "all, or one for each stage"
+        )
+    if not training:
+        each = ["never"] * num_stages
+    return Checkpoint(tuple(_ROWS[one] if isinstance(one, str) else (one,) for one in each))
 
 
 def has_recompute(saved_fraction: SavedFraction) -> bool:

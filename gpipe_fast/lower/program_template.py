@@ -22,6 +22,7 @@ from torch import Tensor
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.arena import place
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction
+from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
@@ -36,9 +37,6 @@ from gpipe_fast.trace.symbolic import Instance, Template
 _MAX_VARIANTS = 8
 # After so many lengths in a row for which none of them held, no more are made.
 _MAX_MISSES = 8
-
-# Programs that save nothing or everything. Between them, PyTorch's min-cut reads sizes, not formulas.
-_FRACTIONS = (FULL_RECOMPUTE, NO_RECOMPUTE)
 
 # The forward, the backward, and what it leaves to a later program, as in `SplitGraphs`.
 ProgramsOfStage = tuple[ProgramIR, ProgramIR | None, ProgramIR | None]
@@ -145,7 +143,12 @@ class _Key(NamedTuple):
 
 
 class ProgramTemplates:
-    """The programs of one template."""
+    """The programs of one template.
+
+    Attributes:
+        ladder: the ladder of the first length that needed one. For each length, the rung is chosen by the
+            bytes at this length, and the comparisons are conditions.
+    """
 
     def __init__(self, template: Template) -> None:
         """Makes an empty set of programs."""
@@ -153,6 +156,7 @@ class ProgramTemplates:
         # None for programs that cannot be lowered with formulas.
         self._variants: dict[_Key, tuple[_Variant, ...] | None] = {}
         self._num_misses: Counter[_Key] = Counter()
+        self.ladder: Ladder | None = None
 
     def num_values(self) -> int:
         """Returns the number of values of the programs with formulas."""
@@ -185,14 +189,16 @@ class ProgramTemplates:
             defers_weights: as for `split`.
         """
         key = _Key(saved_fraction, accumulation, defers_weights)
-        variants = self._variants.setdefault(key, () if saved_fraction in _FRACTIONS else None)
+        variants = self._variants.setdefault(key, ())
         for variant in variants or ():
             programs = variant.at(instance)
             if programs is not None:
                 self._add(key, variant)
                 self._num_misses[key] = 0
                 return programs
-        expected = _lower(instance.joint, key)
+        if self.ladder is None and saved_fraction not in (FULL_RECOMPUTE, NO_RECOMPUTE):
+            self.ladder = Ladder.of(instance.joint)
+        expected = _lower(instance.joint, key, self.ladder)
         if variants is not None and self._num_misses[key] < _MAX_MISSES:
             self._num_misses[key] += 1
             found = self._lower_with_formulas(instance, key)
@@ -210,7 +216,7 @@ class ProgramTemplates:
     def _lower_with_formulas(self, instance: Instance, key: _Key) -> _Variant | None:
         try:
             joint, formulas = self._template.with_formulas(instance.values)
-            parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights)
+            parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights, ladder=self.ladder)
             forward = ProgramTemplate(*lower_unplaced(parts.forward_saving, AccumulationPolicy()))
             backward, weights = (
                 None if graph is None else ProgramTemplate(*lower_unplaced(graph, key.accumulation))
@@ -221,8 +227,8 @@ class ProgramTemplates:
         return _Variant(formulas.evaluator(), forward, backward, weights)
 
 
-def _lower(joint: JointGraph, key: _Key) -> ProgramsOfStage:
-    parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights)
+def _lower(joint: JointGraph, key: _Key, ladder: Ladder | None) -> ProgramsOfStage:
+    parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights, ladder=ladder)
     return lower_graphs(parts.forward_saving, parts.backward, key.accumulation, parts.weights)
 
 

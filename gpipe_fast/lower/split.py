@@ -10,7 +10,14 @@ import torch
 from torch import fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
-from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, check_saved_fraction
+from gpipe_fast.lower.checkpoint import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    SavedFraction,
+    check_saved_fraction,
+    has_recompute,
+)
+from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, read_by_backward
 from gpipe_fast.trace import torch_private
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -80,14 +87,21 @@ class SplitGraphs:
     weights: StageGraph | None = None
 
 
-def split(joint: JointGraph, saved_fraction: SavedFraction, *, defers_weights: bool = False) -> SplitGraphs:
+def split(
+    joint: JointGraph,
+    saved_fraction: SavedFraction,
+    *,
+    defers_weights: bool = False,
+    ladder: Ladder | None = None,
+) -> SplitGraphs:
     """Splits a joint graph into forward and backward.
 
     Args:
         joint: the joint graph of a traced stage.
-        saved_fraction: the fraction of activations to save; strictly between 0 and 1, PyTorch's min-cut
-            partitioner chooses the activations (``activation_memory_budget``).
+        saved_fraction: the share of the bytes that 1 saves which may be saved; strictly between 0 and 1, the
+            ladder says which values are.
         defers_weights: whether gradients of parameters get a graph of their own.
+        ladder: a ladder of the graph's template; by default the graph's own.
 
     Raises:
         ValueError: ``saved_fraction`` is not within 0 and 1.
@@ -101,9 +115,9 @@ def split(joint: JointGraph, saved_fraction: SavedFraction, *, defers_weights: b
     forward = _extract(joint, "forward", arguments, results)
     if not gradients:
         return SplitGraphs(forward, forward, None, ())
-    kept = _values_to_save(joint, len(results), saved_fraction)
+    kept = _values_to_save(joint, saved_fraction, ladder)
     ports = [PortNode(GraphPort(GraphRole.SAVED, i), node) for i, node in enumerate(kept)]
-    name = "backward" if kept or saved_fraction > FULL_RECOMPUTE else "backward_recompute"
+    name = "backward_recompute" if has_recompute(saved_fraction) else "backward"
     given = [*joint.inputs, *ports]
     saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
     saved = tuple(_describe_saved(node) for node in kept)
@@ -146,31 +160,27 @@ def _values_to_hold(
     return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), AnyTensor)]
 
 
-def _values_to_save(joint: JointGraph, num_results: int, saved_fraction: SavedFraction) -> list[fx.Node]:
+def _values_to_save(joint: JointGraph, saved_fraction: SavedFraction, ladder: Ladder | None) -> list[fx.Node]:
     """Returns the forward values to save, in graph order; none is a view or a placeholder."""
     if saved_fraction == FULL_RECOMPUTE:
         return []
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
     if saved_fraction == NO_RECOMPUTE:
-        read = {a for n in nodes if _is_backward(n) for a in n.all_input_nodes if not _is_backward(a)}
-    else:
-        names = torch_private.min_cut_saved(joint.module, num_results, saved_fraction)
-        read = {n for n in nodes if n.name in names}
-    # Recomputing a view is free, so only the view's base is saved.
-    bases = {source_of(n).base for n in read}
-    return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), AnyTensor)]
+        read = read_by_backward(joint)
+        return [n for n in nodes if n in read and isinstance(n.meta.get("val"), AnyTensor)]
+    value_of = {n.name: n.meta.get("val") for n in nodes}
 
+    def size(name: str) -> int:
+        return bytes_of(value_of[name])
 
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
+    _, names = (ladder or Ladder.of(joint)).furthest(size, saved_fraction)
+    return [n for n in nodes if n.name in names]
 
 
 def _describe_saved(node: fx.Node) -> SavedTensor:
     value = node.meta["val"]
     layer = (node.meta.get("custom") or {}).get("layer")
-    return SavedTensor(
-        node.name, tuple(value.shape), value.dtype, value.numel() * value.element_size(), layer
-    )
+    return SavedTensor(node.name, tuple(value.shape), value.dtype, bytes_of(value), layer)
 
 
 def _extract(
@@ -227,7 +237,7 @@ def parameter_uses(joint: JointGraph) -> Mapping[int, int]:
     uses: Counter[int] = Counter()
     for port, node in joint.inputs:
         if port.role is GraphRole.PARAMETER:
-            uses[port.index] += sum(count_reads(user, node) for user in node.users if not _is_backward(user))
+            uses[port.index] += sum(count_reads(user, node) for user in node.users if not is_backward(user))
     return dict(uses)
 
 

@@ -307,6 +307,8 @@ class Compiler:
             return found
         layers = stage.state_key(modes)  # with the guards of these captures
         if not layers.is_guarded:
+            if TorchModes.now() != modes:  # this trace has changed them for good: trace again under those
+                return self.trace(stage, inputs, gradient_layouts, enforce_limit)
             return Untraceable(None, "a capture changed the layers")
         self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
         self._trace_counts[layers, modes] += 1

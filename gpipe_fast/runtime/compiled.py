@@ -252,6 +252,10 @@ class CompiledStage:
         buffers = buffers_of(self.stage.layers)
         return [buffers[p.index] for p, _ in self.traced.ports.outputs if p.role is GraphRole.BUFFER]
 
+    def parameters_with_gradients(self) -> set[int]:
+        """Returns the parameters of which the stage computes gradients, as indices into the stage's."""
+        return {self.segment_key.parameters[i] for i in self._reached}
+
     def draws(self) -> bool:
         """Returns whether any operator of the stage draws random numbers."""
         return self.traced.ports.draws

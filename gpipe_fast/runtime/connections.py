@@ -26,7 +26,7 @@ class Connection:
         skips: numbers of the skip connections between the two stages; empty for boundaries of neighbours.
         devices: the devices of sender and receiver.
         route: 'hand-over' within a device, 'peer' by direct copies between GPUs, 'pinned' through pinned host
-            memory, 'copy' between the host and a GPU.
+            memory, 'copy' between the host and a GPU, 'process group' between processes.
     """
 
     sender: int

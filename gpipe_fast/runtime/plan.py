@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension
+from gpipe_fast._extension import BoundaryForm
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
 from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import BatchDims, Structure
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
-from gpipe_fast.schedule import Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
+from gpipe_fast.schedule import Action, Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
+from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
@@ -126,7 +128,7 @@ def make_plan(
     stages: Sequence[Stage],
     finders: Sequence[SegmentFinder],
     microbatches: Sequence[BoundarySpec],
-    saved_fractions: Sequence[SavedFraction],
+    saved_fractions: Sequence[Sequence[SavedFraction]],
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
@@ -139,7 +141,7 @@ def make_plan(
         finders: the segment finder of each stage.
         microbatches: for each micro-batch, the specs of the first stage's inputs, and of the skip tensors
             that the caller gives; only the last may differ.
-        saved_fractions: for each micro-batch, the fraction of activations that it saves.
+        saved_fractions: for each stage, the fraction of activations that each micro-batch saves.
         num_threads: intra-op threads of each stage; the count that the stages were compiled with.
         dims: the dimensions along which inputs are split and outputs are concatenated.
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
@@ -159,6 +161,7 @@ def make_plan(
     else:
         outputs = [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known]
         _check_outputs(outputs, dims.outputs, lengths, order is not None)
+    own_stages = own_stages_of(stages)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = _needs_backward(stages, inputs, known)
     is_step = order is not None and training
@@ -177,6 +180,9 @@ def make_plan(
         num_skips=len(stages[0].skips),
         **actions,
         defers_weights=defers,
+        skip_ends=_skip_ends(stages),
+        ties=[] if own_stages is None or known is None else _ties(stages, known, own_stages),
+        token=BoundaryForm(ONE_TENSOR, [training], []) if stages[-1].options.is_remote else None,
         given_skips=given_skips(stages),
         given_dims=() if order is None else order.given_dims,
         num_threads=num_threads,
@@ -215,19 +221,19 @@ def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
 
 def _chains(
     stages: Sequence[Stage],
-    saved_fractions: Sequence[SavedFraction],
+    saved_fractions: Sequence[Sequence[SavedFraction]],
     known: Sequence[Sequence[CompiledStage]] | None,
     defers_weights: bool,
 ) -> list[list[list[_extension.Segment]]]:
     """Returns the chain of segments of each stage, by micro-batch."""
     if known is None:
-        return [[[] for _ in saved_fractions] for _ in stages]
+        return [[[] for _ in own] for own in saved_fractions]
     return [
         [
-            [pipeline[index].segment(saved_fraction, defers_weights)]
-            for pipeline, saved_fraction in zip(known, saved_fractions, strict=True)
+            [] if stage.options.is_remote else [pipeline[index].segment(saved_fraction, defers_weights)]
+            for pipeline, saved_fraction in zip(known, saved_fractions[index], strict=True)
         ]
-        for index in range(len(stages))
+        for index, stage in enumerate(stages)
     ]
 
 
@@ -244,9 +250,12 @@ def _needs_backward(
 def _written_buffers(
     stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
 ) -> dict[int, list[Tensor]]:
-    """Returns, by stage, the buffers that its forward may write: if not compiled, all buffers in training."""
+    """Returns, by stage of this process, the buffers that its forward may write: if not compiled, all buffers
+    in training.
+    """
     if known is not None:
-        return {i: stage.written_buffers() for i, stage in enumerate(known[0])}
+        here = [not stage.options.is_remote for stage in stages]
+        return {i: stage.written_buffers() for i, stage in enumerate(known[0]) if here[i]}
     writing = any(layer.training for stage in stages for layer in stage.layers)
     return {i: buffers_of(stage.layers) for i, stage in enumerate(stages)} if writing else {}
 
@@ -286,15 +295,14 @@ def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
     return [
         {
             "num_layers": len(stage.layers),
-            "parameters": [parameters[id(p)] for p in parameters_of(stage.layers)],
-            "buffers": [buffers[id(b)] for b in buffers_of(stage.layers)],
-            "replicated_parameters": _replicated_parameters(stage),
+            "parameters": [parameters[id(p)] for p in parameters_of(own)],
+            "buffers": [buffers[id(b)] for b in buffers_of(own)],
+            "replicated_parameters": _replicated_parameters(stage) if own else [],
             "device": stage.device,
-            "statistics": statistics_indices(stage.layers, buffers_of(stage.layers))
-            if stage.options.deferred
-            else [],
+            "statistics": statistics_indices(own, buffers_of(own)) if stage.options.deferred else [],
         }
         for stage in stages
+        for own in [[] if stage.options.is_remote else stage.layers]
     ]
 
 
@@ -318,7 +326,7 @@ def check_placed(stages: Sequence[Stage]) -> None:
         if not is_replica(tensor, stage)
     }
     for index, stage in enumerate(stages):
-        for number, layer in enumerate(stage.layers, stage.first_layer):
+        for number, layer in enumerate([] if stage.options.is_remote else stage.layers, stage.first_layer):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if tensor.is_meta:
                     raise RuntimeError(
@@ -337,29 +345,43 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
     return devices_differ(parameter.device, stage.device)
 
 
-def schedule_of(stages: Sequence[Stage], order: Order, saved_fractions: Sequence[SavedFraction]) -> Schedule:
-    """Returns the schedule of a step.
+def schedule_of(
+    stages: Sequence[Stage], order: Order, saved_fractions: Sequence[Sequence[SavedFraction]]
+) -> Schedule:
+    """Returns the schedule of a step, given the fractions of each stage.
 
     Raises:
         TypeError: as for `schedule_for`.
-        ValueError: as for `schedule_for`.
+        ValueError: as for `schedule_for`; or stages are in different processes, and could deadlock.
     """
-    return schedule_for(
+    own_stages = own_stages_of(stages)
+    num_ranks = None if own_stages is None else len(stages) // len(own_stages)
+    num_devices = num_ranks or len({stage.device for stage in stages})
+    found = schedule_for(
         order.schedule,
         len(stages),
-        len(saved_fractions),
-        num_devices=len({stage.device for stage in stages}),
+        len(saved_fractions[0]),
+        num_devices=num_devices,
         recomputed=_recomputed(saved_fractions),
     )
+    if num_ranks is not None:
+        check_unbuffered(found, [ends for ends in _skip_ends(stages) if min(ends) >= 0], num_ranks)
+    return found
 
 
-def _recomputed(saved_fractions: Sequence[SavedFraction]) -> list[int]:
-    return [m for m, saved_fraction in enumerate(saved_fractions) if has_recompute(saved_fraction)]
+def _recomputed(saved_fractions: Sequence[Sequence[SavedFraction]]) -> list[tuple[int, int]]:
+    """Returns the stages and micro-batches that recompute."""
+    return [
+        (stage, m)
+        for stage, own in enumerate(saved_fractions)
+        for m, saved_fraction in enumerate(own)
+        if has_recompute(saved_fraction)
+    ]
 
 
 def _schedule_parts(
     stages: Sequence[Stage],
-    saved_fractions: Sequence[SavedFraction],
+    saved_fractions: Sequence[Sequence[SavedFraction]],
     training: bool,
     order: Order | None,
 ) -> tuple[Schedule, _Actions]:
@@ -368,25 +390,32 @@ def _schedule_parts(
     Without gradients, a step has forwards only.
     """
     none: _Actions = {"forward": None, "backward": None, "step": None}
+    here = [not stage.options.is_remote for stage in stages]
     if order is not None and training:
         schedule = schedule_of(stages, order, saved_fractions)
-        return schedule, {**none, "step": _extension_actions(schedule, order.updates)}
+        return schedule, {**none, "step": _extension_actions(schedule, here, order.updates)}
     slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
-    sizes = len(stages), len(saved_fractions)
+    sizes = len(stages), len(saved_fractions[0])
     schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
     if order is not None:  # without gradients
-        return schedule, {**none, "step": _extension_actions(schedule)}
-    forward = _extension_actions(schedule.forward_part() if training else schedule)
-    backward = _extension_actions(schedule.backward_part()) if training else None
+        return schedule, {**none, "step": _extension_actions(schedule, here)}
+    forward = _extension_actions(schedule.forward_part() if training else schedule, here)
+    backward = _extension_actions(schedule.backward_part(), here) if training else None
     return schedule, {**none, "forward": forward, "backward": backward}
 
 
 def _used_tensors(
     stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
 ) -> list[list[Tensor]]:
-    """Returns, by stage, its buffers; and if compiled, the tensors to which its layers merely refer."""
+    """Returns, by stage, its buffers; and if compiled, the tensors to which its layers merely refer.
+
+    Those of stages in other processes are left out.
+    """
     constants = [[] for _ in stages] if known is None else [stage.traced.constants() for stage in known[0]]
-    return [[*buffers_of(stage.layers), *referred] for stage, referred in zip(stages, constants, strict=True)]
+    return [
+        [] if stage.options.is_remote else [*buffers_of(stage.layers), *referred]
+        for stage, referred in zip(stages, constants, strict=True)
+    ]
 
 
 def _check_shared_buffers(written: Mapping[int, Sequence[Tensor]], used: Sequence[Sequence[Tensor]]) -> None:
@@ -404,21 +433,70 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
-def _extension_actions(schedule: Schedule, updates: bool = False) -> _extension.Actions:
+def _extension_actions(schedule: Schedule, here: Sequence[bool], updates: bool = False) -> _extension.Actions:
     """Returns the actions for C++; with ``updates``, a U at the end of each stage.
+
+    Stages that are not here but in other processes have only the sends to stages that are.
 
     The U rank last, so that any failure cancels those that have not begun.
     """
     position = {action: i for i, action in enumerate(schedule.order())}
-    stages = [[(a.kind.value, a.microbatch, position[a]) for a in stage] for stage in schedule.stages]
+    stages = [
+        [(a.kind.value, a.microbatch, position[a]) for a in row if _runs_here(a, here)]
+        for row in schedule.stages
+    ]
     if updates:
-        for number, actions in enumerate(reversed(stages), len(position)):  # the last stage is done first
-            actions.append((Kind.U.value, 0, number))
+        for number, stage in enumerate(reversed(range(len(stages))), len(position)):  # the last is done first
+            if here[stage]:
+                stages[stage].append((Kind.U.value, 0, number))
     return _extension.Actions(
         stages,
         schedule.slots,
-        [schedule.rank_of[stage] for stage in range(schedule.num_stages)],
+        # The worker of a stage elsewhere receives on its own, whatever the others of its rank do.
+        [schedule.rank_of[stage] if is_here else stage for stage, is_here in enumerate(here)],
+        [] if all(here) else here,
     )
+
+
+def _runs_here(action: Action, here: Sequence[bool]) -> bool:
+    """Returns whether this process runs an action, or the receiving end of it."""
+    receivers = {Kind.SEND_F: action.stage + 1, Kind.SEND_B: action.stage - 1}
+    return here[action.stage] or (action.kind in receivers and here[receivers[action.kind]])
+
+
+def own_stages_of(stages: Sequence[Stage]) -> list[int] | None:
+    """Returns the stages of this process, if there are other processes; None if all stages are here."""
+    own = [index for index, stage in enumerate(stages) if not stage.options.is_remote]
+    return None if len(own) == len(stages) else own
+
+
+def _ties(
+    stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]], own_stages: Sequence[int]
+) -> list[tuple[list[tuple[int, int]], list[int], list[int]]]:
+    """Returns the parameters whose gradients are summed over processes, as in the C++ Tie."""
+    found = []
+    num_ranks = len(stages) // len(own_stages)
+    for tie in stages[0].options.ties:
+        uses = [(stage, i) for stage, i in tie if i in known[0][stage].parameters_with_gradients()]
+        own = [use for use in uses if use[0] in own_stages]
+        elsewhere = [stage for stage, _ in uses if stage not in own_stages]
+        if own and elsewhere:
+            first_of_ranks = {stage % num_ranks: stage for stage in reversed(elsewhere)}
+            found.append((own, elsewhere, sorted(first_of_ranks.values())))
+    return found
+
+
+def _skip_ends(stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """Returns, by skip connection, the stage that stashes it, -1 if the caller gives it, and the one that
+    pops it.
+    """
+    found = [(-1, -1) for _ in stages[0].skips]
+    for index, stage in enumerate(stages):
+        for number in stage.stashes:
+            found[number] = index, found[number][1]
+        for number in stage.pops:
+            found[number] = found[number][0], index
+    return found
 
 
 def _check_boundaries(

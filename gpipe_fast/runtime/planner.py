@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension, progress
+from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
@@ -27,9 +28,16 @@ from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import ModuleWarnings
-from gpipe_fast.runtime.plan import Order, PlannedCall, check_placed, make_plan, schedule_of
+from gpipe_fast.runtime.plan import (
+    Order,
+    PlannedCall,
+    check_placed,
+    make_plan,
+    own_stages_of,
+    schedule_of,
+)
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, intra_op_threads
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
@@ -85,9 +93,10 @@ class Call:
         return [_with_given(_boundary(part[:count], tensors, structure), part[count:]) for part in parts]
 
     @property
-    def saved_fractions(self) -> list[SavedFraction]:
-        """For each micro-batch, the fraction of activations that it saves."""
-        return self.checkpoint.saved_fractions(len(self.microbatches))
+    def saved_fractions(self) -> list[list[SavedFraction]]:
+        """For each stage, the fraction of activations that each micro-batch saves."""
+        policy, number = self.checkpoint, len(self.microbatches)
+        return [policy.saved_fractions(stage, number) for stage in range(len(policy.stages))]
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,7 @@ class Planner:
         self.latest: PlannedCall | None = None
         self.stages = stages
         self.backend = backend
+        self._has_remote_stages = own_stages_of(stages) is not None
         self._compiler = Compiler(max_traces=None if backend == "aten" else MAX_TRACES)
         self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
         self._lowering_pending = threading.Event()
@@ -159,6 +169,8 @@ class Planner:
             self._compiler,
             self._segments,
         )
+        # What calls save under limits in bytes, by call and limits; see memory_limit.py.
+        self.within: Cache[Hashable, Checkpoint] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
         self._latest: tuple[_Key, int, PlannedCall] | None = None
 
@@ -234,6 +246,8 @@ class Planner:
                 )
                 if isinstance(compiled, CompilationFailure):
                     obstacle = self._checked_reason(compiled)
+            if self._has_remote_stages and obstacle:
+                raise RuntimeError(f"layers cannot be traced, and with a mesh all have to be: {obstacle}")
             plan = self._make_plan(call, compiled)
             if plan.compiled is not None:
                 self.module_warnings.add_unfused(plan.unfused_layers)
@@ -289,7 +303,10 @@ class Planner:
         # Programs are lowered for the intra-op thread count of the stages' workers.
         modes = call.state.modes._replace(num_threads=call.threads)
         fractions, in_python = call.saved_fractions, self.backend == "eager"
-        searches = [SegmentSearch(segments, modes, fractions, in_python) for segments in self._segments]
+        searches = [
+            SegmentSearch(segments, modes, own, in_python)
+            for segments, own in zip(self._segments, fractions, strict=True)
+        ]
         if failure is not None:
             reason, index = failure.untraceable, failure.stage_index
             if isinstance(reason, TooManyTraces):
@@ -308,7 +325,11 @@ class Planner:
         reason, text = failure.untraceable, _failure_message(failure, self.stages)
         if self.backend == "aten" or reason.is_fatal:
             if not reason.is_fatal and reason.error is RuntimeError:
-                text += "; pass backend='auto' to GPipe to run the layer in Python"
+                text += (
+                    "; with a mesh all layers must be traced, because other processes need the shapes"
+                    if self._has_remote_stages
+                    else "; pass backend='auto' to GPipe to run the layer in Python"
+                )
             raise reason.error(text)
         return text
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gpipe_fast import _extension, progress
 from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
+from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
@@ -38,7 +39,6 @@ from gpipe_fast.runtime.stage import (
     TensorSpec,
     TorchModes,
     exact_autocast,
-    intra_op_threads,
     with_operator_settings,
 )
 from gpipe_fast.trace.traceability import Untraceable

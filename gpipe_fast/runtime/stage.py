@@ -109,20 +109,6 @@ class TorchModes(NamedTuple):
 
 
 @contextlib.contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Sets the calling thread's intra-op thread count for a block, because lowering depends on it."""
-    before = torch.get_num_threads()
-    if number == before:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def with_operator_settings(modes: TorchModes) -> Iterator[None]:
     """Sets the process-wide operator settings for a block: a trace in a backward needs the forward's."""
     mha = torch.backends.mha
@@ -204,6 +190,10 @@ def outputs_of(ports: TracedPorts) -> BoundarySpec:
     return BoundarySpec(specs, ports.structure, ports.stashed)
 
 
+# A parameter that several stages share: for each of them, its number, and the index into its parameters.
+Tie = tuple[tuple[int, int], ...]
+
+
 class StageOptions(NamedTuple):
     """The arguments of `GPipe` that hold for all stages.
 
@@ -213,12 +203,16 @@ class StageOptions(NamedTuple):
             for the gradients' own dtype.
         fuse: whether stages on GPUs use fused kernels.
         is_absent: whether the stages are only traced, for devices that the machine need not have.
+        is_remote: whether the stage runs in another process; here it is only traced, for what it sends.
+        ties: the parameters that stages in different processes share.
     """
 
     deferred: bool = False
     grad_dtype: torch.dtype | None = None
     fuse: bool = False
     is_absent: bool = False
+    is_remote: bool = False
+    ties: Sequence[Tie] = ()
 
 
 _DEFAULT_OPTIONS = StageOptions()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(str, Enum):
@@ -36,7 +36,8 @@ class Kind(str, Enum):
     U = "U"
 
 
-TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+TRANSFERS = (Kind.SEND_F, Kind.SEND_B, *RECEIVES)
 """The kinds of actions that move a boundary tensor."""
 
 BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
@@ -48,8 +49,11 @@ COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 _ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIWU])([0-9]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+# The micro-batches that recompute in all stages, or pairs of a stage and a micro-batch.
+Recomputed = Collection[int | tuple[int, int]]
+
+
+class Action(NamedTuple):
     """One step of one stage; ``str`` gives ``2F0``: stage 2, forward, micro-batch 0."""
 
     stage: int
@@ -106,7 +110,7 @@ def backward_steps(stage: int, num_stages: int, *, recompute: bool, split: bool)
     return [*before, Kind.I, *send, Kind.W] if split else [*before, Kind.B, *send]
 
 
-def with_transfers(action: Action, last: int, splits: bool, recomputed: Collection[int]) -> list[Action]:
+def with_transfers(action: Action, last: int, splits: bool, recomputed: Recomputed) -> list[Action]:
     """Returns a forward or backward together with the actions that it needs just before and after it.
 
     Args:
@@ -123,7 +127,8 @@ def with_transfers(action: Action, last: int, splits: bool, recomputed: Collecti
     else:
         is_input = action.kind is Kind.I
         split = is_input or (splits and stage > 0)
-        kinds = backward_steps(stage, last + 1, recompute=m in recomputed, split=split)
+        recompute = m in recomputed or (stage, m) in recomputed
+        kinds = backward_steps(stage, last + 1, recompute=recompute, split=split)
         if is_input:
             kinds.remove(Kind.W)
     return [Action(stage, kind, m) for kind in kinds]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from gpipe_fast.schedule.actions import Kind
+from gpipe_fast.schedule.actions import Kind, Recomputed
 from gpipe_fast.schedule.fill_drain import fill_drain
 from gpipe_fast.schedule.interleaved import interleaved
 from gpipe_fast.schedule.one_f_one_b import one_f_one_b
@@ -29,7 +29,7 @@ def schedule_for(
     num_microbatches: int,
     *,
     num_devices: int = 1,
-    recomputed: Collection[int] | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Schedule:
     """Returns the schedule of a step.
 
@@ -42,9 +42,11 @@ def schedule_for(
 
     Raises:
         TypeError: the function returns no schedule.
-        ValueError: the schedule is for other numbers, lacks forwards or backwards, or runs the forwards of a
-            stage in another order than that of the micro-batches.
+        ValueError: there is no schedule of that name; or the schedule is for other numbers, lacks forwards or
+            backwards, or runs the forwards of a stage in another order than that of the micro-batches.
     """
+    if isinstance(choice, str) and choice not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or a Schedule, got {choice!r}")
     if isinstance(choice, str):
         has_ranks = choice == "interleaved" and num_devices > 1
         options: dict[str, Any] = {"num_ranks": num_devices} if has_ranks else {}

@@ -10,9 +10,7 @@ take no time and are not drawn::
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import Action, Kind, Recomputed
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -22,7 +20,7 @@ def fill_drain(
     *,
     slots: int | None = None,
     backward: bool = True,
-    recomputed: Collection[int] | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Schedule:
     """Returns GPipe's schedule: all forwards, then all backwards, the last micro-batch first.
 

@@ -10,10 +10,10 @@ Source: arXiv 2104.04473, section 2.2. The bubble is that of 1F1B divided by the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import Action, Kind, Recomputed
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -22,7 +22,7 @@ def interleaved(
     num_microbatches: int,
     *,
     num_ranks: int | None = None,
-    recomputed: Collection[int] | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Schedule:
     """Returns interleaved 1F1B, for any number of micro-batches.
 

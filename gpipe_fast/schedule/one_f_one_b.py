@@ -12,10 +12,9 @@ micro-batches, and not in the opposite order as by fill-drain.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import zip_longest
 
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import Action, Kind, Recomputed
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -23,7 +22,7 @@ def one_f_one_b(
     num_stages: int,
     num_microbatches: int,
     *,
-    recomputed: Collection[int] | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Schedule:
     """Returns the schedule 1F1B.
 

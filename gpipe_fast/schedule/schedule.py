@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -15,8 +15,11 @@ from itertools import accumulate, chain, pairwise, zip_longest
 from gpipe_fast.schedule.actions import (
     BACKWARD,
     COMPUTE,
+    RECEIVES,
+    TRANSFERS,
     Action,
     Kind,
+    Recomputed,
     backward_steps,
     forward_steps,
     parse_cell,
@@ -70,7 +73,7 @@ class Schedule:
                 raise self._fault(
                     f"{receive} would receive from {send}, but a connection keeps its order", receive
                 )
-        self.order()
+        self._ends(tick, self._waits(self.slots))  # raises if there is a deadlock
 
     @classmethod
     def of(
@@ -79,7 +82,7 @@ class Schedule:
         num_microbatches: int | None = None,
         *,
         slots: int | None = None,
-        recomputed: Collection[int] | None = None,
+        recomputed: Recomputed | None = None,
     ) -> Schedule:
         """Returns a schedule of forwards and backwards, and adds the transfers.
 
@@ -87,9 +90,10 @@ class Schedule:
             ranks: for each rank, its F, B, I and W in order; other actions are left out.
             num_microbatches: M; None for as many as occur.
             slots: boundary tensors that may wait on a connection, in one direction; None means M.
-            recomputed: the micro-batches that recompute. If given, an R comes before a backward receives its
-                boundary gradient, and a B that sends one is split into an I and a W, so that no action waits
-                for a tensor that it does not need.
+            recomputed: the micro-batches that recompute; a pair of a stage and a micro-batch does so on this
+                stage only. If given, an R comes before a backward receives its boundary gradient, and a B
+                that sends one is split into an I and a W, so that no action waits for a tensor that it does
+                not need.
 
         Raises:
             ValueError: the schedule is invalid.
@@ -250,8 +254,9 @@ class Schedule:
     def _transfers(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the SENDs and the RECVs of every connection and direction, in the order of their stages."""
         found: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
-        for i, action in enumerate(self._actions):
-            found[action.stage, action.kind].append(i)
+        for i, (stage, kind, _) in enumerate(self._actions):
+            if kind in TRANSFERS:
+                found[stage, kind].append(i)
         for stage in range(self.num_stages):
             yield found[stage, Kind.SEND_F], found[stage + 1, Kind.RECV_F]
             yield found[stage, Kind.SEND_B], found[stage - 1, Kind.RECV_B]
@@ -295,12 +300,6 @@ class Schedule:
             idle.add(rank)
             for near in range(max(stage - 1, 0), min(stage + 2, self.num_stages)):
                 check_ready(self.rank_of[near])
-        stuck = [i for i, limit in zip(following, limits, strict=False) if i < limit]
-        if stuck:
-            names = (f"{self._actions[i]} waits for {self._actions[waits[i]]}" for i in stuck)
-            raise self._fault(
-                f"deadlock with {self.slots} slots: {', '.join(names)}", *(self._actions[i] for i in stuck)
-            )
         return list(ends)[1:]
 
     def _key(self, i: int, begin: float) -> tuple[float, bool, int, int]:
@@ -316,33 +315,54 @@ class Schedule:
         waits: list[int],
         transit: Callable[[Action], float] = _no_time,
     ) -> list[float]:
-        ends = [0.0] * (len(self._actions) + 1)  # the last element, at index -1, stays 0
+        """Returns the time at which each action ends; raises if there is a deadlock."""
+        actions = self._actions
+        ends = [-1.0] * len(actions) + [0.0]  # -1: not yet; the last one, at index -1, stays 0
+        following = list(accumulate(map(len, self.ranks), initial=0))  # the next action of each rank
+        limits = following[1:]
         free = [0.0] * len(self.ranks)
-        for i in self._order:
-            action, awaited = self._actions[i], waits[i]
-            rank = self.rank_of[action.stage]
-            ready = ends[awaited]
-            if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                ready += transit(self._actions[awaited])
-            ends[i] = free[rank] = max(free[rank], ready) + seconds(action)
-        return ends[:-1]
+        ended, before = 0, -1
+        while ended > before:  # each rank runs until it waits, from the first to the last, and back
+            for rank in (*range(len(limits)), *reversed(range(len(limits)))):
+                i, now = following[rank], free[rank]
+                while i < limits[rank] and ends[waits[i]] >= 0:
+                    ready, action = ends[waits[i]], actions[i]
+                    if action.kind in RECEIVES:
+                        ready += transit(actions[waits[i]])
+                    now = ends[i] = max(now, ready) + seconds(action)
+                    i += 1
+                following[rank], free[rank] = i, now
+            ended, before = sum(following), ended
+        stuck = [i for i, limit in zip(following, limits, strict=False) if i < limit]
+        if stuck:
+            names = (f"{actions[i]} waits for {actions[waits[i]]}" for i in stuck)
+            raise self._fault(
+                f"deadlock with {self.slots} slots: {', '.join(names)}", *(actions[i] for i in stuck)
+            )
+        del ends[-1]
+        return ends
 
     def _check_stage(self, stage: int, actions: Sequence[Action], forward: bool, backward: bool) -> None:
         """Raises unless a stage has one forward, one backward, or both, of every micro-batch, in order."""
-        found: dict[int, list[Action]] = {m: [] for m in range(self.num_microbatches)}
+        found: dict[int, list[Kind]] = {m: [] for m in range(self.num_microbatches)}
         for action in actions:
             if action.microbatch not in found:
                 raise self._fault(
                     f"{action} belongs to none of the {self.num_microbatches} micro-batches", action
                 )
-            found[action.microbatch].append(action)
-        for microbatch, own in found.items():
-            parts = {action.kind for action in own}
-            split = not parts.isdisjoint({Kind.I, Kind.W})
-            kinds = forward_steps(stage, self.num_stages) * forward
-            kinds += backward_steps(stage, self.num_stages, recompute=Kind.R in parts, split=split) * backward
-            needed = [Action(stage, kind, microbatch) for kind in kinds]
-            if own != needed:
+            found[action.microbatch].append(action.kind)
+        correct: list[Kind] | None = None  # as those of the last micro-batch, since most are alike
+        for microbatch, kinds in found.items():
+            if kinds == correct:
+                continue
+            split = Kind.I in kinds or Kind.W in kinds
+            recompute = Kind.R in kinds
+            correct = forward_steps(stage, self.num_stages) * forward
+            correct += backward_steps(stage, self.num_stages, recompute=recompute, split=split) * backward
+            if kinds != correct:
+                own, needed = (
+                    [Action(stage, kind, microbatch) for kind in each] for each in (kinds, correct)
+                )
                 names = " ".join(map(str, own)) or "nothing"
                 different = [a for a, b in zip_longest(own, needed) if a != b]
                 raise self._fault(

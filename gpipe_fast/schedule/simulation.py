@@ -9,12 +9,12 @@ SEND waits for a free slot. No PyTorch and no device is needed::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
-from gpipe_fast.schedule.actions import TRANSFERS, Action, Kind, tick
+from gpipe_fast.schedule.actions import RECEIVES, TRANSFERS, Action, Kind, tick
 from gpipe_fast.schedule.choice import ScheduleChoice, schedule_for
 from gpipe_fast.schedule.schedule import Schedule
 
@@ -65,7 +65,7 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which they do not compute."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.time)
+        return 1 - sum(self.busy) / (len(self.busy) * self.time) if self.time else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
@@ -85,7 +85,7 @@ class Simulation:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """For each stage, the maximum number of micro-batches between their forward and their backward."""
-        return tuple(int(peak) for peak in _peaks(self.schedule, lambda stage, microbatch: (1, 0)))
+        return tuple(int(peak) for peak in peaks(self.schedule, lambda stage, microbatch: (1, 0)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as numbers, strings, lists and dicts, for JSON."""
@@ -116,7 +116,8 @@ class Simulation:
         for rank, busy in enumerate(self.busy):
             stages = [stage for stage, own in schedule.rank_of.items() if own == rank]
             kept = ", ".join(str(self.kept[stage]) for stage in stages)
-            line = f"{name} {rank}: busy {busy / self.time:.1%}, keeps {kept} micro-batches"
+            share = busy / self.time if self.time else 0.0
+            line = f"{name} {rank}: busy {share:.1%}, keeps {kept} micro-batches"
             if self.peak_bytes:
                 line += f", at most {max(self.peak_bytes[stage] for stage in stages):,.0f} bytes"
             lines.append(line)
@@ -183,23 +184,26 @@ def simulate(
             f"weights is a part of backward, got weights={weights} and backward={backward}; pass the sum of "
             "both parts as backward"
         )
-    if latency < 0 or not bandwidth > 0:
+    if not 0 <= latency < float("inf") or not bandwidth > 0:
         raise ValueError(f"latency must be at least 0 and bandwidth positive, got {latency} and {bandwidth}")
-    recomputed = _recomputed(checkpoint, num_microbatches)
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, got {num_devices}")
+    recomputed = recomputed_by(checkpoint, num_microbatches)
     made = schedule_for(
         schedule, num_stages, num_microbatches, num_devices=num_devices, recomputed=recomputed
     )
 
+    inputs = [b - w for b, w in zip(each["backward"], each["weights"], strict=True)]
+    costs = {kind: each[name] for kind, name in _COSTS.items()} | {Kind.I: inputs}
+    costs |= dict.fromkeys(RECEIVES, [0.0] * num_stages)
+    boundary_bytes = each["boundary_bytes"]
+
     def seconds(action: Action) -> float:
-        stage = action.stage
-        if action.kind is Kind.I:
-            return each["backward"][stage] - each["weights"][stage]
-        name = _COSTS.get(action.kind)
-        return each[name][stage] if name else 0.0
+        return costs[action.kind][action.stage]
 
     def transit(send: Action) -> float:
         entered = send.stage + 1 if send.kind is Kind.SEND_F else send.stage
-        return latency + each["boundary_bytes"][entered] / bandwidth
+        return latency + boundary_bytes[entered] / bandwidth
 
     def kept_bytes(stage: int, microbatch: int) -> tuple[float, float]:
         boundary, activations = each["boundary_bytes"][stage], each["activation_bytes"][stage]
@@ -207,8 +211,8 @@ def simulate(
 
     found = Simulation.of(made, seconds, transit)
     asked = any(each["boundary_bytes"] + each["activation_bytes"])
-    peaks = _peaks(made, kept_bytes) if asked else ()
-    return Simulation(made, found.begins, found.ends, tuple(peaks))
+    peak_bytes = peaks(made, kept_bytes) if asked else ()
+    return replace(found, peak_bytes=tuple(peak_bytes))
 
 
 _COSTS = {
@@ -227,41 +231,53 @@ def _per_stage(name: str, value: PerStage, num_stages: int) -> list[float]:
         raise ValueError(
             f"{name} has {len(found)} values for {num_stages} stages; pass one number, or one each"
         )
-    if not all(x >= 0 for x in found):  # NaN, too
-        raise ValueError(f"{name} must be at least 0, got {value}")
+    if not all(0 <= x < float("inf") for x in found):
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
     return found
 
 
-def _recomputed(checkpoint: str, num_microbatches: int) -> range:
+def recomputed_by(checkpoint: str, num_microbatches: int) -> range:
+    """Returns the micro-batches that a checkpoint mode recomputes.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
     counts = {"always": num_microbatches, "except_last": num_microbatches - 1, "never": 0}
     if checkpoint not in counts:
         raise ValueError(f"checkpoint must be one of {list(counts)}, got {checkpoint!r}")
     return range(counts[checkpoint])
 
 
-def _peaks(schedule: Schedule, kept: Callable[[int, int], tuple[float, float]]) -> list[float]:
-    """Returns, for each stage, the maximum that it keeps.
+def peaks(schedule: Schedule, kept: Callable[[int, int], tuple[float, float]]) -> list[float]:
+    """Returns, for each stage, the maximum that it keeps for backwards.
 
     Args:
         schedule: the schedule.
         kept: returns what a micro-batch keeps on a stage from its forward on, and what more from the begin of
             its backward on.
     """
-    peaks = []
-    for stage, actions in enumerate(schedule.stages):
-        total = peak = 0.0
-        begun: set[int] = set()
-        last = {action.microbatch: action for action in actions if action.kind in (Kind.B, Kind.W)}
-        for action in actions:
-            m = action.microbatch
-            first, more = kept(stage, m)
-            if action.kind is Kind.F:
-                total += first
-            elif action.kind in (Kind.R, Kind.B, Kind.I) and m not in begun:
-                begun.add(m)
-                total += more
-            peak = max(peak, total)
-            if last.get(m) is action:
-                total -= first + more
-        peaks.append(peak)
-    return peaks
+    return [peak_of(actions, partial(kept, stage)) for stage, actions in enumerate(schedule.stages)]
+
+
+def peak_of(actions: Sequence[Action], kept: Callable[[int], tuple[float, float]]) -> float:
+    """Returns the maximum that a stage keeps for backwards.
+
+    Args:
+        actions: those of the stage.
+        kept: as for `peaks`, for the stage.
+    """
+    total = peak = 0.0
+    begun: set[int] = set()
+    last = {action.microbatch: action for action in actions if action.kind in (Kind.B, Kind.W)}
+    for action in actions:
+        m = action.microbatch
+        first, more = kept(m)
+        if action.kind is Kind.F:
+            total += first
+        elif action.kind in (Kind.R, Kind.B, Kind.I) and m not in begun:
+            begun.add(m)
+            total += more
+        peak = max(peak, total)
+        if last.get(m) is action:
+            total -= first + more
+    return peak

@@ -13,9 +13,7 @@ with whole backwards, and half of that of 1F1B whose stages send an I's gradient
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import Action, Kind, Recomputed
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -23,7 +21,7 @@ def zb_h1(
     num_stages: int,
     num_microbatches: int,
     *,
-    recomputed: Collection[int] | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Schedule:
     """Returns the schedule ZB-H1.
 

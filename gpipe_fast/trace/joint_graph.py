@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -71,6 +71,7 @@ class JointGraph:
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
         parameter_uses: the number of reads of each parameter in the layers' forward, if the graph no longer
             shows them because casts of parameters were hoisted; else None.
+        derived: what other packages derive from the graph, by its type.
     """
 
     module: fx.GraphModule
@@ -82,6 +83,7 @@ class JointGraph:
     writes_inputs: bool = False
     unfused_layers: tuple[int, ...] = ()
     parameter_uses: Mapping[int, int] | None = None
+    derived: dict[type, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, role: GraphRole) -> dict[int, fx.Node]:
         """Returns the result nodes with this role by index, or the placeholders if no result has it."""

@@ -1,9 +1,8 @@
-"""PyTorch's private ahead-of-time tracer and min-cut partitioner; no other file calls them."""
+"""PyTorch's private ahead-of-time tracer; no other file calls it."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensorMode
@@ -48,7 +46,6 @@ __all__ = [
     "annotate",
     "export_joint",
     "graph_module",
-    "min_cut_saved",
 ]
 
 _DECOMPOSITION_KEYS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
@@ -332,23 +329,3 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     with _use_lazy_graph_module(True):
         made: fx.GraphModule = _make_graph_module(root, graph)
     return made
-
-
-def min_cut_saved(joint: fx.GraphModule, num_forward_outputs: int, budget: float) -> set[str]:
-    """Returns the names of the forward nodes that a min-cut saves at the given activation memory budget.
-
-    Args:
-        joint: a graph with placeholders named ``primals_*`` and ``tangents_*``.
-        num_forward_outputs: the number of the graph's results that belong to the forward.
-        budget: ``activation_memory_budget``: 0 saves only inputs, 1 minimizes the time of recomputing.
-    """
-    clone = copy.deepcopy(joint)
-    for node in clone.graph.nodes:
-        # The partitioner generates code, which cannot contain the data of a kernel's launch.
-        if node.op == "call_function" and getattr(node.target, "__module__", "").startswith("gpipe_fast."):
-            node.args = tuple(node.all_input_nodes)
-    with functorch_config.patch(activation_memory_budget=budget):
-        forward, _ = min_cut_rematerialization_partition(clone, (), num_fwd_outputs=num_forward_outputs)
-    (results,) = next(iter(reversed(forward.graph.nodes))).args
-    assert isinstance(results, (list, tuple))
-    return {node.name for node in results[num_forward_outputs:] if isinstance(node, fx.Node)}

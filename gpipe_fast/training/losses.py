@@ -41,11 +41,12 @@ class Loss(NamedTuple):
         total: returns the loss of an output and its target, a 0-dimensional tensor.
         key: equal for losses that compute the same.
         divisor: returns the number, given the target of the mini-batch; a tensor if it depends on elements.
+            None for a sum, which is not divided.
     """
 
     total: Callable[..., Tensor]
     key: Hashable
-    divisor: Callable[[Any], Any] = lambda target: 1.0
+    divisor: Callable[[Any], Any] | None = None
 
 
 def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
@@ -91,7 +92,7 @@ def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
     if function in _OF_ELEMENTS.values():
         total = functools.partial(_of_equal_shapes, total)
     key = function, _keys_of(arguments)
-    return Loss(total, key) if divisor is None else Loss(total, key, divisor)
+    return Loss(total, key, divisor)
 
 
 def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

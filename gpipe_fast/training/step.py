@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
@@ -34,6 +36,8 @@ class Given(NamedTuple):
         dim: the dimension along which losses are concatenated.
         scaler: multiplies the loss before its backward; None for 1.
         updates: what updates the parameters of each stage after its last backward; None for nothing.
+        offer: tells other processes the losses, the first of the outputs that it gets; None if there are
+            none, or the losses are there.
     """
 
     tensors: tuple[Tensor, ...]
@@ -43,6 +47,7 @@ class Given(NamedTuple):
     dim: int
     scaler: GradScaler | None = None
     updates: StageUpdates | None = None
+    offer: Callable[[Sequence[Tensor]], None] | None = None
 
     def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
         """Returns the gradient of the loss of each micro-batch, in the order in which autograd multiplies."""
@@ -55,11 +60,28 @@ class Given(NamedTuple):
         return [[gradient * weight] for weight in self.weights]
 
 
+class Losses(NamedTuple):
+    """The losses of a step.
+
+    Attributes:
+        each: those of this process's micro-batches.
+        total: the sum over the micro-batches of all replicas.
+    """
+
+    each: list[Tensor]
+    total: Tensor
+
+
 class Training(LayerSequence):
     """The methods `step` and `evaluate` of a pipeline."""
 
     schedule: ScheduleChoice
     _trainers: dict[Any, Any]
+    _ranks: Ranks | None
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Returns a context manager that reports an error of its block to the other processes, if any."""
+        raise NotImplementedError
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         raise NotImplementedError
@@ -105,7 +127,8 @@ class Training(LayerSequence):
 
         Losses of PyTorch with ``reduction='mean'`` are exact: `cross_entropy` and `nll_loss`, with ignored
         targets and weights of classes, and losses of elements, such as `mse_loss`. Their sum over the
-        mini-batch is divided once by what the mean of the whole would be divided by.
+        mini-batch is divided once by what the mean of the whole would be divided by. With replicas along
+        ``'dp_replicate'``, the mini-batch is that of all replicas together.
 
         Args:
             args: The first layer's arguments, as for `forward`.
@@ -116,8 +139,9 @@ class Training(LayerSequence):
                 ``torch.nn.functional``, also in a ``functools.partial``; or another function that returns a
                 sum, with a ``normalizer``.
             normalizer: The number by which the sum of the losses is divided, or a function that returns it
-                for the target. By default that of the loss.
-            losses: A list to which the loss of each micro-batch is appended, divided like the sum.
+                for the target; with replicas, those of all of them are added up. By default that of the loss.
+            losses: A list to which the loss of each micro-batch is appended, divided like the sum; of this
+                replica's.
             return_outputs: Whether to return the outputs, too. In ``torch.distributed.pipelining``, the
                 default is True.
             optimizer: Runs its ``step()`` once all gradients are in ``.grad``, where they stay. By default
@@ -130,13 +154,16 @@ class Training(LayerSequence):
             optimizer_in: When the optimizer runs: ``'end'``, after all backwards; or ``'drain'``: for the
                 parameters of a stage as soon as their gradients are complete, while other stages still run
                 backwards, and for parameters of several stages at the end. With a scaler or ``max_norm``,
-                which need all gradients, ``'drain'`` is as ``'end'``. If anything fails, some stages may be
-                updated already; a note to the error names them.
+                which need all gradients, ``'drain'`` is as ``'end'``; also with a mesh, whose processes
+                update after all of them have succeeded. If anything fails, some stages may be updated
+                already; a note to the error names them.
             kwargs: Keyword arguments of the first layer.
 
         Returns:
-            The loss of the mini-batch, a detached 0-dimensional tensor; with ``return_outputs``, a tuple of
-            it and the detached output.
+            The loss of the mini-batch, over all replicas, a detached 0-dimensional tensor, on all ranks of a
+            mesh; with
+            ``return_outputs``, a tuple of it and the detached output, which is None on ranks without the last
+            stage.
 
         Raises:
             TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``optimizer``, ``scaler`` or
@@ -148,13 +175,14 @@ class Training(LayerSequence):
                 optimizer or of parameters.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
-        check_list(losses)
-        update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn)
-        loss = loss_of(loss_fn, normalizer)
-        with update.after() as updates:
-            call = args, kwargs, loss, loss_fn, target, return_outputs
-            each, output = self._step(*call, scaler=scaler, updates=updates)
-        return result_of(each, output, losses, return_outputs)
+        with self._reporting():
+            check_list(losses)
+            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, self._ranks)
+            loss = loss_of(loss_fn, normalizer)
+            with update.after() as updates:
+                call = args, kwargs, loss, loss_fn, target, return_outputs
+                found, output = self._step(*call, scaler=scaler, updates=updates)
+            return result_of(found, output, losses, return_outputs)
 
     @uncompiled
     def evaluate(
@@ -195,11 +223,11 @@ class Training(LayerSequence):
                 not known.
             RuntimeError: As for `forward`.
         """
-        check_list(losses)
-        loss = loss_of(loss_fn, normalizer)
-        with torch.no_grad():
-            each, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
-            return result_of(each, output, losses, return_outputs)
+        with self._reporting(), torch.no_grad():
+            check_list(losses)
+            loss = loss_of(loss_fn, normalizer)
+            found, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
+            return result_of(found, output, losses, return_outputs)
 
     def _step(
         self,
@@ -212,7 +240,7 @@ class Training(LayerSequence):
         weights: Sequence[float] | None = None,
         scaler: GradScaler | None = None,
         updates: StageUpdates | None = None,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[Losses, Any]:
         """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
 
         Args:
@@ -227,7 +255,7 @@ class Training(LayerSequence):
             updates: as for `Given`.
 
         Returns:
-            The loss of each micro-batch, weighted and divided; and the output, or None.
+            The losses, weighted and divided; and the output, or None.
         """
         if not len(self):
             raise ValueError("the model has no layers, so it has no loss; pass some to GPipe")
@@ -236,26 +264,47 @@ class Training(LayerSequence):
         inputs = self._checked_inputs(args, kwargs)
         self._prepare_step(inputs)
         trainer = self._trainer(loss, loss_fn, targets, keeps_output, dim)
-        given: tuple[Tensor, ...] = ()
-        dims: tuple[int | None, ...] = ()
+        given, dims = _given_of(targets, inputs.batch_size, trainer.devices[-1])
         if targets is not None:
-            _check_targets(targets.tensors, targets.dims.inputs, inputs.batch_size, trainer.devices[-1])
-            given, dims = tuple(x.detach() for x in targets.tensors), targets.dims.inputs
             target = targets.structure.build(targets.tensors)  # without marks of what is not split
         if updates is not None:
             _check_graphs(inputs.tensors, self.parameters())
         order = Order(self.schedule, dims, updates is not None)
-        divisor = _checked_divisor(loss.divisor(target))
-        found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler, updates))
-        parts, output = found if keeps_output else (found, None)
+        divisor = 1.0 if loss.divisor is None else _checked_divisor(loss.divisor(target))
+        has_loss = self._ranks is None or self._ranks.index == self._ranks.size - 1
+        if self._ranks is not None and self._ranks.num_replicas > 1 and has_loss and loss.divisor is not None:
+            divisor = self._ranks.sum_of_counts(divisor)
+        offer = None
+        if self._ranks is not None and has_loss:
+            ranks = self._ranks
+
+            def offer(outputs: Sequence[Tensor]) -> None:
+                ranks.offer_losses(_losses_of(outputs[0], divisor, weights))
+
+        found = trainer._run(inputs, Given(given, order, divisor, weights, dim, scaler, updates, offer))
+        parts, output = found if keeps_output and has_loss else (found, None)
         if torch.is_grad_enabled():
             torch.autograd.backward(parts, torch.ones_like(parts))
-        each = (parts.detach().flatten() / divisor).unbind()
-        if weights is not None:
-            # A loss without any target that counts is NaN, and has no weight.
-            pairs = zip(each, weights, strict=True)
-            each = tuple(x * weight if weight else torch.zeros_like(x) for x, weight in pairs)
-        return list(each), output
+        return self._with_replicas(_losses_of(parts, divisor, weights) if has_loss else ()), output
+
+    def _planned_step(
+        self, inputs: Inputs, targets: Inputs | None, loss_fn: Any, normalizer: Normalizer
+    ) -> tuple[Any, Given]:
+        """Returns the pipeline of the layers and the loss, and what it gets, for a plan without a run."""
+        loss = loss_of(loss_fn, normalizer)
+        dim = self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim[0]
+        self._prepare_step(inputs)
+        trainer = self._trainer(loss, loss_fn, targets, False, dim)
+        given, dims = _given_of(targets, inputs.batch_size, trainer.devices[-1])
+        return trainer, Given(given, Order(self.schedule, dims), 1.0, None, dim)
+
+    def _with_replicas(self, each: Sequence[Tensor]) -> Losses:
+        """Returns the losses of micro-batches; only the ranks with the last stage pass any."""
+        if self._ranks is None:
+            return Losses(list(each), functools.reduce(torch.add, each))
+        of_replicas = self._ranks.losses(each)
+        totals = [functools.reduce(torch.add, losses) for losses in of_replicas]
+        return Losses(of_replicas[self._ranks.replica], functools.reduce(torch.add, totals))
 
     def _trainer(self, loss: Loss, loss_fn: Any, targets: Inputs | None, keeps_output: bool, dim: int) -> Any:
         """Returns the pipeline of the layers and the loss, with the present settings."""
@@ -284,12 +333,20 @@ def check_list(losses: Any) -> None:
         raise TypeError(f"losses must be a list to append to, got {type(losses).__name__}; pass losses=[]")
 
 
-def result_of(each: list[Tensor], output: Any, losses: list[Tensor] | None, return_outputs: bool) -> Any:
-    """Returns what a step returns, from the losses of micro-batches and the output; fills ``losses``."""
-    total = functools.reduce(torch.add, each)
+def result_of(found: Losses, output: Any, losses: list[Tensor] | None, return_outputs: bool) -> Any:
+    """Returns what a step returns, from its losses and the output; fills ``losses``."""
     if losses is not None:
-        losses += each
-    return (total, output) if return_outputs else total
+        losses += found.each
+    return (found.total, output) if return_outputs else found.total
+
+
+def _losses_of(parts: Tensor, divisor: Any, weights: Sequence[float] | None) -> Sequence[Tensor]:
+    """Returns the losses of micro-batches, weighted and divided."""
+    each: Sequence[Tensor] = (parts.detach().flatten() / divisor).unbind()
+    if weights is None:
+        return each
+    # A loss without any target that counts is NaN, and has no weight.
+    return [x * w if w else torch.zeros_like(x) for x, w in zip(each, weights, strict=True)]
 
 
 def _check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
@@ -314,6 +371,16 @@ def _checked_divisor(divisor: Any) -> Any:
             "return a sum"
         )
     return divisor.detach().reshape(())
+
+
+def _given_of(
+    targets: Inputs | None, batch_size: int, device: torch.device
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Returns the checked tensors of the target, and the dimension along which each is split."""
+    if targets is None:
+        return (), ()
+    _check_targets(targets.tensors, targets.dims.inputs, batch_size, device)
+    return tuple(x.detach() for x in targets.tensors), targets.dims.inputs
 
 
 def _check_targets(

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gpipe_fast.distributed.ranks import Ranks
+
+# The norm of a gradient: the numbers of its group and of its parameter, its dtype, and its exact value.
+_Norm = tuple[int, int, str, str]
+
 
 class Update(NamedTuple):
     """An update of the parameters at the end of a step.
@@ -23,12 +28,16 @@ class Update(NamedTuple):
         scaler: multiplies the loss, so that small gradients do not vanish in float16; None for 1.
         max_norm: the maximum norm of all gradients together; None for no clipping.
         in_drain: whether a stage updates its parameters while other stages still run backwards.
+        ranks: the processes of the stages; None if all are here.
+        order: the numbers of the model's parameters, of which all ranks have the same.
     """
 
     optimizer: Optimizer | None
     scaler: GradScaler | None
     max_norm: float | None
     in_drain: bool
+    ranks: Ranks | None
+    order: dict[Tensor, int]
 
     @contextlib.contextmanager
     def after(self) -> Iterator[StageUpdates | None]:
@@ -38,9 +47,12 @@ class Update(NamedTuple):
         of all stages, it yields None.
         """
         needs_all = self.max_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
-        if self.optimizer is None or not self.in_drain or needs_all:
+        if self.optimizer is None or not self.in_drain or needs_all or self.ranks is not None:
             yield None
-            self._run()
+            if self.optimizer is not None and needs_all and self.ranks is not None:
+                self._run_with(self.ranks, self.optimizer)
+            else:
+                self._run()
             return
         updates = StageUpdates(self.optimizer)
         try:
@@ -52,7 +64,7 @@ class Update(NamedTuple):
 
     def _run(self) -> None:
         """Updates the parameters, as a plain training loop does; their gradients are in ``.grad``."""
-        optimizer, scaler, max_norm, _ = self
+        optimizer, scaler, max_norm, *_ = self
         if optimizer is None:
             return
         if max_norm is not None:
@@ -64,6 +76,80 @@ class Update(NamedTuple):
         else:
             scaler.step(optimizer)
             scaler.update()
+
+    def _run_with(self, ranks: Ranks, optimizer: Optimizer) -> None:
+        """Updates the parameters of this rank, as `_run` does those of all ranks together."""
+        max_norm = self.max_norm
+        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        own = [p for p in _parameters_of(optimizer) if p.grad is not None]
+        is_finite = scaler is None or _unscale(scaler, optimizer, unless_fused=max_norm is None)
+        found = {
+            "settings": {"max_norm": max_norm, "scale": None if scaler is None else scaler.get_scale()},
+            "is_finite": is_finite,
+            "norms": [] if max_norm is None else self._norms(optimizer),
+        }
+        of_ranks = ranks.gather("update", found)
+        _check_same([each["settings"] for each in of_ranks])
+        if max_norm is not None:
+            norms = [norm for each in of_ranks for norm in each["norms"]]
+            nn.utils.clip_grads_with_norm_(own, max_norm, _total_norm(norms, ranks.device))
+        if scaler is None:
+            optimizer.step()
+            return
+        is_finite = all(each["is_finite"] for each in of_ranks)
+        if is_finite and own:
+            scaler.step(optimizer)
+        infinite = torch.full((), float(not is_finite), device=ranks.device)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {ranks.device: infinite}
+        scaler.update()
+
+    def _norms(self, optimizer: Optimizer) -> list[_Norm]:
+        """Returns the norm of each gradient."""
+        found: list[_Norm] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norm = torch._foreach_norm([parameter.grad])[0]
+                    dtype = str(norm.dtype).removeprefix("torch.")
+                    found.append((number, self.order[parameter], dtype, float(norm).hex()))
+        return found
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer, unless_fused: bool) -> bool:
+    """Unscales gradients, maybe unless the optimizer does itself; returns whether they are finite."""
+    if unless_fused and getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaler._check_inf_per_device(optimizer)
+    else:
+        scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return not any(each.item() for each in found.values())
+
+
+def _total_norm(norms: list[_Norm], device: torch.device) -> Tensor:
+    """Returns the norm of the gradients of all ranks, added up in the order of one process.
+
+    A tied parameter, which several ranks have with the same gradient, counts once.
+    """
+    exact = {(group, number): (dtype, value) for group, number, dtype, value in norms}
+    each = [
+        torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device=device)
+        for _, (dtype, value) in sorted(exact.items())
+    ]
+    return nn.utils.get_total_norm(each)
+
+
+def _check_same(settings: Sequence[dict[str, Any]]) -> None:
+    """Checks that all ranks update alike.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    for rank, other in enumerate(settings):
+        if other != settings[0]:
+            raise RuntimeError(
+                f"rank {rank} updates with {other}, and rank 0 with {settings[0]}; pass the same max_norm, "
+                "and a scaler of the same scale, on all ranks"
+            )
 
 
 class StageUpdates:
@@ -127,13 +213,15 @@ def checked_update(
     max_norm: Any,
     optimizer_in: str = "end",
     loss_fn: Any = None,
+    ranks: Ranks | None = None,
 ) -> Update:
     """Returns the update of a step; checks the arguments of `GPipe.step` before any work starts.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the optimizer has no parameter of the model; ``max_norm`` is negative or NaN, or is passed
-            without an optimizer; or ``optimizer_in`` is unknown, or not possible.
+        ValueError: the optimizer has no parameter of the model; ``max_norm`` is negative or NaN, is passed
+            without an optimizer, or with ``ranks`` for other parameters; or ``optimizer_in`` is unknown, or
+            not possible.
         RuntimeError: gradients are disabled.
     """
     if not torch.is_grad_enabled():
@@ -155,7 +243,12 @@ def checked_update(
     in_drain = optimizer_in == "drain"
     if in_drain:
         _check_drain(optimizer, model, loss_fn)
-    return Update(optimizer, scaler, max_norm, in_drain)
+    order: dict[Tensor, int] = {}
+    if ranks is not None and optimizer is not None:
+        order = {parameter: number for number, parameter in enumerate(model.parameters())}
+        if max_norm is not None:
+            _check_numbered(optimizer, order)
+    return Update(optimizer, scaler, max_norm, in_drain, ranks, order)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -216,6 +309,15 @@ def _check_max_norm(max_norm: Any, optimizer: Optimizer | None) -> None:
             f"max_norm clips gradients for an optimizer, got max_norm={max_norm} without one; pass "
             "optimizer=..., or call torch.nn.utils.clip_grad_norm_ after the last step of an accumulation"
         )
+
+
+def _check_numbered(optimizer: Optimizer, order: dict[Tensor, int]) -> None:
+    for parameter in _parameters_of(optimizer):
+        if parameter not in order:
+            raise ValueError(
+                "max_norm with a mesh clips parameters of the model, got an optimizer with another one, of "
+                f"shape {list(parameter.shape)}, which all processes may have; use another optimizer for it"
+            )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -41,7 +41,7 @@ class Targets:
             device = self.devices.get(id(target)) if target.is_meta else None
             if device is None:
                 target.copy_(read())
-            else:
+            elif device.type != "meta":  # tensors of stages in other processes are not even read
                 with making_data():
                     data = torch.empty_like(target, device=device)
                     data.copy_(read())

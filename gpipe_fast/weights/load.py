@@ -65,6 +65,8 @@ def load_weights(
         # A module such as a batch norm of an old state dict adds a tensor itself; it then counts as absent.
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
         _load(module, entries, trial, strict)
+    # Stages in other processes stay on the meta device.
+    trial.copied |= {key for key, device in trial.devices.items() if device.type == "meta"}
     absent = _absent_names(module, trial.copied)
     if absent and init is None:
         raise RuntimeError(
@@ -89,6 +91,24 @@ def make_lazy(state: MutableMapping[str, Any], prefix: str, placement: Placement
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, LazyTensor):
             state[name] = LazyTensor.of(entry_of(value), targets)
+
+
+def forget_data(partition: nn.Module, replaced: dict[Tensor, Tensor]) -> None:
+    """Puts parameters and buffers on the meta device, which frees their memory.
+
+    Tensors that are ``replaced`` already, by themselves or by others, stay tied; new ones are added.
+    """
+    for module in partition.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if tensor not in replaced:
+                    meta = tensor.detach().to("meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[tensor] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                table[name] = replaced[tensor]
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
@@ -127,10 +147,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _devices(placement: Placement) -> dict[int, torch.device]:
-    """Returns the device for each tensor; for one that partitions share, that of the last of them."""
+    """Returns the device for each tensor; for one that partitions share, that of the last of them here."""
     return {
         id(tensor): device
-        for partition, device in placement
+        for partition, device in sorted(placement, key=lambda pair: pair[1].type != "meta")
         for tensor in chain(partition.parameters(), partition.buffers())
     }
 

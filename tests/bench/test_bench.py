@@ -16,6 +16,7 @@ from bench import (
     draws,
     engine,
     execution,
+    frontier,
     interpreted,
     lengths,
     measure,
@@ -217,6 +218,26 @@ def test_step_candidates_compute_the_gradients_of_the_plain_loop(recompute: bool
         candidate = step.build(0, name, case)
         candidate()
         assert peers.gradients_agree(name, peers.relative_difference(candidate.gradients(), wanted)), name
+
+
+def test_the_frontier_compares_shares_with_compiled_loops() -> None:
+    case = frontier.Case(chunks=2, batch=1, length=4, width=16, count=2, backend="aot_eager")
+    names = [
+        frontier.name_of(0.5),
+        frontier.name_of(1.0),
+        frontier.LOOP,
+        frontier.RECOMPUTING,
+        frontier.BUDGET,
+    ]
+    results = frontier.measure(case, names, rounds=1)
+    assert [row[0] for row in frontier.rows(results)] == names
+    assert [row[-1] for row in frontier.rows(results)][:2] == ["equal", "equal"]
+    assert all(result.timing is not None for result in results.values())
+    assert frontier.plot(results).count("<circle") == len(names)
+    table = frontier.ladder_rows(case)
+    assert [row[0] for row in table] == frontier.SHARES
+    assert [row[2] for row in table][::8] == [0, 1]
+    assert [row[4] for row in table][::8] == [1, 0]
 
 
 def test_signature_times_the_parts_of_a_call() -> None:

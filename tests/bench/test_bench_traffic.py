@@ -15,87 +15,22 @@ from gpipe_fast.kernels.launch import Config, launch
 
 pytestmark = pytest.mark.extended
 
-ROWS, COLS = 4096, 4096
+ROWS = 4096
 SIZES = {"fp32": 4, "bf16": 2}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
-def test_bytes_of_bias_and_activation(activation: str, dtype: str) -> None:
-    case, size = all_cases()[f"bias_activation {activation}"], SIZES[dtype]
-    matrix, row, partial_sums = ROWS * COLS * size, COLS * size, 128 * COLS * 4
-    # z + bias, the activation, its gradient, and the sum of the gradient.
-    unfused = (2 * matrix + row) + 2 * matrix + 3 * matrix + (matrix + row)
-    assert traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype]) == unfused
-    # The kernel, and the sum of its partial sums.
-    fused = (4 * matrix + row + partial_sums) + (partial_sums + row)
-    assert traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) == fused
-    shown = [f"bias_activation {activation}", dtype, unfused / ROWS / COLS, fused / ROWS / COLS]
-    assert traffic.row(case, dtype)[:4] == shown
+def test_bytes_of_rotary_embedding() -> None:
+    case, elements, tables = all_cases()["rotary"], 1 << 24, 2 * 2048 * 128
+    # Forward and backward each read and write queries and keys, and read both tables.
+    assert traffic.fused_bytes(case, elements, torch.bfloat16) == 2 * 2 * (2 * elements + tables)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "unfused", "fused"),
-    [
-        # x, y; g, x, dx.
-        ("layer_norm", 2 + 3, 4),
-        ("rms_norm", 2 + 3, 4),
-        # The sum, and adding the gradient that it gets from other users; h, residual, g, g_sum, y, dx.
-        ("rms_norm with residual", 3 + 2 + 3 + 3, 6),
-        # Activation and product; the product's two gradients and the activation's. 3: two reads, one write.
-        ("gated_activation silu", 2 + 3 + 3 + 3 + 3, 6),
-        # The halves of the gradient are concatenated.
-        ("gated_activation silu, packed", 2 + 3 + 3 + 3 + 3 + 4, 6),
-    ],
-)
-def test_bytes_of_norms_and_gated_activations(name: str, unfused: int, fused: int, dtype: str) -> None:
-    case, matrix = all_cases()[name], ROWS * COLS * SIZES[dtype]
-    found = traffic.unfused_bytes(case, ROWS * COLS, DTYPES[dtype])
-    assert found / matrix == pytest.approx(unfused, rel=2e-3)
-    # One program per multiprocessor writes partial sums for weight and bias, which are read again.
-    parameters = {"layer_norm": 2, "rms_norm": 1}.get(name.split()[0], 0)
-    partial_sums = parameters * 132 * COLS * 4
-    counted_bytes = traffic.fused_bytes(case, ROWS * COLS, DTYPES[dtype]) - 2 * partial_sums
-    assert counted_bytes / matrix == pytest.approx(fused, rel=2e-3)
-
-
-def test_bytes_of_dropout() -> None:
-    case, elements = all_cases()["dropout_add"], ROWS * COLS
-    # A mask of one byte per element is written and read again; the key has 24 bytes.
-    assert traffic.unfused_bytes(case, elements, torch.bfloat16) == elements * (2 * (2 + 3 + 2) + 2)
-    assert traffic.fused_bytes(case, elements, torch.bfloat16) == elements * 2 * (3 + 2) + 2 * 24
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "unfused", "fused", "parameters"),
-    [
-        # The sum with the bias, the activation, dropout; their gradients and the bias gradient.
-        ("bias_activation gelu with dropout", 2 + 2 + 2 + 2 + 3 + 1, 4, 0),
-        ("gated_activation silu with dropout", 2 + 3 + 2 + 2 + 3 + 3 + 3, 6, 0),
-        # Dropout, sum, norm; the norm's gradient, adding the gradient from other users, dropout's gradient.
-        ("layer_norm with residual and dropout", 2 + 3 + 2 + 3 + 3 + 2, 7, 2),
-    ],
-)
-def test_bytes_of_kernels_with_dropout(
-    name: str, unfused: int, fused: int, parameters: int, dtype: str
-) -> None:
-    case, elements = all_cases()[name], ROWS * COLS
-    masks = 2 * elements
-    found = traffic.unfused_bytes(case, elements, DTYPES[dtype]) - masks
-    assert found / (elements * SIZES[dtype]) == pytest.approx(unfused, rel=2e-3)
-    # Partial sums are written and read again: of 128 programs, or of one per multiprocessor.
-    partial_sums = (parameters * 132 or 128 * name.startswith("bias")) * COLS * 4
-    counted_bytes = traffic.fused_bytes(case, elements, DTYPES[dtype]) - 2 * partial_sums
-    assert counted_bytes / (elements * SIZES[dtype]) == pytest.approx(fused, rel=2e-3)
-
-
-def test_bytes_of_in_place_kernels() -> None:
-    rotary, unscale = all_cases()["rotary halves"], all_cases()["multi_tensor unscale"]
-    tables = 2 * 2048 * 64 * 4
-    assert traffic.fused_bytes(rotary, 1 << 24, torch.bfloat16) == 2 * (2 * (2 << 24) + tables)
-    assert traffic.fused_bytes(unscale, 1 << 24, torch.bfloat16) == 2 * (2 << 24)
+def test_bytes_of_stacks() -> None:
+    case, rows, cols = all_cases()["stack 3 parts"], 10 * 512, 3 * 16 * 64
+    # A program sums 32 rows in fp32.
+    partial_sums = rows // 32 * cols * 4
+    found = traffic.fused_bytes(case, 1 << 24, torch.bfloat16)
+    assert found == 2 * rows * cols * 2 + 2 * partial_sums + cols * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,10 +60,9 @@ def test_bytes_of_cross_entropy_in_chunks(rows: int, chunks: int) -> None:
 
 
 def test_a_case_may_count_its_own_bytes() -> None:
-    case = all_cases()["bias_activation relu"]
+    case = all_cases()["mean_loss"]
     case = replace(case, moved=lambda inputs, gradients: sum(t.nbytes for t in (*inputs, *gradients)))
-    # A row, its bias and its gradient.
-    assert traffic.fused_bytes(case, COLS, torch.float32) == 3 * COLS * 4
+    assert traffic.fused_bytes(case, 100, torch.float32) == 100 * (4 + 8)
 
 
 def count_bytes(function: Callable[[], object]) -> tuple[int, int]:

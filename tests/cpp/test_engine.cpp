@@ -3,6 +3,7 @@
 //   test_engine [rounds] [seed]
 #include "checked_runs.h"
 #include "engine/engine.h"
+#include "engine/slots.h"
 #include "engine/waiter.h"
 #include "numbers.h"
 #include "random_actions.h"
@@ -108,6 +109,59 @@ void test_stopped_without_cancellation_is_a_failure() {
   const auto failure = engine.run(actions, work);
   CHECK(failure && failure->action.rank == actions.of(0).front().rank &&
         describe(failure->error) == "Cancelled");
+}
+
+// The forwards of stage 1 of 3, whose neighbours are in other processes: the worker of stage 0 receives its inputs.
+Actions actions_of_own_stage(int32_t num_microbatches) {
+  std::vector<std::vector<Action>> stages(3);
+  int64_t rank = 0;
+  for (int32_t m = 0; m < num_microbatches; ++m) {
+    stages[0].push_back({ActionKind::send_forward, 0, m, rank++});
+    for (ActionKind kind : {ActionKind::recv_forward, ActionKind::forward, ActionKind::send_forward})
+      stages[1].push_back({kind, 1, m, rank++});
+  }
+  return Actions(std::move(stages), num_microbatches, {}, /*is_here=*/{false, true, false});
+}
+
+// Checks that sends to another process have no slots, and that a wait for another process learns of a cancellation.
+void test_stages_in_other_processes() {
+  struct Exchange final : Work {
+    void run(const Action& action, CancellationToken&) override {
+      if (action.name() == failing) throw std::runtime_error("failed");
+      if (action.name() == never_received) {
+        while (cancelled_from.load() > action.rank) sleep_us(100);
+        throw Cancelled();
+      }
+      ++ran;
+    }
+    void cancel_from(int64_t rank) override { cancelled_from = std::min<int64_t>(cancelled_from, rank); }
+    std::string failing, never_received;
+    std::atomic<int> ran{0};
+    std::atomic<int64_t> cancelled_from{INT64_MAX};
+  };
+  constexpr int32_t kMicrobatches = 20;
+  const Actions actions = actions_of_own_stage(kMicrobatches);
+  CHECK(actions.leaves_process(actions.of(1)[2]) && !actions.leaves_process(actions.of(0)[0]));
+  Engine engine(3);
+  for (int run = 0; run < 20; ++run) {
+    Exchange complete;
+    CHECK(!engine.run(actions, complete) && complete.ran == 4 * kMicrobatches);
+    CHECK(complete.cancelled_from == INT64_MAX);
+    Exchange failing;
+    failing.failing = "1F3";
+    failing.never_received = "0SEND_F7";
+    const auto failure = engine.run(actions, failing);
+    CHECK(failure && failure->action.name() == "1F3" && failing.cancelled_from == failure->action.rank);
+    Exchange interrupted;
+    interrupted.never_received = "0SEND_F0";
+    bool thrown = false;
+    try {
+      (void)engine.run(actions, interrupted, [] { throw_for_rank(0); });
+    } catch (const std::runtime_error&) {
+      thrown = true;
+    }
+    CHECK(thrown && interrupted.ran == 0 && interrupted.cancelled_from == Cancellation::kEverything);
+  }
 }
 
 bool is_send_or_receive(ActionKind kind) {
@@ -309,6 +363,7 @@ int main(int argc, char** argv) {
   test_poll_is_not_called_after_it_throws(random);
   test_interrupting_an_idle_engine_has_no_effect(random);
   test_stopped_without_cancellation_is_a_failure();
+  test_stages_in_other_processes();
   test_latest_events_are_recorded_in_order(random);
 #if !defined(__SANITIZE_THREAD__)
   test_engine_works_after_fork(random);

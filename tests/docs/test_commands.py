@@ -22,7 +22,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
 # Programs other than make, python and pip that a reader may be told to run.
-PROGRAMS = {entry.name for entry in entry_points(group="console_scripts")} | {"git", "cd"}
+PROGRAMS = {entry.name for entry in entry_points(group="console_scripts")} | {"git", "cd", "export"}
 
 
 def commands_of(text: str) -> Iterator[str]:

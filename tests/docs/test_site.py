@@ -23,6 +23,9 @@ from tests.unit.test_public_api import MODULES
 pytestmark = pytest.mark.xdist_group("site")
 DOCS = ROOT / "docs"
 API_PAGE = DOCS / "api.md"
+# 404.html is for servers, with addresses from the root of the server. pipeline.html is not made from
+# Markdown, and is tested in tests/browser/.
+OTHER_PAGES = ("404.html", "pipeline.html")
 # The tags that make a browser load something when it shows a page, and the attributes with the address.
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
@@ -71,8 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 def pages(built: tuple[Path, subprocess.CompletedProcess[str]]) -> dict[Path, Page]:
     site, done = built
     assert done.returncode == 0, done.stderr
-    # 404.html is for servers, with addresses from the root of the server.
-    return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+    return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name not in OTHER_PAGES}
 
 
 def public_names() -> Iterator[str]:
@@ -176,7 +178,9 @@ def test_the_navigation_follows_the_front_page() -> None:
                     yield str(value)
 
     navigation = list(flat(load_config(str(ROOT / "mkdocs.yml")).nav))
-    found = re.findall(r"^(## .+)$|\]\(([^)]+\.md)\)", (DOCS / "README.md").read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^(## .+)$|\]\(([^)]+\.(?:md|html))\)", (DOCS / "README.md").read_text(), re.MULTILINE
+    )
     assert navigation == ["README.md", *(heading or page for heading, page in found)]
 
 

@@ -11,8 +11,9 @@ TEXT = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_example_is_listed() -> None:
-    folders = {path.parent.name for path in EXAMPLES.glob("*/__main__.py")}
-    assert set(re.findall(r"^\| \[(\w+)\]\(\1/__main__\.py\) \|", TEXT, re.MULTILINE)) == folders
+    names = {path.parent.name for path in EXAMPLES.glob("*/__main__.py")}
+    names |= {path.stem for path in EXAMPLES.glob("*.py")}
+    assert set(re.findall(r"^\| \[(\w+)\]\(\1(?:/__main__)?\.py\) \|", TEXT, re.MULTILINE)) == names
 
 
 def test_links_exist() -> None:

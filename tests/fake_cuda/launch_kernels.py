@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 import gpipe_fast.kernels
+from gpipe_fast.fuse.triton_types import number_type, pointer_type
 from gpipe_fast.kernels.launch import Config
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.compile_kernels import THREADS_PER_WARP, Compiled, Compiler
 
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64",
-    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1",
-}  # fmt: skip
-_NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "i1": ctypes.c_bool}
+_NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "u1": ctypes.c_bool}
 _MAX_DYNAMIC_SHARED_MEMORY = 8  # cudaFuncAttributeMaxDynamicSharedMemorySize
 # Larger dynamic shared memory must be allowed explicitly.
 DEFAULT_SHARED_BYTES = 48 * 1024
@@ -148,13 +145,7 @@ def _is_run_time(given: Mapping[str, Any], kernel: Any, name: str) -> bool:
 
 
 def _type(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    return "fp32"
+    return pointer_type(value.dtype) if isinstance(value, Tensor) else number_type(value)
 
 
 def _argument(value: Any, type_: str) -> Any:

@@ -98,12 +98,12 @@ def test_types_and_divisibility_of_arguments() -> None:
     names = ("p_x", "p_low", "p_high", "size", "offset", "scale", "flag")
     pointers = ("*fp32",) * 3
     found = types(32, 0, 32.0, True)
-    assert found.signature == tuple(zip(names, (*pointers, "i32", "i32", "fp32", "i1"), strict=True))
+    assert found.signature == tuple(zip(names, (*pointers, "i32", "i32", "fp32", "u1"), strict=True))
     assert found.divisible == ("size", "offset")
-    found = types(2**31, -(2**31), 0.0, False)
-    assert [type_ for _, type_ in found.signature[3:]] == ["i64", "i64", "fp32", "i1"]
+    found = types(2**31, -(2**31) - 1, 0.0, False)
+    assert [type_ for _, type_ in found.signature[3:]] == ["i64", "i64", "fp32", "u1"]
     assert types(2**31 - 1, 1, 0.0, False).divisible == ()
-    assert [type_ for _, type_ in types(2**31 - 1, 1 - 2**31, 0.0, False).signature[3:5]] == ["i32"] * 2
+    assert [type_ for _, type_ in types(2**31 - 1, -(2**31), 0.0, False).signature[3:5]] == ["i32"] * 2
     assert found.pack(3, 2**31) == struct.pack("q", 2**31)
     assert found.pack(5, 0.5) == struct.pack("f", 0.5)
     assert found.pack(6, True) == b"\1"

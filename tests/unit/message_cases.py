@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import runpy
+import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, _extension, doctor, replicate, simulate, switches, verify
+from gpipe_fast import GPipe, _extension, command, doctor, replicate, simulate, switches, tune, verify
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, profile_layers, table
 from gpipe_fast.balance.device_memory import check_partitions_fit
-from gpipe_fast.inspect.picture import draw
 from gpipe_fast.lower.checkpoint import check_saved_fraction
+from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording, Report
 from gpipe_fast.runtime.footprint import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
@@ -133,6 +136,16 @@ ARGUMENTS = [
     case("backend='aten'", "backend='auto'", with_disabled, "capture", backend="aten"),
     case("got 0.5", "'auto'", pipe, chunks=0.5),
     case("got 'sometimes'", "'except_last'", pipe, checkpoint="sometimes"),
+    case("got 1.5", "a number from 0 to 1", pipe, checkpoint=1.5),
+    case("got [0.5, True]", "for each stage", pipe, checkpoint=[0.5, True]),
+    case("checkpoint has 3 values", "one for each stage", pipe, checkpoint=[0.5, 1, 0]),
+    case("got str", "pass torch.optim.AdamW", lambda: pipe().memory(features(), optimizer="adam")),
+    case("no layers", "pass some to GPipe", lambda: GPipe(nn.Sequential(), []).memory(features())),
+    case("got '20 apples'", "offload", pipe, memory="20 apples"),
+    case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
+    case("memory is 10 bytes on cpu", "more chunks", lambda: pipe(memory="10B")(features())),
+    case("tune with memory='1GiB'", "model.train()", lambda: tune(pipe().eval(), features(), memory="1GiB")),
+    case("made by GPipe.from_model", "model.memory_limit", lambda: tune_a_model_within_memory()),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),
     case("got 'fast'", "'pinned'", pipe, transport="fast"),
     case("got 'fast'", "'eager'", pipe, backend="fast"),
@@ -234,6 +247,7 @@ BALANCE = [
     case("2 < 3", "", balance_by_cost, 3, [1, 2]),
     case("layer 1 must be a finite number, got nan", "", balance_by_cost, 1, [1, float("nan")]),
     case("got None", "seconds", balance_by_time, 2, mlp(), features(), timeout=None),
+    case("got 0", "positive integer", profile_layers, mlp(), features(), threads=0),
     case("got Linear", "must be nn.Sequential", balance_by_time, 2, nn.Linear(2, 2), features()),
     case("layer '0'", "run the module once", balance_by_time, 1, nn.Sequential(nn.LazyLinear(2)), features()),
     case("got meta", "only on CPU and CUDA", balance_by_time, 2, mlp(), features(), device="meta"),
@@ -268,6 +282,53 @@ def report_of_a_step() -> Report:
     return recording.report()
 
 
+def save_without_pillow() -> None:
+    with mock.patch.dict(sys.modules, {"PIL": None, "PIL.Image": None}):
+        report_of_a_step().save("x.png")
+
+
+def report_with_an_updating_hook() -> None:
+    model = pipe()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    model.report(features())
+
+
+def tune_a_model_with_a_loss() -> None:
+    tune(GPipe.from_model(mlp(), args=(features(),), chunks=2), features(), loss_fn=torch.sum)
+
+
+def tune_a_model_within_memory() -> None:
+    tune(GPipe.from_model(mlp(), args=(features(),), chunks=2), features(), memory="1GiB")
+
+
+def run_command(*arguments: str) -> None:
+    """Runs the command, and raises the error that it would print."""
+    options = command._parser().parse_args(arguments)
+    options.run(options)
+
+
+def report_of_a_file(text: str, *arguments: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model_of_a_test.py"
+        file.write_text(text)
+        run_command("report", f"{file}:make", *arguments)
+
+
+_MAKES_A_MODEL = """
+import torch
+import gpipe_fast
+
+def make():
+    return gpipe_fast.GPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), [1], chunks=1), torch.ones(2, 2)
+"""
+
+
+def part_of_a_step() -> Recording:
+    recording = Recording()
+    recording.stages = ((Event(Action.parse("0F1"), False, 0.0, 1.0),),)
+    return recording
+
+
 def one_action_too_many() -> Schedule:
     return Schedule((tuple(map(Action.parse, ("0F0", "0F1", "0F2"))),), 2, 2)
 
@@ -286,10 +347,38 @@ REPORTS = [
     case("requires_grad=False", "require gradients", verify_frozen_layers),
     case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
     case("got 0 stages", "at least one", bubble, 0, 1),
-    case("got 'x.html'", "gpipe_fast.picture.draw", report_of_a_step().save, "x.html"),
+    case("not whole", "stage 0 does", part_of_a_step().report),
+    case("got 'x.gif'", ".html, .svg, .png, .json", report_of_a_step().save, "x.gif"),
+    case("needs Pillow", "pip install pillow", save_without_pillow),
+    case("got Linear", "wrap the model", tune, nn.Linear(1, 1)),
+    case("got 0", "seconds must be a positive number", tune, pipe(), features(), seconds=0),
+    case("computes its own loss", "pass the model's labels", tune_a_model_with_a_loss),
+    case("chooses the devices of --check", "add --check", run_command, "doctor", "--devices", "cpu"),
+    case("got 'train.py'", "expected FILE.py:FUNCTION", run_command, "report", "train.py"),
+    case("no file missing.py", "", run_command, "report", "missing.py:make"),
+    case("No module named 'missing'", "pass the path of a file", run_command, "report", "missing:make"),
+    case("has no function 'make'", "", report_of_a_file, "x = 1"),
+    case("failed: ZeroDivisionError", "", report_of_a_file, "make = lambda: 1 / 0"),
+    case("too large", "", run_command, "simulate", "--forward=1e308", "--json"),
+    case("returned int", "must return (model, x)", report_of_a_file, "make = int"),
+    case("returned a tuple of int", "must return (model, x)", report_of_a_file, "make = lambda: (1, 2)"),
+    case(
+        "--save x.gif",
+        "the path must end in one of them",
+        report_of_a_file,
+        _MAKES_A_MODEL,
+        "--save",
+        "x.gif",
+    ),
+    case("got -1", "at least 0", run_command, "simulate", "--forward=-1"),
+    case("got 'foo'", "gpipe, 1f1b", simulate, "foo", 2, 2),
+    case("got 0", "num_devices must be at least 1", simulate, num_devices=0),
+    case("got nan", "", simulate, latency=float("nan")),
+    case("target was passed", "pass loss_fn", lambda: pipe().report(features(), target=features())),
+    case("has a post-accumulate-grad hook", "remove the hook", report_with_an_updating_hook),
     case("so there is nothing to report", "pass some", lambda: GPipe(nn.Sequential(), []).report(features())),
     case("2 values for 3 stages", "or one each", simulate, "gpipe", 3, 4, forward=[1, 2]),
-    case("must be at least 0, got -1", "", simulate, "gpipe", 3, 4, backward=-1),
+    case("must be finite and at least 0, got -1", "", simulate, "gpipe", 3, 4, backward=-1),
     case("got weights=3 and backward=2", "as backward", simulate, "gpipe", 3, 4, weights=3, backward=2),
     case("got 0 and 0", "bandwidth positive", simulate, "gpipe", 3, 4, bandwidth=0, latency=0),
     case("got 'some'", "'except_last'", simulate, "gpipe", 3, 4, checkpoint="some"),

@@ -264,6 +264,7 @@ def draw_in_a_checkpoint() -> None:
 RANDOMNESS = [
     case("is Linear", "nn.Sequential", lambda: enter(keyed_rng(nn.Linear(2, 2)))),  # type: ignore[arg-type]
     case("got 'a'", "64-bit integer", lambda: enter(keyed_rng(mlp(), "a"))),  # type: ignore[arg-type]
+    case("(FunctionLayer) runs in Python", "checkpoint", of, branch, memory="1GiB"),
     case("torch.utils.checkpoint", "GPipe's checkpoint argument", draw_in_a_checkpoint),
 ]
 
@@ -376,6 +377,11 @@ def call_few_microbatches() -> None:
     call(features())
 
 
+def call_few_samples() -> None:
+    warn_idle_stages.cache_clear()
+    call(features(2))
+
+
 def call_under_a_mode() -> None:
     with Spy():  # type: ignore[no-untyped-call]
         call(features())
@@ -391,7 +397,8 @@ def prepare_in_vain() -> None:
 
 WARNINGS_OF_LAYERS = [
     case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
-    case("2 micro-batches on 2 stages", "pass chunks=8", call_few_microbatches),
+    case("2 micro-batches on 2 stages", "chunks=8 or chunks='auto'", call_few_microbatches),
+    case("a mini-batch of 2 samples", "pass more samples", call_few_samples),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),
     case("stage 0, layer 0 (FunctionLayer) cannot be", "takes longer the first time", prepare_in_vain),

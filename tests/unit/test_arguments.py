@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, doctor, keyed_rng
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
-from gpipe_fast.inspect.picture import draw
-from gpipe_fast.runtime.recording import Recording
+from gpipe_fast.picture import draw
+from gpipe_fast.recording.recording import Recording
 from gpipe_fast.schedule import bubble
 from gpipe_fast.skip import skippable
 from tests.models import features, mlp
@@ -42,7 +42,9 @@ CONSTRUCTOR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": ["cpu", "cuda:99"]}, ValueError, "there is no cuda:99, since "),
     ({"devices": [None, None]}, TypeError, "devices[0] must be a device such as 'cpu' or 'cuda:0', got None"),
     ({"chunks": True}, ValueError, "number of chunks must be positive integer or 'auto', got True"),
-    ({"checkpoint": None}, ValueError, "not one of 'always', 'except_last', or 'never', got None"),
+    ({"checkpoint": None}, ValueError, "or a list with one of these for each stage, got None"),
+    ({"checkpoint": float("nan")}, ValueError, "a list with one of these for each stage, got nan"),
+    ({"checkpoint": []}, ValueError, "one of these for each stage, got []"),
 ]
 
 

@@ -32,7 +32,7 @@ BUILD_OUTPUTS = (
     "csrc/engine/__pycache__/engine.cpython-311.pyc",
     "gpipe_fast/_C.cpython-311-x86_64-linux-gnu.so",
     "gpipe_fast/__pycache__/gpipe.cpython-311.pyc",
-    "kernels/__pycache__/norms.cpython-311.pyc",
+    "kernels/__pycache__/launch.cpython-311.pyc",
     "build/lib/gpipe_fast/gpipe.py",
     ".venv/lib/python3.11/site-packages/torch/__init__.py",
 )
@@ -43,7 +43,8 @@ DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md"}
 
 def needed_to_build() -> set[str]:
     """Returns the paths of all files that a build from source reads, as git knows them or would."""
-    patterns = ("csrc/**/*", "kernels/**/*.py", "kernels/tuned.json", "gpipe_fast/*", "gpipe_fast/**/*.py")
+    patterns = ("csrc/**/*", "kernels/**/*.py", "gpipe_fast/*", "gpipe_fast/**/*.py")
+    patterns += ("gpipe_fast/recording/page/*",)
     found = {p for pattern in patterns for p in ROOT.glob(pattern) if p.is_file()}
     # gpipe_fast/kernels is a symbolic link to kernels/.
     names = {p.relative_to(ROOT).as_posix() for p in found if "kernels" not in p.relative_to(ROOT).parts[1:]}
@@ -75,7 +76,7 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_the_source_distribution_holds_all_that_a_build_needs_and_no_build_output(members: set[str]) -> None:
     needed = needed_to_build()
-    assert {"csrc/cuda/random_kernel.cu", "csrc/engine/engine.h", "kernels/norms.py"} <= needed
+    assert {"csrc/cuda/random_kernel.cu", "csrc/engine/engine.h", "kernels/stack.py"} <= needed
     assert {"gpipe_fast/py.typed", "gpipe_fast/_C.pyi", "gpipe_fast/gpipe.py"} <= needed
     metadata = {name for name in members if name.startswith("gpipe_fast.egg-info/")} | ADDED
     assert members - metadata == needed | DOCUMENTS

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, keyed_rng, replicate
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.plan import make_plan
-from tests.internals import stages_of
+from gpipe_fast.schedule import Kind
+from tests.internals import latest_plan, stages_of
 from tests.models import (
     Batch,
     Model,
@@ -177,9 +178,31 @@ def test_the_checkpoint_mode_selects_the_micro_batches_that_recompute(checkpoint
     with mock.patch("gpipe_fast.runtime.planner.make_plan", side_effect=make_plan) as made:
         pipe(features())
         pipe.eval()(features())
-    in_training, in_eval = (call.args[3] for call in made.call_args_list)
+    (in_training,), (in_eval,) = (call.args[3] for call in made.call_args_list)
     assert "".join("R" if budget == FULL_RECOMPUTE else "-" for budget in in_training) == expected
     assert in_eval == [NO_RECOMPUTE] * 4
+
+
+def test_each_stage_has_a_share_or_a_mode() -> None:
+    pipe = GPipe(mlp(), [2, 2, 1], chunks=4, checkpoint=[0.25, "except_last", 1])
+    assert pipe.checkpoint == (0.25, "except_last", 1.0)
+    with mock.patch("gpipe_fast.runtime.planner.make_plan", side_effect=make_plan) as made:
+        pipe(features())
+    assert made.call_args.args[3] == [[0.25] * 4, [0.0, 0.0, 0.0, 1.0], [1.0] * 4]
+    schedule = latest_plan(pipe).schedule
+    recompute = [(a.stage, a.microbatch) for row in schedule.stages for a in row if a.kind is Kind.R]
+    assert recompute == [(0, 3), (0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
+
+
+def test_a_list_has_a_value_for_each_stage() -> None:
+    pipe = GPipe(mlp(), [2, 3], chunks=2, checkpoint=0.5)
+    with pytest.raises(ValueError, match="checkpoint has 3 values, but the model has 2 stages"):
+        pipe.checkpoint = [0.1, 0.2, 0.3]
+    assert pipe.checkpoint == 0.5
+    pipe.checkpoint = ["always", 0.2]
+    pipe.balance = [1, 1, 3]
+    with pytest.raises(ValueError, match="checkpoint has 2 values, but the model has 3 stages"):
+        pipe(features())
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(5, 5), (8, 8), (40, 8), (0, 1)])

@@ -19,6 +19,7 @@ from tests.unit.message_cases import OF_ARGUMENTS, Case
 from tests.unit.message_cases_of_fusion import OF_FUSION, WARNINGS_OF_FUSION
 from tests.unit.message_cases_of_layers import OF_LAYERS, WARNINGS_OF_LAYERS
 from tests.unit.message_cases_of_models import OF_MODELS, WARNINGS_OF_MODELS
+from tests.unit.message_cases_of_ranks import OF_RANKS
 from tests.unit.message_cases_of_streams import OF_STREAMS
 from tests.unit.message_cases_of_training import OF_TRAINING
 from tests.unit.message_cases_of_weights import OF_WEIGHTS
@@ -27,6 +28,7 @@ from tests.unit.message_cases_of_weights import OF_WEIGHTS
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("messages")]
 
 ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS, *OF_TRAINING, *OF_STREAMS]
+ERRORS += OF_RANKS
 WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_FUSION, *WARNINGS_OF_MODELS]
 PACKAGE = Path(gpipe_fast.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,12 @@ from gpipe_fast import GPipe
 API = """
 gpipe_fast
   class GPipe(module: nn.Sequential, balance: Iterable[int] | None = None, *,
-      devices: Iterable[Device] | None = None, chunks: int | Literal['auto'] = 1,
-      batch_dim: int | Iterable[int] = 0, checkpoint: str = 'except_last',
-      deferred_batch_norm: bool = False, grad_dtype: torch.dtype | None = None,
-      backend: str = 'auto', capture: bool = True, transport: str = 'auto',
-      fuse: bool | None = None, schedule: ScheduleChoice = 'gpipe') -> None
+      devices: Iterable[Device] | Device | None = None, chunks: int | Literal['auto'] = 1,
+      batch_dim: int | Iterable[int] = 0, checkpoint: CheckpointChoice = 'except_last',
+      memory: MemoryLimit = None, deferred_batch_norm: bool = False,
+      grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
+      transport: str = 'auto', fuse: bool | None = None, schedule: ScheduleChoice = 'gpipe',
+      mesh: Mesh | None = None, timeout: float = 60.0) -> None
     append(self, module: object) -> NoReturn
     balance: property, may be set
     batch_dim: property, may be set
@@ -42,17 +43,22 @@ gpipe_fast
     forward(self, *args: Any, **kwargs: Any) -> Any
     from_model(model: nn.Module, args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None, *, blocks: Blocks | None = None,
-        balance: Iterable[int] | None = None, devices: Iterable[Device] | None = None,
-        chunks: int | Literal['auto'] = 1, checkpoint: str = 'except_last', loss: str = 'exact',
-        grad_dtype: torch.dtype | None = None, backend: str = 'auto', capture: bool = True,
-        transport: str = 'auto', fuse: bool | None = None,
-        schedule: ScheduleChoice = 'gpipe') -> Any
+        balance: Iterable[int] | None = None, devices: Iterable[Device] | Device | None = None,
+        chunks: int | Literal['auto'] = 1, checkpoint: CheckpointChoice = 'except_last',
+        memory: MemoryLimit = None, loss: str = 'exact', grad_dtype: torch.dtype | None = None,
+        backend: str = 'auto', capture: bool = True, transport: str = 'auto',
+        fuse: bool | None = None, schedule: ScheduleChoice = 'gpipe', mesh: Mesh | None = None,
+        timeout: float = 60.0) -> Any
     fuse: property, may be set
     insert(self, index: object, module: object) -> NoReturn
     load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
         assign: bool = False) -> Any
     load_weights(self, source: Source, *, strict: bool = True,
         init: Initialize | None = None) -> Any
+    memory(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any] | None = None,
+        normalizer: Any = None, optimizer: OptimizerChoice = None, measure: bool = False,
+        **kwargs: Any) -> MemoryReport
+    memory_limit: property, may be set
     partitions: property
     pop(self, key: object = -1) -> NoReturn
     prepare(self, *args: Any, also: Sequence[Any] = (), **kwargs: Any) -> None
@@ -60,6 +66,7 @@ gpipe_fast
     report(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any] | None = None,
         normalizer: Any = None, check: bool = False, **kwargs: Any) -> Report
     schedule: property, may be set
+    state_dict(self, *args: Any, prefix: str = '', **kwargs: Any) -> Any
     step(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,
         return_outputs: bool = False, optimizer: Optimizer | None = None,
@@ -80,6 +87,9 @@ gpipe_fast
       recompute: PerStage | None = None, checkpoint: str = 'except_last', transfer: PerStage = 0.0,
       latency: float = 0.0, bandwidth: float = inf, boundary_bytes: PerStage = 0.0,
       activation_bytes: PerStage = 0.0, num_devices: int = 1) -> Simulation
+  tune(model: Any, *args: Any, target: Any = None, loss_fn: Callable[..., Any] | None = None,
+      normalizer: Any = None, seconds: float = 60.0, progress: bool | None = None,
+      memory: MemoryLimit = None, **kwargs: Any) -> Tuning | MemoryChoices
   verify(model: Any, *args: Any, loss_fn: Callable[[Any], Tensor] | None = None,
       chunks: int | Literal['auto'] | None = None, all: bool = False, **kwargs: Any) -> Report
 gpipe_fast.skip
@@ -92,7 +102,7 @@ gpipe_fast.skip
 gpipe_fast.balance
   class LayerProfile(index: int, name: str, kind: str, forward_seconds: float,
       backward_seconds: float, flops: int, parameter_bytes: int, activation_bytes: int,
-      boundary_bytes: int) -> None
+      boundary_bytes: int, threads: int = 0) -> None
   balance_by_cost(partitions: int, costs: Iterable[float],
       objective: Literal['max', 'variance'] = 'max') -> list[int]
   balance_by_size(partitions: int, module: nn.Sequential | LayerSequence, input: Any, *,
@@ -101,7 +111,7 @@ gpipe_fast.balance
       timeout: float = 1.0, device: Device | None = None) -> list[int]
   profile_layers(module: nn.Sequential | LayerSequence, sample: Any, *,
       device: Device | None = None, timeout: float | None = 1.0, chunks: int = 1,
-      progress: bool | None = None) -> list[LayerProfile]
+      threads: int | None = None, progress: bool | None = None) -> list[LayerProfile]
   table(profiles: Iterable[LayerProfile]) -> str
 gpipe_fast.profile
   LayerProfile, as in gpipe_fast.balance
@@ -114,7 +124,26 @@ gpipe_fast.recording
   class Advice(what: str, settings: dict[str, Any], predicted: float,
       measured: float | None = None) -> None
     code: property
-  class Event(action: Action, is_wait: bool, begin: float, end: float, run: int = 0) -> None
+  class Event(action: Action, is_wait: bool, begin: float, end: float, run: int = 0,
+      boundary_bytes: int = 0, saved_bytes: int = 0, scratch_bytes: int = 0,
+      transit: float = 0.0) -> None
+  class Gap(rank: int, begin: float, end: float, seconds: Mapping[str, float]) -> None
+  class Growth(num_microbatches: int, activations: int, paper: int)
+  class MemoryChoice(settings: Mapping[str, Any], seconds: float,
+      bytes: tuple[int, ...]) -> None
+    code: property
+  class MemoryChoices(choices: tuple[MemoryChoice, ...]) -> None
+    code: property
+    to_dict(self) -> dict[str, Any]
+  class MemoryReport(stages: tuple[StageBytes | None, ...], optimizer: tuple[int, ...],
+      devices: tuple[str, ...], measured: tuple[StageMemory, ...] = ()) -> None
+    to_dict(self) -> dict[str, Any]
+    totals: property
+  class Phase(schedule: Schedule, events: Mapping[Action, Event], waits: Sequence[Event])
+    replay(self) -> Simulation
+    seconds(self) -> dict[Action, float]
+    transit(self, send: Action) -> float
+    window: property
   class Recording() -> None
     bubble(self) -> float
     critical_path(self) -> float
@@ -124,18 +153,34 @@ gpipe_fast.recording
     report(self) -> Report
     seconds(self) -> dict[Action, float]
     span(self) -> float
-  class Report(step: float, between: float, num_microbatches: int,
+  class Report(phases: tuple[Phase, ...], step: float, between: float,
       stages: tuple[StageTimes, ...], recompute: float, blame: dict[str, float],
-      critical_path: tuple[Action, ...], path_seconds: float, busy_bound: float, num_ranks: int,
-      events: tuple[tuple[Event, ...], ...], advice: tuple[Advice, ...] = ()) -> None
+      critical_path: tuple[Action, ...], path_seconds: float, busy_bound: float,
+      gaps: tuple[Gap, ...], memory: tuple[StageMemory, ...] = (), advice: tuple[Advice, ...] = (),
+      growth: tuple[Growth, ...] = (), clock_error: float = 0.0) -> None
     bubble: property
     bubble_of_equal_stages: property
-    of(phases: Sequence[Phase], num_stages: int,
-        events: tuple[tuple[Event, ...], ...]) -> Report
-    save(self, path: str | os.PathLike[str]) -> None
+    headline(self) -> str
+    num_microbatches: property
+    num_ranks: property
+    of(phases: Sequence[Phase], sizes: Sequence[StageSizes] = (),
+        clock_error: float = 0.0) -> Report
+    save(self, path: str | os.PathLike[str], *, title: str = '') -> None
+    tables(self) -> list[Table]
+    timeline(self) -> Timeline
     to_dict(self) -> dict[str, Any]
-    trace(self) -> dict[str, Any]
+  class StageBytes(parameters: int, buffers: int, gradients: int, boundary: int, saved: int,
+      intermediates: int, under_way: int)
+    total: property
+  class StageMemory(parameters: int, gradients: int, boundary: int, saved: int, scratch: int)
+    activations: property
   class StageTimes(busy: float, copying: float, waiting: float, idle: float)
+  class Trial(settings: Mapping[str, Any], predicted: float | None, measured: float | None,
+      failure: str = '') -> None
+  class Tuning(trials: tuple[Trial, ...], settings: Mapping[str, Any], before: float,
+      after: float, is_complete: bool) -> None
+    code: property
+    to_dict(self) -> dict[str, Any]
 gpipe_fast.explanation
   class Explanation(device: str, settings: str, notes: tuple[str, ...],
       stages: tuple[StageExplanation, ...]) -> None
@@ -150,7 +195,7 @@ gpipe_fast.explanation
   class StageExplanation(index: int, layers: tuple[str, ...], first_layer: int, device: str,
       note: str, programs: tuple[ProgramExplanation, ...]) -> None
 gpipe_fast.schedule
-  class Action(stage: int, kind: Kind, microbatch: int) -> None
+  class Action(stage: int, kind: Kind, microbatch: int)
     parse(text: str) -> Action
   BACKWARD: tuple
   enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, U
@@ -164,7 +209,7 @@ gpipe_fast.schedule
     forward_part(self) -> Schedule
     from_csv(text: str) -> Schedule
     of(ranks: Iterable[Iterable[Action]], num_microbatches: int | None = None, *,
-        slots: int | None = None, recomputed: Collection[int] | None = None) -> Schedule
+        slots: int | None = None, recomputed: Recomputed | None = None) -> Schedule
     order(self) -> tuple[Action, ...]
     parse(text: str, *, slots: int | None = None) -> Schedule
     slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
@@ -181,16 +226,16 @@ gpipe_fast.schedule
   TRANSFERS: tuple
   bubble(num_stages: int, num_microbatches: int) -> float
   fill_drain(num_stages: int, num_microbatches: int, *, slots: int | None = None,
-      backward: bool = True, recomputed: Collection[int] | None = None) -> Schedule
+      backward: bool = True, recomputed: Recomputed | None = None) -> Schedule
   interleaved(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None,
-      recomputed: Collection[int] | None = None) -> Schedule
+      recomputed: Recomputed | None = None) -> Schedule
   one_f_one_b(num_stages: int, num_microbatches: int, *,
-      recomputed: Collection[int] | None = None) -> Schedule
+      recomputed: Recomputed | None = None) -> Schedule
   schedule_for(choice: ScheduleChoice, num_stages: int, num_microbatches: int, *,
-      num_devices: int = 1, recomputed: Collection[int] | None = None) -> Schedule
+      num_devices: int = 1, recomputed: Recomputed | None = None) -> Schedule
   simulate, as in gpipe_fast
   zb_h1(num_stages: int, num_microbatches: int, *,
-      recomputed: Collection[int] | None = None) -> Schedule
+      recomputed: Recomputed | None = None) -> Schedule
 gpipe_fast.verify
   class Report(rows: tuple[Row, ...], num_microbatches: int, show_all: bool = False) -> None
     headline: property
@@ -216,48 +261,11 @@ gpipe_fast.doctor
       show: Callable[[str], object] | None = None) -> Checkup
   doctor, as in gpipe_fast
 gpipe_fast.kernels
-  class Draw(p: float, key: Tensor, layer: int, ordinal: int)
-    check(self, like: Tensor) -> None
-    numbers(self) -> tuple[int, int, int, float]
-  accumulate_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
-  accumulate_and_check_(accumulators: Sequence[Tensor], gradients: Sequence[Tensor],
-      inverse_scale: Tensor, found_inf: Tensor | None = None) -> Tensor
-  bias_activation(z: Tensor, bias: Tensor | None = None, activation: str = 'gelu',
-      dropout: Draw | None = None) -> Tensor
-  bias_activation_backward(z: Tensor, bias: Tensor | None, g: Tensor, activation: str,
-      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None]
   cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100,
       label_smoothing: float = 0.0, reduction: str = 'mean', inplace: bool = False) -> Tensor
-  dropout_add(h: Tensor, residual: Tensor | None, p: float, key: Tensor, layer: int,
-      ordinal: int) -> Tensor
-  gated_activation(z: Tensor, up: Tensor | None = None, activation: str = 'silu',
-      dropout: Draw | None = None) -> Tensor
-  gated_activation_backward(z: Tensor, up: Tensor | None, g: Tensor, activation: str,
-      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None]
-  layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-      eps: float = 1e-05, residual: Tensor | None = None,
-      dropout: Draw | None = None) -> Tensor | tuple[Tensor, Tensor]
-  layer_norm_backward(x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Tensor,
-      eps: float = 1e-05, residual: Tensor | None = None, g_sum: Tensor | None = None,
-      dropout: Draw | None = None) -> Gradients
   linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
       ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = 'mean',
       chunk_rows: int | None = None) -> Tensor
-  rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-06,
-      residual: Tensor | None = None, dropout: Draw | None = None) -> Tensor | tuple[Tensor, Tensor]
-  rms_norm_backward(x: Tensor, weight: Tensor | None, g: Tensor, eps: float = 1e-06,
-      residual: Tensor | None = None, g_sum: Tensor | None = None,
-      dropout: Draw | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-  rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
-      interleaved: bool = False) -> tuple[Tensor, Tensor]
-  rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
-      interleaved: bool = False) -> tuple[Tensor, Tensor]
-  rotary_backward_(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *,
-      interleaved: bool = False) -> tuple[Tensor, Tensor]
-  rotary_tables(positions: Tensor, rotary_dim: int, *,
-      base: float = 10000.0) -> tuple[Tensor, Tensor]
-  unscale_(gradients: Sequence[Tensor], inverse_scale: Tensor,
-      found_inf: Tensor | None = None) -> Tensor
 """
 
 MODULES = [

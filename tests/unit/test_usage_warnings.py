@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_batch_first_layers_and_modules_inside_user_modules_are_not_warned_about
 @pytest.mark.usefixtures("fresh_warnings")
 def test_too_few_micro_batches_are_warned_about_once() -> None:
     """Once per process for the same numbers, and once per model."""
-    message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; pass chunks=8 "
+    message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; chunks=8 or "
     pipe, x = GPipe(mlp(), [2, 3], chunks=3), features()
     with pytest.warns(UserWarning, match=message) as caught:
         pipe(x)
@@ -115,6 +116,26 @@ def test_other_numbers_of_micro_batches_are_warned_about_again() -> None:
     ):
         with pytest.warns(UserWarning, match=message):
             GPipe(mlp(), balance, chunks=chunks)(x)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+@pytest.mark.parametrize(
+    ("samples", "chunks", "message"),
+    [
+        (3, "auto", "^3 micro-batches .* and a mini-batch of 3 samples has no more micro-batches; pass more"),
+        (1, 1, "^1 micro-batch .* and a mini-batch of 1 sample has no more micro-batches"),
+        (
+            5,
+            2,
+            "chunks=5 or chunks='auto' would reduce it to 17%, but smaller micro-batches",
+        ),
+    ],
+)
+def test_the_warning_of_idle_stages_knows_the_number_of_samples(
+    samples: int, chunks: Any, message: str
+) -> None:
+    with pytest.warns(UserWarning, match=message):
+        GPipe(mlp(), [2, 3], chunks=chunks)(features(samples))
 
 
 @pytest.mark.usefixtures("fresh_warnings")

@@ -15,7 +15,7 @@ from gpipe_fast.fuse.regions.source import Block, Source, source_of
 from gpipe_fast.fuse.regions.values import root_of
 from gpipe_fast.kernels.launch import Config, cdiv, launch, next_power_of_2, num_partial_sums
 from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
-from gpipe_fast.kernels.philox import kept_words
+from gpipe_fast.kernels.philox import last_kept_word
 
 # Elements of a block, and of a thread: more would need more registers than a thread has.
 _BLOCK, _PER_THREAD = 1024, 8
@@ -103,8 +103,7 @@ def _launch(
     rows = [cdiv(cdiv(loops.num_rows, block.rows), programs) * block.rows] * block.loops
     numbers: list[Any] = [loops.num_cols] if loops.is_flat else [loops.num_rows, *rows]
     for draw in source.draws:
-        last, _ = kept_words(draw.keep, 1.0)
-        numbers += [draw.layer, draw.ordinal, last]
+        numbers += [draw.layer, draw.ordinal, last_kept_word(draw.keep)]
     grid = (programs * cdiv(loops.num_cols, block.cols),)
     launch(kernel, grid, config_of(block), *inputs, *stored, *numbers)
     return _finished(region, stored, partials)

@@ -68,11 +68,6 @@ def is_element_wise(target: Any) -> bool:
     return target in _TARGETS
 
 
-def is_fill(target: Any) -> bool:
-    """Returns whether all elements of an operator's result are one number."""
-    return target in _FILLS
-
-
 def _tensors(arguments: Arguments, *names: str) -> tuple[Value, ...]:
     """Returns the operands with these names; numbers become constants."""
     found = []

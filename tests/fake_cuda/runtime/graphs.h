@@ -34,6 +34,8 @@ struct CUstream_st {
   int64_t number;
   std::shared_ptr<Capture> capture{};  // the active capture, or null
   std::shared_ptr<fake_cuda::Queue> queue = fake_cuda::make_queue(device);
+  double lag =
+      0.0;  // milliseconds by which its work is behind the host, which computes at once; only copies take long
 };
 struct CUevent_st {
   int device;
@@ -43,6 +45,7 @@ struct CUevent_st {
   std::shared_ptr<Capture> capture;         // the capture of the latest record, or null
   std::map<CUstream_st*, int64_t> clock{};  // vector clock of the latest record: number of nodes by stream
   fake_cuda::TaskPtr task{};                // the task after which the event was recorded
+  std::shared_ptr<double> time{};           // milliseconds at which it completed; null before it was recorded
 };
 
 struct Node {

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -122,7 +123,14 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   }
   record_write(stream, to, bytes);
   const std::string line = text("%s\t%p\t%p\t%zu", kind.c_str(), to, from, bytes);
-  std::function<void()> run = [=] { std::memmove(to, from, bytes); };
+  static const char* const delay = std::getenv("FAKE_CUDA_COPY_NS");
+  const std::chrono::duration<double, std::milli> latency = std::chrono::nanoseconds(
+      between && delay != nullptr ? std::atoll(delay) * static_cast<long long>(bytes) : 0);
+  CUstream_st* const on = stream_of(stream);
+  std::function<void()> run = [=] {
+    on->lag += latency.count();
+    std::memmove(to, from, bytes);
+  };
   if (deferring() && source == nullptr) {  // pageable memory, which the caller may change after the call
     const auto staged = std::make_shared<const std::string>(static_cast<const char*>(from), bytes);
     run = [=] { std::memcpy(to, staged->data(), bytes); };

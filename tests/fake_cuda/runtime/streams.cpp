@@ -4,7 +4,9 @@
 #include "log.h"
 #include "sites.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
@@ -40,6 +42,11 @@ bool query(const TaskPtr& task) {
   }
   complete(task);
   return true;
+}
+
+double now() {
+  const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now().time_since_epoch();
+  return time.count();
 }
 
 // A query or synchronization of a stream or event under capture invalidates the capture.
@@ -211,6 +218,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     waiting->capture = event->capture;
     event->capture->join(waiting, event->clock);
   }
+  if (event->time && !deferring()) waiting->lag = std::max(waiting->lag, *event->time - now());
   std::string rest = text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   rest += site != 0 ? text("\t%lx", static_cast<unsigned long>(site)) : "";
   return enqueue(stream, "wait", rest, {}, event);
@@ -241,9 +249,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
   }
   ++event->recorded;
+  event->time = std::make_shared<double>(0.0);
+  std::function<void()> run;
+  // Otherwise a record defers nothing.
+  if (event->timing || !deferring()) {
+    run = [time = event->time, on = stream_of(stream)] { *time = now() + on->lag; };
+  }
   const cudaError_t done = enqueue(
       stream, "record",
-      text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), {}, event);
+      text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), run, event);
   const std::lock_guard<std::mutex> lock(mutex);
   event->capture = stream_of(stream)->capture;
   if (event->capture) {
@@ -282,10 +296,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
   return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
   RETURN_IF_STICKY_ERROR()
 
-  *milliseconds = 1.0F;
+  if (!begin->timing || !end->timing || begin->device != end->device)
+    return fail(cudaErrorInvalidResourceHandle);
+  if (!is_complete(begin->task) || !is_complete(end->task)) return fail(cudaErrorNotReady);
+  *milliseconds = static_cast<float>(*end->time - *begin->time);
   return cudaSuccess;
 }
 

@@ -11,25 +11,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.accuracy import Results, check, to_float64
-from gpipe_fast.kernels import Draw, reference
 from gpipe_fast.kernels.launch import INTERPRETED
 
 __all__ = [
     "DEVICE",
     "DTYPES",
-    "activated",
     "check",
     "every_dtype",
     "every_width",
-    "keyed_dropout",
     "needs_kernels",
     "noncontiguous",
     "outputs_and_gradients",
-    "shape_beyond_one_block",
     "to_float64",
 ]
 
@@ -46,31 +41,6 @@ every_width = pytest.mark.parametrize("cols", COLUMNS)
 needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED, reason="this run tests the reference implementations"
 )
-
-
-def shape_beyond_one_block(block_rows: int, cols: int) -> tuple[int, int, int]:
-    """Returns a shape with more rows than a block, and no multiple of a block's rows.
-
-    In the interpreter it has few rows: one operation of one program takes about 0.1 ms, whatever the block
-    size.
-    """
-    return (3, 3 if INTERPRETED and block_rows < 9 else 19, cols)
-
-
-def activated(x: Tensor, activation: str) -> Tensor:
-    """Returns the activation, as models compute it with PyTorch's operators."""
-    if activation == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    if activation.startswith("gelu"):
-        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return {"relu": F.relu, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[activation](x)
-
-
-def keyed_dropout(a: Tensor, draw: Draw | None) -> Tensor:
-    """Returns PyTorch's dropout of `a`, with the mask of gpipe_fast's keyed operator; without a draw, `a`."""
-    if draw is None:
-        return a
-    return a * reference.keep(a.shape, *draw) * (0.0 if draw.p == 1.0 else 1 / (1 - draw.p))
 
 
 def outputs_and_gradients(

@@ -46,7 +46,7 @@ def _mask_kernel(
 
 def kernel_mask(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
     """Returns the kernel's mask, drawn by element and, where possible, also by block; both must be equal."""
-    last, _ = philox.keep_threshold(p)
+    last = philox.last_kept_word(1.0 - p)
     # Few blocks, but more than one: the interpreter's time depends only on their number.
     block_cols = 64 if num_cols <= 100 else 512
     masks = []

@@ -89,6 +89,13 @@ def test_special_numbers_pass_gradients(name: str) -> None:
     check_equal(compared, [x])
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu by tanh", "tanh", "sigmoid"])
+def test_activations_and_their_gradients_of_large_values_are_accurate(name: str) -> None:
+    x = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]])
+    function = {**POINTWISE, "gelu": F.gelu}[name]
+    compare(trace(lambda x: 0.5 * function(x), [x]), [x])
+
+
 REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: x - x.amax(-1, keepdim=True),
     "amin": lambda x: 0.5 * x - x.amin(-1, keepdim=True),

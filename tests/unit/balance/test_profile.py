@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import devices
+from gpipe_fast import GPipe, devices
 from gpipe_fast.balance.profile import LayerProfile, default_device, profile_layers, table
 from tests import models
 from tests.unit.balance.timed_layers import Clock, sequence
@@ -215,3 +215,30 @@ def test_profiling_on_a_gpu_leaves_the_model_on_the_cpu() -> None:
     assert [each.parameter_bytes for each in profiles] == [
         each.parameter_bytes for each in profile_layers(model, x, device="cpu", timeout=None)
     ]
+
+
+def test_layers_run_with_the_threads_of_a_stage() -> None:
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(torch.get_num_threads())
+            return x
+
+    counts: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        pipe = GPipe(nn.Sequential(Note(), Note(), Note()), [1, 1, 1], chunks=2)
+        x = torch.zeros(2, 1)
+        for module, options, expected in (
+            (pipe, {}, 2),
+            (nn.Sequential(Note()), {}, 6),
+            (pipe, {"threads": 3}, 3),
+        ):
+            counts.clear()
+            profiles = profile_layers(module, x, timeout=0.0, **options)
+            assert {*counts} == {expected}
+            assert {each.threads for each in profiles} == {expected}
+            assert table(profiles).endswith(f"intra-op threads: {expected}")
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)

@@ -36,7 +36,7 @@ def plan_of(known: Sequence[Sequence[CompiledStage]], fractions: Sequence[float]
     stages = [stage.stage for stage in known[0]]
     finders = [NoSearch() for _ in stages]
     microbatches = [known[0][0].inputs] * len(fractions)
-    return make_plan(stages, finders, microbatches, fractions, 1, BatchDims((0,)), known)
+    return make_plan(stages, finders, microbatches, [fractions] * len(stages), 1, BatchDims((0,)), known)
 
 
 class Pipe:

@@ -156,7 +156,11 @@ def test_fuse_false_and_deterministic_algorithms_are_reasons() -> None:
         assert "deterministic" in GPipe(layers, [2]).explain(x, device="cuda").stages[0].note
     finally:
         torch.use_deterministic_algorithms(False)
-    assert "backend='eager'" in GPipe(layers, [2], backend="eager").explain(x, device="cuda").stages[0].note
+    model = GPipe(layers, [2], backend="eager")
+    assert "backend='eager'" in model.explain(x, device="cuda").stages[0].note
+    assert "save nothing" not in model.explain(x, device="cuda").stages[0].note
+    model.checkpoint = 0.5
+    assert "layers in Python save nothing" in model.explain(x, device="cuda").stages[0].note
 
 
 class Branches(nn.Module):

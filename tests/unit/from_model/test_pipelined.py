@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, replicate
+from gpipe_fast import GPipe, replicate, tune
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X = torch.randn(6, 4)
@@ -204,3 +204,34 @@ def test_averages_are_accepted_knowingly() -> None:
     assert output["pairs"] is None
     assert torch.equal(output["spread"], parts[0]["spread"] * 0.5 + parts[1]["spread"] * 0.5)
     assert torch.equal(output["y"], torch.cat([part["y"] for part in parts]))
+
+
+class WithLoss(Net):
+    """A model that returns its loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.mse_loss(super().forward(x), labels)
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_a_report_records_steps_and_changes_nothing(loss: bool) -> None:
+    model = pipelined(WithLoss(), X, X) if loss else pipelined()
+    args = (X, X) if loss else (X,)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = model.report(*args, check=True)
+    assert report.num_microbatches == 2
+    assert (report.between == 0) == loss
+    assert any(action.kind.value in "BI" for action in report.critical_path)
+    assert (model.chunks, model.checkpoint, model.schedule) == (2, "except_last", "gpipe")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        report = model.report(*args)
+    assert {action.kind.value for action in report.critical_path} <= {"F", "SEND_F", "RECV_F"}
+
+
+def test_tune_takes_a_pipelined_model() -> None:
+    model = pipelined(WithLoss(), X, X)
+    found = tune(model, X, labels=X, seconds=0.1)
+    assert found.trials[0].settings == {}
+    assert model.chunks == 2

@@ -98,11 +98,11 @@ def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[
 
 
 def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = FusedCheck(False, "WRONG, or not compiled or loaded: norm_kernels.forward")
+    wrong = FusedCheck(False, "WRONG, or not compiled or loaded: cross_entropy._whole_rows")
     with checked_models(small=small), mock.patch.object(checks, "check_fused", return_value=wrong):
         assert main(["--check"]) == 1
     *_, line, headline = capsys.readouterr().out.splitlines()
-    assert line == "fused kernels: WRONG, or not compiled or loaded: norm_kernels.forward"
+    assert line == "fused kernels: WRONG, or not compiled or loaded: cross_entropy._whole_rows"
     assert headline.startswith(
         "all 3 cases equal the plain loop bit for bit; the self-test of fused kernels failed ("
     )

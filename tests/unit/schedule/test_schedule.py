@@ -215,8 +215,8 @@ def test_any_single_mutation_of_a_schedule_is_refused(seed: int) -> None:
         "dropped": [a for a in row if a != action],
         "duplicated": [*row, action],
         "swapped": [row[{i: j, j: i}.get(k, k)] for k in range(len(row))],
-        "moved to the next stage": [replace(a, stage=a.stage + 1) if a == action else a for a in row],
-        "given an unknown micro-batch": [replace(a, microbatch=9) if a == action else a for a in row],
+        "moved to the next stage": [a._replace(stage=a.stage + 1) if a == action else a for a in row],
+        "given an unknown micro-batch": [a._replace(microbatch=9) if a == action else a for a in row],
     }
     if action.kind is Kind.R:  # a backward is valid without a recompute
         del mutants["dropped"]

@@ -1,0 +1,292 @@
+// The transfers of a mini-batch whose stages are in different processes.
+//
+// A process has the chains of its own stages only. The workers of the stages next to them receive what these send (see
+// Actions), in the layouts for which the own stages' segments were lowered. They begin the next receives before they
+// wait, because gloo sends a tensor only when it knows that the other side expects it: otherwise each tensor would take
+// three times the latency of the network. Skip tensors and their gradients follow the boundary of their micro-batch, in
+// the order of their indices:
+//
+//   0SEND_F2   boundary to stage 1, then skip tensors to the stages that pop them
+//   2SEND_B2   boundary gradient to stage 1, then gradients of skip tensors to the stages that stashed them
+//
+// The gradients of tied parameters follow when the process's last stage has ended, and then the sums over replicas.
+#include "check.h"
+#include "device/failure.h"
+#include "pipeline/lowered_segment.h"
+#include "pipeline/minibatch.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <utility>
+
+namespace gpipe_fast {
+namespace {
+
+// How many boundary tensors a process may expect from a stage before the one that it waits for has arrived. Each takes
+// memory.
+constexpr int kReceivesAhead = 3;
+
+at::Tensor empty_with(const Layout& layout, at::Device device) {
+  return at::empty_strided(layout.sizes, layout.strides, at::TensorOptions(layout.dtype).device(device));
+}
+
+std::vector<int64_t> sorted(std::vector<int64_t> indices) {
+  std::sort(indices.begin(), indices.end());
+  return indices;
+}
+
+// Copies gradients that arrived in other layouts than a segment was lowered for. The other processes count on those.
+void conform(const LoweredSegment& segment, Tensors& tangents) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  tangents.resize(segment.tangent_layouts.size());
+  for (size_t i = 0; i < tangents.size(); ++i) {
+    const std::optional<Layout>& layout = segment.tangent_layouts[i];
+    GPIPE_CHECK(
+        layout.has_value() == tangents[i].defined(), "output ", i, " of the last stage ",
+        layout ? "got no gradient" : "got a gradient, but cannot need one",
+        "; with a mesh, every process has to know which outputs get one: let the loss depend on all outputs "
+        "that require gradients, or detach them in the last layer");
+    if (layout && !layout->matches(tangents[i]))
+      tangents[i] = empty_with(*layout, tangents[i].device()).copy_(tangents[i]);
+  }
+}
+
+}  // namespace
+
+void MiniBatch::begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions) {
+  channels_ = std::move(channels);
+  actions_ = &actions;
+  unfinished_stages_ = 0;
+  for (const StageState& stage : stages_) unfinished_stages_ += is_remote(stage.index) ? 0 : 1;
+}
+
+const LoweredSegment& MiniBatch::segment_of(int32_t stage, int32_t microbatch) const {
+  return dynamic_cast<const LoweredSegment&>(*plan_->stages[stage].chains.at(microbatch).front());
+}
+
+void MiniBatch::exchange(const Action& action) {
+  // On a device, the stage receives in its RECV; else the worker of the sending stage receives in the SEND.
+  const bool receives = is_remote(action.stage) != channels_->is_on_device();
+  try {
+    if (receives && is_remote(action.stage)) receive_ahead(action);
+    switch (action.kind) {
+      case ActionKind::send_forward:
+        if (!is_remote(action.stage)) return send_outputs(action);
+        if (receives) receive_inputs(action, action.stage + 1);
+        return;
+      case ActionKind::send_backward:
+        if (!is_remote(action.stage)) return send_gradients(action);
+        if (receives) receive_gradients(action, action.stage - 1);
+        return;
+      case ActionKind::recv_forward:
+        if (receives) receive_inputs(action, action.stage);
+        return;
+      default:  // recv_backward
+        if (receives) receive_gradients(action, action.stage);
+    }
+  } catch (const Aborted&) {
+    throw Cancelled();
+  }
+}
+
+void MiniBatch::send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const {
+  const Stream& out = transport_->out(sender);
+  out.wait(StreamEvent(transport_->work(sender)));
+  {
+    const Stream::Guard current(out);
+    channels_->send(tensor, sender, receiver, rank);
+  }
+  out.record_use(tensor);
+  Tensors sent{std::move(tensor)};
+  free_shared(sent);
+}
+
+void MiniBatch::send_outputs(const Action& action) {
+  const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
+  MicroBatchState& state = stages_[action.stage].microbatch_states[action.microbatch];
+  for (at::Tensor& tensor : state.outputs.tensors)
+    send_to(action.stage, action.stage + 1, std::exchange(tensor, {}), action.rank);
+  state.outputs = {};
+  for (int64_t index : sorted(segment.stashes)) {
+    at::Tensor& tensor = skips_[action.microbatch].at(index).tensor;
+    const int32_t receiver = plan_->skip_ends.at(index).second;
+    if (tensor.defined() && is_remote(receiver))
+      send_to(action.stage, receiver, std::exchange(tensor, {}), action.rank);
+  }
+}
+
+void MiniBatch::send_gradients(const Action& action) {
+  const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
+  MicroBatchState& state = stages_[action.stage].microbatch_states[action.microbatch];
+  for (at::Tensor& tensor : state.input_gradients) {
+    if (tensor.defined()) send_to(action.stage, action.stage - 1, std::exchange(tensor, {}), action.rank);
+  }
+  state.input_gradients.clear();
+  for (int64_t index : sorted(segment.pops)) {
+    at::Tensor& tensor = skips_[action.microbatch].at(index).gradient;
+    const int32_t receiver = plan_->skip_ends.at(index).first;
+    if (tensor.defined() && is_remote(receiver))
+      send_to(action.stage, receiver, std::exchange(tensor, {}), action.rank);
+  }
+}
+
+// Allocated on the in stream, which waits for nothing but these transfers, so that a device can receive ahead of the
+// stage's work.
+at::Tensor MiniBatch::begin_receive(const Layout& layout, int32_t sender, int32_t receiver,
+                                    Direction direction, Arrivals& arrivals) const {
+  const Stream::Guard current(transport_->in(receiver, direction));
+  at::Tensor tensor = empty_with(layout, transport_->work(receiver).device());
+  if (auto arrival = channels_->receive(tensor, sender, receiver)) arrivals.push_back(std::move(arrival));
+  transport_->work(receiver).record_use(tensor);
+  return tensor;
+}
+
+StreamEvent MiniBatch::wait_for(const Arrivals& arrivals, int32_t receiver, Direction direction,
+                                int64_t rank) const {
+  // A transfer on a device waits for the in stream, which must not wait for an earlier transfer.
+  const Stream& stream =
+      channels_->is_on_device() ? transport_->work(receiver) : transport_->in(receiver, direction);
+  const Stream::Guard current(stream);
+  for (const auto& arrival : arrivals) arrival->wait(rank);
+  return StreamEvent(stream);
+}
+
+void MiniBatch::receive_ahead(const Action& action) {
+  const std::vector<Action>& own = actions_->of(action.stage);
+  auto next = std::lower_bound(own.begin(), own.end(), action.rank,
+                               [](const Action& each, int64_t rank) { return each.rank < rank; });
+  for (int left = 1 + kReceivesAhead; next != own.end() && left > 0; ++next) {
+    if (next->kind != action.kind) continue;
+    --left;
+    if (action.kind == ActionKind::send_forward) {
+      begin_inputs(next->microbatch, action.stage + 1);
+    } else {
+      begin_gradients(next->microbatch, action.stage - 1);
+    }
+  }
+}
+
+void MiniBatch::receive_inputs(const Action& action, int32_t receiver) {
+  begin_inputs(action.microbatch, receiver);
+  MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
+  const Arrivals arrivals = *std::exchange(state.arriving_inputs, {});
+  state.copy_done = wait_for(arrivals, receiver, Direction::forward, action.rank);
+}
+
+void MiniBatch::begin_inputs(int32_t microbatch, int32_t receiver) {
+  const LoweredSegment& segment = segment_of(receiver, microbatch);
+  MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
+  if (state.arriving_inputs) return;
+  const BoundaryForm& form = *segment.input_form;
+  // In the state, where tensors outlive an error until it is known whether the device has failed.
+  state.received = {{}, std::make_shared<BoundaryForm>(BoundaryForm{form.structure, form.needs_gradient})};
+  Arrivals& arrivals = state.arriving_inputs.emplace();
+  size_t next = 0;
+  while (next < form.needs_gradient.size())
+    state.received.tensors.push_back(
+        begin_receive(segment.inputs[next++], receiver - 1, receiver, Direction::forward, arrivals));
+  std::vector<ArrivingSkip> skips(segment.pops.size());
+  for (size_t i = 0; i < skips.size(); ++i) {
+    skips[i] = {segment.pops[i], std::nullopt, form.skips[i].value_or(false)};
+    if (form.skips[i]) skips[i].layout = segment.inputs[next++];
+  }
+  receive_skips(std::move(skips), &std::pair<int32_t, int32_t>::first, receiver, state.arriving_skips);
+}
+
+void MiniBatch::receive_gradients(const Action& action, int32_t receiver) {
+  begin_gradients(action.microbatch, receiver);
+  MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
+  const Arrivals arrivals = *std::exchange(state.arriving_gradients, {});
+  state.copy_done = wait_for(arrivals, receiver, Direction::backward, action.rank);
+}
+
+void MiniBatch::begin_gradients(int32_t microbatch, int32_t receiver) {
+  const LoweredSegment& segment = segment_of(receiver, microbatch);
+  MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
+  if (state.arriving_gradients) return;
+  const BoundaryForm& form = *segment.output_form;
+  Arrivals& arrivals = state.arriving_gradients.emplace();
+  size_t next = 0;
+  for (; next < form.needs_gradient.size(); ++next) {
+    const std::optional<Layout>& layout = segment.tangent_layouts.at(next);
+    state.tangents.push_back(
+        layout ? begin_receive(*layout, receiver + 1, receiver, Direction::backward, arrivals)
+               : at::Tensor());
+  }
+  std::vector<ArrivingSkip> skips;
+  for (size_t i = 0; i < segment.stashes.size(); ++i) {
+    if (form.skips[i]) skips.push_back({segment.stashes[i], segment.tangent_layouts.at(next++)});
+  }
+  receive_skips(std::move(skips), &std::pair<int32_t, int32_t>::second, receiver,
+                state.arriving_skip_gradients);
+}
+
+void MiniBatch::receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* sender,
+                              int32_t receiver, std::vector<ArrivingSkip>& arriving) const {
+  std::sort(skips.begin(), skips.end(),
+            [](const ArrivingSkip& a, const ArrivingSkip& b) { return a.index < b.index; });
+  for (ArrivingSkip& skip : skips) {
+    const int32_t from = plan_->skip_ends.at(skip.index).*sender;
+    // The skip tensors that the caller gives are here.
+    if (!skip.layout || from < 0 || !is_remote(from)) continue;
+    skip.tensor = begin_receive(*skip.layout, from, receiver, Direction::skip, skip.arrivals);
+    arriving.push_back(std::move(skip));
+  }
+}
+
+void MiniBatch::take_arriving(std::vector<ArrivingSkip>& arriving, const Action& action,
+                              at::Tensor Skip::* destination) {
+  try {
+    for (ArrivingSkip& arrived : arriving) {
+      transport_->receive(action.stage,
+                          wait_for(arrived.arrivals, action.stage, Direction::skip, action.rank));
+      Skip& skip = skips_[action.microbatch].at(arrived.index);
+      skip.*destination = std::move(arrived.tensor);
+      skip.stage = action.stage;
+      if (destination == &Skip::tensor) skip.needs_gradient = arrived.needs_gradient;
+    }
+  } catch (const Aborted&) {
+    throw Cancelled();
+  }
+  arriving.clear();
+}
+
+void MiniBatch::sum_ties() {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const Tie& tie : plan_->ties) {
+    if (stages_[tie.own.front().first].backward.gradients.empty()) return;  // a forward alone
+    // In the order of a backward, the last stage first, as in end_backward().
+    std::map<int32_t, at::Tensor, std::greater<>> by_stage;
+    const auto& [first, position] = tie.own.front();
+    try {
+      for (const auto& [stage, index] : tie.own) {
+        at::Tensor gradient = std::exchange(stages_[stage].backward.gradients.at(index), {});
+        by_stage[stage] = gradient.contiguous();
+        for (int32_t receiver : tie.receivers) send_to(stage, receiver, by_stage[stage], kAfterAllActions);
+      }
+      const at::Tensor& like = by_stage[first];
+      const Layout layout{like.sizes().vec(), like.strides().vec(), like.scalar_type()};
+      Arrivals arrivals;
+      for (int32_t sender : tie.senders)
+        by_stage[sender] = begin_receive(layout, sender, first, Direction::skip, arrivals);
+      transport_->receive(first, wait_for(arrivals, first, Direction::skip, kAfterAllActions));
+      at::Tensor& sum = stages_[first].backward.gradients.at(position);
+      for (const auto& [stage, part] : by_stage) sum = sum.defined() ? at::add(sum, part) : part;
+    } catch (...) {
+      transport_->survive_failures();
+      throw;
+    }
+  }
+}
+
+void MiniBatch::conform_gradients(const Action& action, Tensors& tangents) const {
+  const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
+  if (!segment.accepts_gradients(tangents)) conform(segment, tangents);
+}
+
+}  // namespace gpipe_fast

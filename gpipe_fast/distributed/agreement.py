@@ -1,0 +1,97 @@
+"""What the processes of a pipeline must have in common in a call, as text, and how two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.planner import Call
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+
+# By argument or other name, what a process has.
+Description = dict[str, str]
+
+
+def describe_model(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+    """Returns what replicas must have in common: the gradients that they sum, but not their batch sizes."""
+    order, modes = call.order, call.state.modes
+    layers = [layer for stage in stages for layer in stage.layers]
+    found = {
+        "the version of PyTorch": str(torch.__version__),
+        "the method": "a call of the model" if order is None else "step or evaluate",
+        "torch.is_grad_enabled()": str(modes.grad),
+        "torch.autocast": str(modes.autocast),
+        "torch.get_default_dtype()": str(modes.default_dtype),
+        "balance": str([len(stage.layers) for stage in stages]),
+        "the type of devices": stages[0].device.type,
+        "grad_dtype": str(stages[0].options.grad_dtype),
+    }
+    for index, layer in enumerate(layers):
+        tensors = [
+            f"{name} {_text(TensorSpec.of(t, t.requires_grad))}"
+            for name, t in (*layer.named_parameters(), *layer.named_buffers())
+        ]
+        mode = "training" if layer.training else "eval"
+        found[layer_title(index, layer)] = f"{mode} mode, {', '.join(tensors) or 'no tensors'}"
+    found["the tied parameters"] = str(stages[0].options.ties)
+    for index, stage in enumerate(plan.compiled[0] if plan.compiled else ()):
+        found[f"the parameters with gradients of stage {index}"] = str(
+            sorted(stage.parameters_with_gradients())
+        )
+    return found
+
+
+def describe(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+    """Returns everything on which the transfers between stages depend."""
+    found = {
+        "chunks": str(call.chunks),
+        "batch_dim": str(call.inputs.dims),
+        "the number of inputs": str(len(call.inputs.tensors)),
+        "the nesting of the inputs": str(call.inputs.structure),
+    }
+    for index, tensor in enumerate(call.inputs.tensors):
+        found[f"input {index}"] = _text(TensorSpec.of(tensor, tensor.requires_grad))
+    for index, tensor in enumerate(call.given):
+        found[f"tensor {index} of the target"] = _text(TensorSpec.of(tensor, False))
+    found["checkpoint"] = str(call.saved_fractions)
+    found["the schedule"] = plan.schedule.csv()
+    for m, pipeline in enumerate(plan.compiled or ()):
+        for index, stage in enumerate(pipeline):
+            which = f"of stage {index}, {'last' if m else 'first'} micro-batch"
+            found[f"the outputs {which}"] = _boundary_text(stage.outputs)
+            found[f"the gradients of inputs {which}"] = str(stage.input_gradients())
+    return describe_model(call, plan, stages) | found
+
+
+def digest_of(description: Description) -> str:
+    """Returns a short text that differs for different descriptions."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]
+
+
+def difference(ours: Description, theirs: Description) -> str:
+    """Returns a sentence that names what differs first."""
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            own, other = (each.get(name, "nothing") for each in (ours, theirs))
+            return f"{name}: here {shortened(own)}, there {shortened(other)}"
+    return "the versions of gpipe_fast"
+
+
+def _boundary_text(boundary: BoundarySpec) -> str:
+    return f"{list(map(_text, boundary.tensors))}, {boundary.skips}"
+
+
+def _text(spec: TensorSpec) -> str:
+    grad = ", requires a gradient" if spec.requires_grad else ""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"{dtype}{list(spec.shape)}, strides {list(spec.strides)}{grad}"
+
+
+def shortened(text: str) -> str:
+    """Returns a text that fits in an error message."""
+    return text if len(text) <= 400 else f"{text[:400]}..."

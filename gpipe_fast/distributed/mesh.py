@@ -1,0 +1,214 @@
+"""Checks of the arguments of `GPipe` that concern other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe_fast import _extension
+from gpipe_fast.devices import Device, checked_devices, parse_device, parse_devices
+from gpipe_fast.runtime.stage import Tie
+from gpipe_fast.trace.joint_graph import parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Mesh = DeviceMesh | dist.ProcessGroup
+
+# The dimensions of a mesh along which stages and their replicas lie, as in torchtitan.
+PIPELINE_DIM, REPLICA_DIM = "pp", "dp_replicate"
+
+
+def grid_of(mesh: Mesh) -> list[list[int]]:
+    """Returns the rank of each process in torch.distributed, by replica and stage.
+
+    Raises:
+        TypeError: ``mesh`` is neither a device mesh nor a process group.
+        ValueError: the mesh has no dimension for stages, or others.
+        RuntimeError: there is no torch.distributed, or no gloo.
+    """
+    if _extension.make_channels is None or not dist.is_available() or not dist.is_gloo_available():
+        raise RuntimeError(
+            "mesh needs torch.distributed with gloo, which this build of PyTorch lacks; pass mesh=None to "
+            "keep all stages in one process"
+        )
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(mesh, dist.ProcessGroup):
+        return [dist.get_process_group_ranks(mesh)]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a DeviceMesh or a ProcessGroup of torch.distributed, got {type(mesh).__name__}; "
+            "pass init_device_mesh('cpu', (num_stages,), mesh_dim_names=('pp',))"
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and REPLICA_DIM not in names:
+        return [mesh.mesh.tolist()]
+    sizes = dict(zip(names, mesh.shape, strict=False))
+    if PIPELINE_DIM not in sizes:
+        raise ValueError(
+            f"mesh has the dimensions {names} of sizes {tuple(mesh.shape)}, and none is called 'pp', along "
+            "which the stages lie; pass mesh_dim_names=(..., 'pp') to init_device_mesh"
+        )
+    larger = {n: size for n, size in sizes.items() if n not in (PIPELINE_DIM, REPLICA_DIM) and size > 1}
+    if larger:
+        raise ValueError(
+            f"mesh has the dimensions {larger}, but GPipe uses only 'pp', for stages, and 'dp_replicate', "
+            "for replicas of them: make a mesh of these two; for layers that are sharded over processes, use "
+            "torchtitan"
+        )
+    # Of the other dimensions, which have size 1, nothing is left.
+    stages_last: list[list[int]] = (
+        mesh.mesh.movedim(names.index(PIPELINE_DIM), -1).reshape(-1, sizes[PIPELINE_DIM]).tolist()
+    )
+    return stages_last
+
+
+def checked_timeout(timeout: float) -> float:
+    """Returns the maximum time, in seconds, to wait for another process.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    return float(timeout)
+
+
+def check_balance(balance: Sequence[int] | None, num_ranks: int, num_replicas: int) -> None:
+    """Checks that all processes have equally many stages, and one if there are replicas.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if balance is None:
+        return
+    if num_replicas > 1 and len(balance) > num_ranks:
+        raise ValueError(
+            f"balance has {len(balance)} partitions, but with replicas along 'dp_replicate' each of the "
+            f"{num_ranks} processes along 'pp' has one stage so far; pass {num_ranks} partitions"
+        )
+    if not balance or len(balance) % num_ranks:
+        raise ValueError(
+            f"balance has {len(balance)} partitions, but mesh has {num_ranks} processes: {list(balance)}; "
+            "pass one partition for each process, or equally many"
+        )
+
+
+def own_device(
+    devices: Iterable[Device] | Device | None, kind: str, rank: int, num_ranks: int
+) -> torch.device:
+    """Returns the device of this process's stage.
+
+    Args:
+        devices: that device, or one for each process; by default the CPU or the current GPU.
+        kind: the type of the default device.
+        rank: the number of this process.
+        num_ranks: the number of processes.
+
+    Raises:
+        TypeError: an element of ``devices`` is not a device.
+        ValueError: there are not as many devices as processes, or this process has no such device.
+    """
+    if devices is None:
+        device = torch.device(kind)
+    elif isinstance(devices, (str, int, torch.device)):
+        device = parse_device(devices, "devices")
+    else:
+        each = parse_devices(devices)
+        if len(each) != num_ranks:
+            raise ValueError(
+                f"devices has {len(each)} devices, but mesh has {num_ranks} processes: "
+                f"{list(map(str, each))}; pass the device of this process's stage, such as devices='cuda', "
+                "or one for each process"
+            )
+        device = each[rank]
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return checked_devices([device], 1)[0]
+
+
+def check_replicas(num_replicas: int, device: torch.device) -> None:
+    """Checks that stages with replicas are on the CPU.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if num_replicas > 1 and device.type != "cpu":
+        raise ValueError(
+            f"replicas along 'dp_replicate' run on the CPU so far, got {num_replicas} on {device}; pass "
+            "mesh['pp'], and average gradients over the other dimension after the backward"
+        )
+
+
+def check_no_replicas(num_replicas: int) -> None:
+    """Checks that a pipeline has one replica.
+
+    Raises:
+        ValueError: it has several.
+    """
+    if num_replicas > 1:
+        raise ValueError(
+            f"from_model has no replicas along 'dp_replicate' so far, got {num_replicas}; pass mesh['pp'], "
+            "and average gradients over the other dimension after the backward"
+        )
+
+
+def default_kind(mesh: Mesh) -> str:
+    """Returns the type of a process's device if the user names none.
+
+    A device mesh has devices of a type; a process group uses GPUs if it transfers their memory.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return "cuda" if uses_nccl(mesh) else "cpu"
+    return mesh.device_type
+
+
+def uses_nccl(mesh: Mesh) -> bool:
+    """Returns whether its processes transfer tensors on GPUs by NCCL."""
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group(mesh.ndim - 1)
+    return "nccl" in {group._get_backend(d).name() for d in group._device_types if d.type == "cuda"}
+
+
+def check_backend(backend: str) -> None:
+    """Checks that layers may be lowered: the shapes that other processes send are known from the traces.
+
+    Raises:
+        ValueError: all layers are to run in Python.
+    """
+    if backend == "eager":
+        raise ValueError(
+            "backend='eager' with a mesh is not possible: each process gets the shapes that others send from "
+            "traces of all layers; pass backend='auto'"
+        )
+
+
+def ties_of(partitions: Sequence[nn.Module]) -> list[Tie]:
+    """Returns the parameters that several stages share, each of which has a copy of its own."""
+    found: dict[Tensor, list[tuple[int, int]]] = {}
+    for stage, partition in enumerate(partitions):
+        for index, parameter in enumerate(parameters_of(list(partition.children()))):
+            found.setdefault(parameter, []).append((stage, index))
+    return [tuple(uses) for uses in found.values() if len(uses) > 1]
+
+
+def check_not_shared(partitions: Sequence[nn.Module], num_ranks: int) -> None:
+    """Checks that no stages of two processes share a buffer, because they have no memory in common.
+
+    Raises:
+        ValueError: two stages do; the message names the tensor and the stages.
+    """
+    owners: dict[Tensor, tuple[int, str]] = {}
+    for stage, partition in enumerate(partitions):
+        for name, tensor in partition.named_buffers():
+            owner, first_name = owners.setdefault(tensor, (stage, name))
+            if (owner - stage) % num_ranks:
+                raise ValueError(
+                    f"stages {owner} and {stage} share the buffer {first_name!r}, which is also {name!r}; "
+                    "with a mesh they are in different processes, and each would write its own: choose a "
+                    "balance that keeps both layers in one process, or give each its own buffer"
+                )

@@ -1,0 +1,646 @@
+"""Ranks: the processes of a pipeline and of its replicas, which agree on every run and its outcome.
+
+All ranks make the same runs in the same order, so they number them alike. In a store of torch.distributed,
+run n has these keys, of which the first rank to come writes the digests and the outcome::
+
+    n/call      the digest of what all replicas have in common, or whose backward it is: a rank with another
+                one fails; none without replicas
+    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is
+    n/inputs/i  what the ranks of replica i find in the elements of inputs, if all of them read these
+    n/done      the number of ranks that have succeeded
+    n/outcome   'done', written by the last of them; or which rank failed first, and why
+    n/start/s   checksums of the parameters of stage s in the first replica, before groups are made
+    n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early
+    n/count/i   the divisor of the loss of a step of replica i, from its last stage
+    n/loss/i    the losses of a step of replica i, from its last stage
+    n/update/r  what the update of the step before needs from rank r
+    n/share/r   what rank r shares with the others of its replica, in pieces: r/0, r/1 ...
+    ended/r     the latest run for whose end rank r has waited, for error messages
+
+A rank changes gradients and buffers only after the outcome 'done', so they change in all ranks or in none.
+A process that an error ends, anywhere, is a rank that has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import json
+import sys
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial, reduce
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gpipe_fast._extension import Pipeline, make_channels
+from gpipe_fast.devices import Device
+from gpipe_fast.distributed.agreement import (
+    Description,
+    describe,
+    describe_model,
+    difference,
+    digest_of,
+    shortened,
+)
+from gpipe_fast.distributed.clocks import Offset, offset_to_first
+from gpipe_fast.distributed.mesh import check_replicas, default_kind, grid_of, own_device, uses_nccl
+from gpipe_fast.distributed.timed_store import TimedStore
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.planner import Call
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.trace.joint_graph import parameters_of
+
+if TYPE_CHECKING:
+    from gpipe_fast.distributed.mesh import Mesh
+
+_DONE, _UNSET = "done", "unset"
+# Seconds between two looks at the outcome in a wait for another key; and the maximum from one look at the
+# key to the next, which is a tenth of the time waited: a wait of the store itself cannot be ended early, and
+# logs when it is over.
+_POLL_SECONDS, _MAX_SLEEP_SECONDS = 0.1, 0.002
+# The maximum number of plans whose digests are kept.
+_MAX_DIGESTS = 64
+
+# Keys of a run that each replica has.
+_OF_REPLICA = "call", "inputs", "count", "loss"
+# Runs that are no calls; a digest does not begin so.
+_NO_CALL = "the "
+_BACKWARD, _EXCHANGE = f"{_NO_CALL}backward of run ", f"{_NO_CALL}end of a recording"
+# The maximum length of a value in the store, which refuses those of 8 MiB.
+_MAX_LENGTH = 2**22
+# The ranks of this process that are in use.
+_every: weakref.WeakSet[Ranks] = weakref.WeakSet()
+# By key in the store, a digest and what it is a digest of.
+_Digests = dict[str, tuple[str, Description]]
+
+# The number of pipelines of the same processes, which all of them make in the same order.
+_numbers: Counter[str] = Counter()
+
+
+_CPU = torch.device("cpu")
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """Returns this process's end of a group."""
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+
+def nccl_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """As `gloo_group`. A transfer that takes longer than the timeout ends the process."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _warm_up(groups: Mapping[tuple[int, int], Any], own: Collection[int], device: torch.device) -> None:
+    """Makes the connections of groups of NCCL, which the first transfer of each would do.
+
+    Both ends block until then, so the order of the groups is the same on all ranks.
+    """
+    for (sender, _), group in groups.items():
+        byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
+        (group.send(byte, 1, 0) if sender in own else group.recv(byte, 0, 0)).wait()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _within(prefix: str, store: Any) -> Any:
+    """Returns the part of a store of torch.distributed whose keys have a prefix."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+class Ranks:
+    """The processes of one pipeline. Stages go round: stage s is on rank s mod P.
+
+    Attributes:
+        index: the number of this process among those of a replica.
+        size: the number of processes of a replica, P.
+        replica: which of the replicas, each of which has all stages, this process belongs to.
+        num_replicas: the number of replicas.
+        rank: the number of this process, replica by replica.
+        timeout: the maximum time, in seconds, to wait for another process.
+        device: the device of this process's stage.
+        by_nccl: whether tensors travel by NCCL; else by gloo, through host memory.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        store: Any,
+        timeout: float,
+        device: torch.device = _CPU,
+        by_nccl: bool = False,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
+        """Makes the ranks of a pipeline.
+
+        Args:
+            index: as above.
+            size: as above.
+            store: a store of torch.distributed, which the ranks of no other pipeline have.
+            timeout: as above.
+            device: as above.
+            by_nccl: as above.
+            replica: as above.
+            num_replicas: as above.
+        """
+        self.index, self.size, self.timeout = index, size, timeout
+        self.replica, self.num_replicas, self.rank = replica, num_replicas, replica * size + index
+        self._store = TimedStore(store, timeout)
+        self.device, self.by_nccl = device, by_nccl
+        # The ranks of a replica that have each parameter, in all pipelines.
+        self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._clock_group: Any = None  # of the ranks of the replica, to compare their clocks
+        self._exchanged: list[str] = []  # the keys of the latest exchange that this rank has set
+        self._number = 0  # of the next run
+        self._has_reported = False  # whether the error that is under way was reported
+        # The pipeline that has channels, if any. It refers to this object, in C++.
+        self._channels_of: Callable[[], Pipeline | None] = _nothing
+        self._edges: set[tuple[int, int]] = set()  # that the channels have
+        self._gathered: list[tuple[int, str]] = []  # keys of this rank, with the numbers of their runs
+        self._digests: Cache[int, tuple[PlannedCall, _Digests]] = Cache(_MAX_DIGESTS)
+        _every.add(self)
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh | Ranks, timeout: float, devices: Iterable[Device] | Device | None) -> Ranks:
+        """Returns the ranks of one more pipeline of a mesh, whose processes make pipelines in one order.
+
+        A pipeline with a loss passes the ranks of the pipeline without, and so do those of one model.
+
+        Raises:
+            TypeError: ``mesh`` or ``devices`` has another type.
+            ValueError: ``mesh`` or ``devices`` does not fit, or this process is not in the mesh.
+            RuntimeError: there is no gloo.
+        """
+        if isinstance(mesh, Ranks):
+            return mesh
+        grid = grid_of(mesh)
+        members = [rank for replica in grid for rank in replica]
+        own = dist.get_rank()
+        if own not in members:
+            raise ValueError(
+                f"mesh has the ranks {members} of torch.distributed, but this process is rank {own}; only "
+                "those of the mesh make the pipeline"
+            )
+        size = len(grid[0])
+        replica, index = divmod(members.index(own), size)
+        device = own_device(devices, default_kind(mesh), index, size)
+        check_replicas(len(grid), device)
+        name = f"gpipe_fast/{'-'.join(map(str, members))}"
+        # Not public: the store of a group is known only to C++.
+        store = _within(f"{name}/{_numbers[name]}", dist.distributed_c10d._get_default_store())
+        _numbers[name] += 1
+        by_nccl = device.type == "cuda" and uses_nccl(mesh)
+        return cls(index, size, store, timeout, device, by_nccl, replica, len(grid))
+
+    def stages_of(self, num_stages: int) -> range:
+        """Returns the stages of this process, of all stages of a pipeline."""
+        return range(self.index, num_stages, self.size)
+
+    def check_homes(self, partitions: Sequence[nn.Module]) -> None:
+        """Checks that each parameter belongs to stages of the same ranks as in other pipelines.
+
+        Otherwise one rank would change a parameter without the others, or a rank would need what it has not.
+
+        Raises:
+            ValueError: another pipeline has a parameter in other ranks.
+        """
+        for parameter, (name, home) in self._homes_of(partitions).items():
+            known = self._homes.get(parameter, home)
+            if known != home:
+                raise ValueError(
+                    f"the parameter {name!r} is in processes {sorted(known)} of the mesh, but this kind of "
+                    f"call needs it in processes {sorted(home)}; make only calls that use it in the same "
+                    "stages, or make another model for them"
+                )
+
+    def note_homes(self, partitions: Sequence[nn.Module]) -> None:
+        """Notes which ranks have each parameter, after those of other ranks became meta tensors."""
+        for parameter, (_, home) in self._homes_of(partitions).items():
+            self._homes[parameter] = home
+
+    def _homes_of(self, partitions: Sequence[nn.Module]) -> dict[Tensor, tuple[str, frozenset[int]]]:
+        """Returns the name of each parameter and the ranks of its stages."""
+        found: dict[Tensor, tuple[str, frozenset[int]]] = {}
+        for stage, partition in enumerate(partitions):
+            for name, parameter in partition.named_parameters():
+                first, home = found.get(parameter, (name, frozenset()))
+                found[parameter] = first, home | {stage % self.size}
+        return found
+
+    def check_inputs(self, found: str) -> None:
+        """Checks that the ranks of a replica, which all read elements of the inputs, find the same.
+
+        Raises:
+            RuntimeError: another rank has found something else.
+        """
+        first = self._store.compare_set(self._key(f"inputs/{self.replica}"), "", found).decode()
+        if first != found:
+            raise RuntimeError(
+                f"rank {self.rank} calls the model with other inputs than another rank, which came first: "
+                f"they lead to {shortened(found)} here, and to {shortened(first)} there; pass the same "
+                "inputs on all ranks, with their elements"
+            )
+
+    def begin(self, pipeline: Pipeline, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> None:
+        """Prepares a run: checks that other ranks run the same plan, and connects to them.
+
+        Raises:
+            RuntimeError: another rank has another plan, has failed, or does not answer.
+        """
+        for key, (digest, description) in self._digests_of(call, plan, stages).items():
+            first = self._store.compare_set(self._key(key), "", digest).decode()
+            if first.startswith(_NO_CALL):
+                raise RuntimeError(
+                    f"rank {self.rank} calls the pipeline, but another rank runs {first}; make calls, "
+                    "backwards and recordings in the same order on all ranks"
+                )
+            if first != digest:
+                theirs = json.loads(self._store.get(f"plan/{first}"))
+                raise RuntimeError(
+                    f"rank {self.rank} calls the pipeline with other arguments than another rank, which came "
+                    f"first: they differ in {difference(description, theirs)}; make the same calls on all "
+                    "ranks"
+                )
+        edges = edges_of(stages, self.size)
+        if self._channels_of() is not pipeline or not edges <= self._edges:
+            self._connect(pipeline, stages, edges)
+
+    def begin_backward(self, forward: int) -> None:
+        """Prepares a run that is the backward of the run ``forward``.
+
+        Raises:
+            RuntimeError: another rank runs something else.
+        """
+        self._begin(f"{_BACKWARD}{forward}")
+
+    def _begin(self, own: str) -> None:
+        for key in self._call_keys():
+            first = self._store.compare_set(self._key(key), "", own).decode()
+            if first != own:
+                theirs = f"runs {first}" if first.startswith(_NO_CALL) else "calls the pipeline"
+                raise RuntimeError(
+                    f"rank {self.rank} runs {own}, but another rank {theirs}; make calls, backwards and "
+                    "recordings in the same order on all ranks"
+                )
+
+    def poll(self) -> None:
+        """Checks, during a run, that no other rank has failed.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        outcome = self._read("outcome")
+        if outcome not in (_UNSET, _DONE):  # done, if this rank waits for that
+            self._raise(outcome)
+
+    def succeed(self) -> int:
+        """Ends a run that has succeeded here, waits for the other ranks, and returns the number of the run.
+
+        Raises:
+            RuntimeError: another rank has failed, or does not answer.
+        """
+        if self._store.add(self._key("done"), 1) == self.size * self.num_replicas:
+            outcome = self._store.compare_set(self._key("outcome"), "", _DONE).decode()
+        else:
+            self._store.set(f"ended/{self.rank}", str(self._number))
+            try:
+                outcome = self._wait("outcome", self._running)
+            except RuntimeError as error:
+                if self.fail(str(error)):
+                    raise
+                outcome = _DONE
+        if outcome != _DONE:
+            self._end()
+            self._raise(outcome)
+        if self.index == 0 and self._number > 0:  # all ranks have read these
+            of_all = ("done", "outcome", "call") if self.replica == 0 else ()
+            for name in (*of_all, *(f"{name}/{self.replica}" for name in _OF_REPLICA)):
+                self._store.delete_key(f"{self._number - 1}/{name}")
+        while self._gathered and self._gathered[0][0] < self._number:
+            self._store.delete_key(self._gathered.pop(0)[1])
+        self._number += 1
+        return self._number - 1
+
+    def fail(self, error: str) -> bool:
+        """Ends a run that has failed here, and tells the other ranks.
+
+        Returns:
+            Whether it has failed: if this rank waited for the outcome, it may have become 'done' meanwhile.
+
+        Raises:
+            RuntimeError: another rank has failed before, for another reason.
+        """
+        own = json.dumps({"rank": self.rank, "error": error})
+        with contextlib.suppress(RuntimeError):  # the process that has the store may have ended
+            own = self._store.compare_set(self._key("outcome"), "", own).decode()
+        if own == _DONE:
+            return False
+        self._end()
+        if json.loads(own)["rank"] != self.rank:
+            self._raise(own)
+        return True
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Reports an error of the block to the other ranks, unless that has happened already."""
+        self._has_reported = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._has_reported:
+                self.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def offer_losses(self, losses: Sequence[Tensor]) -> None:
+        """Tells the other ranks the losses of a run, before they know whether it has succeeded."""
+        self._offer("loss", losses)
+
+    def losses(self, own: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the losses that the last rank of each replica has offered in the latest run."""
+        keys = [f"{self._number - 1}/loss/{replica}" for replica in range(self.num_replicas)]
+        # A rank offers before it succeeds, and all have succeeded.
+        return [
+            list(own) if own and replica == self.replica else self._decoded(self._store.get(key))
+            for replica, key in enumerate(keys)
+        ]
+
+    def sum_of_counts(self, count: float | Tensor) -> float | Tensor:
+        """Returns the sum of what the last rank of each replica passes, added up in their order.
+
+        Raises:
+            RuntimeError: a last rank has failed, or does not answer.
+        """
+        own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+        self._offer("count", [own])
+        found = []
+        for replica in range(self.num_replicas):
+            sender = (replica + 1) * self.size - 1
+            text = self._wait(f"count/{replica}", partial(list, (sender,)))
+            found += [own] if replica == self.replica else self._decoded(text)
+        total: Tensor = reduce(torch.add, found)
+        return total.to(count.device) if isinstance(count, Tensor) else total.item()
+
+    def gather(self, name: str, own: Any) -> list[Any]:
+        """Returns what each rank of this replica passes, in their order; values that JSON can represent.
+
+        Raises:
+            RuntimeError: a rank has failed, or does not answer.
+        """
+        key = self._key(f"{name}/{self.rank}")
+        self._store.set(key, json.dumps(own))
+        self._gathered.append((self._number, key))
+        members = self._own_replica()
+        return [json.loads(self._wait(f"{name}/{rank}", partial(list, (rank,)))) for rank in members]
+
+    def exchange(self, own: Any) -> list[tuple[Offset, Any]]:
+        """Returns what the ranks of this replica pass, in their order, each with the offset of its clock.
+
+        Args:
+            own: what this rank passes: numbers, strings, lists and dicts.
+
+        Raises:
+            RuntimeError: another rank has failed, runs something else, or does not answer.
+        """
+        self._begin(_EXCHANGE)
+        text = json.dumps([self._offset(), own], separators=(",", ":"))
+        text = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+        pieces = [text[i : i + _MAX_LENGTH] for i in range(0, len(text), _MAX_LENGTH)]
+        for i, piece in enumerate(pieces):
+            self._store.set(self._key(f"share/{self.rank}/{i}"), f"{len(pieces)} {piece}")
+        for key in self._exchanged:  # before, which all ranks have read
+            self._store.delete_key(key)
+        names = (f"ready/{self.rank}", *(f"share/{self.rank}/{i}" for i in range(len(pieces))))
+        self._exchanged = [self._key(name) for name in names]
+        found = [self._received(rank) for rank in self._own_replica()]
+        self.succeed()
+        return found
+
+    def _received(self, rank: int) -> tuple[Offset, Any]:
+        text, number, i = "", 1, 0
+        while i < number:
+            count, _, piece = self._wait(f"share/{rank}/{i}", partial(list, (rank,))).partition(" ")
+            text, number, i = text + piece, int(count), i + 1
+        offset, value = json.loads(zlib.decompress(base64.b64decode(text)))
+        return Offset(*offset), value
+
+    def _offset(self) -> Offset:
+        """Returns the offset of this process's clock to that of the first rank of its replica."""
+        if self.size == 1:
+            return Offset(0, 0)
+        others = [rank for rank in self._own_replica() if rank != self.rank]
+        self._wait_until_ready()  # because a message cannot be ended early either
+        if self._clock_group is None:
+            name = f"clocks/{self.replica}"
+            self._clock_group = self._joined(gloo_group, name, self.index, self.size, others)
+        with self._connecting(others):
+            return offset_to_first(self._clock_group, self.index)
+
+    def _own_replica(self) -> range:
+        """Returns the ranks that have the stages of this replica."""
+        return range(self.replica * self.size, (self.replica + 1) * self.size)
+
+    def _offer(self, name: str, values: Sequence[Tensor]) -> None:
+        """Sets a key of this replica, in the current run, to 0-dimensional tensors of one dtype."""
+        exact = [each.hex() for each in torch.stack([*values]).double().tolist()]  # one copy to the host
+        dtype = str(values[0].dtype).removeprefix("torch.")
+        self._store.set(self._key(f"{name}/{self.replica}"), json.dumps([dtype, exact]))
+
+    def _decoded(self, text: str | bytes) -> list[Tensor]:
+        """Returns the tensors of an offer."""
+        dtype, exact = json.loads(text)
+        values = torch.tensor([float.fromhex(each) for each in exact], dtype=getattr(torch, dtype))
+        return list(values.to(self.device, non_blocking=True).unbind())
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _end(self) -> None:
+        self._has_reported, self._channels_of, self._clock_group = True, _nothing, None
+        self._number += 1
+
+    def _raise(self, outcome: str) -> NoReturn:
+        found = json.loads(outcome)
+        raise RuntimeError(f"rank {found['rank']} has failed, so no rank changed anything: {found['error']}")
+
+    def _running(self) -> list[int]:
+        """Returns the ranks that have not ended the run."""
+        keys = {rank: f"ended/{rank}" for rank in range(self.size * self.num_replicas)}
+        return [
+            rank
+            for rank, key in keys.items()
+            if not self._store.check([key]) or int(self._store.get(key)) < self._number
+        ]
+
+    def _read(self, name: str) -> str:
+        """Returns the value of a key of the run, or `_UNSET`, in one round trip."""
+        # Sets nothing: an unset key is set only if the expected value is empty.
+        return str(self._store.compare_set(self._key(name), _UNSET, _UNSET).decode())
+
+    def _wait(self, name: str, missing: Callable[[], list[int]]) -> str:
+        """Waits until a key of the run is set, and returns its value.
+
+        Args:
+            name: the name of the key.
+            missing: returns the ranks that are waited for.
+        """
+        begin = polled = looked = time.monotonic()
+        while (value := self._read(name)) == _UNSET:
+            now = time.monotonic()
+            if now - polled > _POLL_SECONDS:
+                self.poll()
+                polled = now
+            if now - begin > self.timeout:
+                raise RuntimeError(
+                    f"rank {self.rank} has waited for {self.timeout} s for ranks {missing()}, which have "
+                    "ended or take longer; if steps may take that long, pass a larger timeout to GPipe"
+                )
+            time.sleep(max(0.0, min((now - begin) / 10, _MAX_SLEEP_SECONDS) - (now - looked)))
+            looked = time.monotonic()
+        return value
+
+    def _call_keys(self) -> list[str]:
+        """Returns the keys by which the ranks of a replica agree on a run, and those of all replicas."""
+        return [f"call/{self.replica}", *(["call"] if self.num_replicas > 1 else [])]
+
+    def _digests_of(self, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> _Digests:
+        """Returns the digests of a plan, with descriptions that other ranks may read from then on."""
+        known = self._digests.lookup(id(plan))
+        if known is None:
+            describes = describe, describe_model
+            texts = {k: f(call, plan, stages) for k, f in zip(self._call_keys(), describes, strict=False)}
+            digests = {key: (digest_of(text), text) for key, text in texts.items()}
+            for digest, text in digests.values():
+                self._store.set(f"plan/{digest}", json.dumps(text))
+            known = self._digests[id(plan)] = plan, digests
+        return known[1]
+
+    def _connect(self, pipeline: Pipeline, stages: Sequence[Stage], edges: set[tuple[int, int]]) -> None:
+        """Makes a group for each pair of stages in two processes that exchange tensors, in each direction,
+        and one of the replicas of this stage.
+
+        The groups are made in the same order on all ranks, so no two wait for each other.
+
+        Raises:
+            RuntimeError: replicas have different parameters.
+        """
+        own = self.stages_of(len(stages))
+        if self.num_replicas > 1:
+            self._check_equal(stages[self.index])
+        self._wait_until_ready()
+        assert make_channels is not None
+        groups = {}
+        for edge in sorted(edges):
+            if edge[0] in own or edge[1] in own:
+                groups[edge] = self._group(*edge)
+        if self.by_nccl:
+            self._store.call(_warm_up, groups, own, self.device)
+        replicas = None
+        if self.num_replicas > 1:
+            others = [
+                r for r in range(self.index, self.size * self.num_replicas, self.size) if r != self.rank
+            ]
+            name = f"replicas/{self.index}"
+            replicas = self._joined(gloo_group, name, self.replica, self.num_replicas, others)
+        pipeline.set_peers(make_channels(set(own), groups, self.timeout, self.by_nccl, replicas), self)
+        self._channels_of, self._edges = weakref.ref(pipeline), edges
+
+    def _wait_until_ready(self) -> None:
+        """Waits until all ranks are about to make groups."""
+        everyone = range(self.size * self.num_replicas)
+        ready = [f"ready/{rank}" for rank in everyone]
+        self._store.set(self._key(ready[self.rank]), "")
+        for name in ready:
+            self._wait(name, lambda: [r for r in everyone if self._read(ready[r]) == _UNSET])
+
+    def _group(self, sender: int, receiver: int) -> Any:
+        """Connects two stages of two processes."""
+        ends = sender % self.size, receiver % self.size
+        other = self.replica * self.size + ends[self.index == ends[0]]
+        make = nccl_group if self.by_nccl else gloo_group
+        return self._joined(make, f"{self.replica}/{sender}-{receiver}", ends.index(self.index), 2, [other])
+
+    def _joined(
+        self, make: Callable[..., Any], name: str, rank: int, size: int, others: Sequence[int]
+    ) -> Any:
+        """Returns a group of this process and other ranks."""
+        store = _within(f"{self._number}/{name}", self._store.store)
+        with self._connecting(others):
+            return self._store.call(make, store, rank, size, self.timeout)
+
+    @contextlib.contextmanager
+    def _connecting(self, others: Sequence[int]) -> Iterator[None]:
+        """Names these ranks in the message of an error of the block."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} cannot connect to rank {', '.join(map(str, others))}, which has ended, or "
+                f"takes longer than the argument timeout of GPipe allows: {error}"
+            ) from error
+
+    def _check_equal(self, stage: Stage) -> None:
+        """Checks that the first replica has the same parameters, which would stay different forever."""
+        own = [int(_words(each.detach()).sum(dtype=torch.int64)) for each in parameters_of(stage.layers)]
+        if self.replica == 0:
+            self._store.set(self._key(f"start/{self.index}"), json.dumps(own))
+            return
+        theirs = json.loads(self._wait(f"start/{self.index}", lambda: [self.index]))
+        for parameter, a, b in zip(parameters_of(stage.layers), own, theirs, strict=True):
+            if a != b:
+                name = next(
+                    f"{name!r} of {layer_title(number, layer)}"
+                    for number, layer in enumerate(stage.layers, stage.first_layer)
+                    for name, each in layer.named_parameters()
+                    if each is parameter
+                )
+                raise RuntimeError(
+                    f"replicas must start with the same parameters, but {name} differs between rank "
+                    f"{self.index} and rank {self.rank}; build the layers with the same seed, or load the "
+                    "same weights in all replicas"
+                )
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Returns the memory of a tensor as integers."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.contiguous().view(-1).view(sizes.get(tensor.element_size(), torch.int64))
+
+
+@atexit.register
+def _report_end() -> None:
+    """Tells the other ranks which error ends this process, before its connections close."""
+    error = getattr(sys, "last_value", None)  # set by Python for an error that nobody has caught
+    for ranks in [] if error is None else list(_every):
+        with contextlib.suppress(RuntimeError):
+            ranks.fail(f"its process has ended with {type(error).__name__}: {error}")
+
+
+def edges_of(stages: Sequence[Stage], size: int) -> set[tuple[int, int]]:
+    """Returns the pairs of stages in two of ``size`` processes that exchange tensors in a direction:
+    neighbours, ends of skips, ties.
+    """
+    pairs: Iterable[tuple[int, int]] = [(i, i + 1) for i in range(len(stages) - 1)]
+    ends = {number: i for i, stage in enumerate(stages) for number in stage.stashes}
+    skips = [(ends[n], i) for i, stage in enumerate(stages) for n in stage.pops if n in ends]
+    ties = stages[0].options.ties
+    tied = [pair for tie in ties for pair in combinations([stage for stage, _ in tie], 2)]
+    between = [(a, b) for a, b in (*pairs, *skips, *tied) if (b - a) % size]
+    return {edge for a, b in between for edge in ((a, b), (b, a))}

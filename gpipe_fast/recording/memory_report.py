@@ -1,0 +1,188 @@
+"""What a step needs on each stage and device, before the first step; and settings that fit into a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from gpipe_fast.recording.advice import as_code
+from gpipe_fast.recording.report import StageMemory
+from gpipe_fast.runtime.stage_memory import StageBytes
+
+OptimizerChoice = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
+_MIB = 2**20
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryReport:
+    """What a step needs, in bytes. ``print`` shows tables.
+
+    Libraries' workspaces, such as cuBLAS's, and what PyTorch's allocator rounds up to are not counted.
+
+    Attributes:
+        stages: what each stage needs; None for one with layers in Python, which is known only after a run.
+        optimizer: the state of the optimizer for the parameters of each stage; 0 if no optimizer was passed.
+        devices: the device of each stage.
+        measured: what was recorded in a step, if it was asked for; else empty.
+    """
+
+    stages: tuple[StageBytes | None, ...]
+    optimizer: tuple[int, ...]
+    devices: tuple[str, ...]
+    measured: tuple[StageMemory, ...] = ()
+
+    @property
+    def totals(self) -> dict[str, int | None]:
+        """The bytes of each device: the sum of its stages, though these may need most at different times."""
+        found: dict[str, int | None] = {}
+        for own, state, device in zip(self.stages, self.optimizer, self.devices, strict=True):
+            before = found.get(device, 0)
+            found[device] = None if own is None or before is None else before + own.total + state
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as numbers, strings, lists and dicts, for JSON."""
+        return {
+            "stages": [None if own is None else own._asdict() for own in self.stages],
+            "optimizer": list(self.optimizer),
+            "devices": list(self.devices),
+            "totals": self.totals,
+            "measured": [own._asdict() for own in self.measured],
+        }
+
+    def _tables(self, form: str) -> list[str]:
+        headers = ["stage", "device", *StageBytes._fields, "optimizer", "total MiB"]
+        rows = []
+        for stage, (own, state) in enumerate(zip(self.stages, self.optimizer, strict=True)):
+            place = [str(stage), self.devices[stage]]
+            if own is None:
+                rows.append([*place, *["in Python: known after a run"], *[""] * (len(headers) - 3)])
+            else:
+                rows.append([*place, *map(_mib, own), _mib(state), _mib(own.total + state)])
+        tables = [_table(headers, rows, form)]
+        totals = [[device, "?" if size is None else _mib(size)] for device, size in self.totals.items()]
+        if len(totals) < len(self.stages) or len(totals) > 1:
+            tables.append(_table(["device", "total MiB"], totals, form))
+        if self.measured:
+            headers = ["stage", *(f"{name} measured" for name in StageMemory._fields)]
+            measured = [[str(stage), *map(_mib, own)] for stage, own in enumerate(self.measured)]
+            tables.append(_table(headers, measured, form))
+        return tables
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._tables("simple"))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(self._tables("html"))
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """Settings that fit.
+
+    Attributes:
+        settings: the balance, the number of micro-batches and the bytes.
+        seconds: the simulated time of a step.
+        bytes: what each stage needs, as far as is known before its programs are made.
+    """
+
+    settings: Mapping[str, Any]
+    seconds: float
+    bytes: tuple[int, ...]
+
+    @property
+    def code(self) -> str:
+        """The settings as a line of Python."""
+        return as_code(self.settings)
+
+
+@dataclass(frozen=True)
+class MemoryChoices:
+    """The fastest settings within a number of bytes, and up to two runners-up. ``print`` shows them as code.
+
+    Attributes:
+        choices: the settings, the fastest first.
+    """
+
+    choices: tuple[MemoryChoice, ...]
+
+    @property
+    def code(self) -> str:
+        """The fastest settings as a line of Python."""
+        return self.choices[0].code
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
+        return {
+            "choices": [
+                {
+                    "settings": dict(each.settings),
+                    "code": each.code,
+                    "seconds": each.seconds,
+                    "bytes": list(each.bytes),
+                }
+                for each in self.choices
+            ]
+        }
+
+    def _table(self, form: str) -> str:
+        rows = [
+            [each.code, f"{each.seconds * 1e3:.1f}", " + ".join(f"{b / 2**20:.0f}" for b in each.bytes)]
+            for each in self.choices
+        ]
+        headers = ["settings", "predicted ms", "MiB of stages"]
+        return str(tabulate(rows, headers, tablefmt=form, disable_numparse=True))
+
+    def __str__(self) -> str:
+        return self._table("simple")
+
+    def _repr_html_(self) -> str:
+        return self._table("html")
+
+
+def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor]) -> int:
+    """Returns the bytes of an optimizer's state, after a step on tensors without memory.
+
+    Args:
+        optimizer: an optimizer, whose class and defaults are used, or a function that makes one of a list of
+            parameters, such as ``torch.optim.AdamW``; None for nothing.
+        parameters: the parameters.
+
+    Raises:
+        TypeError: ``optimizer`` is none of these.
+    """
+    stand_ins = [
+        torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters if p.requires_grad
+    ]
+    if optimizer is None or not stand_ins:
+        return 0
+    if isinstance(optimizer, torch.optim.Optimizer):
+        made = type(optimizer)(stand_ins, **optimizer.defaults)
+    elif callable(optimizer):
+        made = optimizer(stand_ins)
+    else:
+        raise TypeError(
+            f"optimizer must be an optimizer or a function that makes one, got {type(optimizer).__name__}; "
+            "pass torch.optim.AdamW, or lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)"
+        )
+    for parameter in stand_ins:
+        parameter.grad = torch.empty_like(parameter)
+    made.step()
+    states = (value for state in made.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, Tensor))
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+    align = ["left", "left", *["right"] * (len(headers) - 2)]
+    return str(tabulate(rows, headers, tablefmt=form, disable_numparse=True, colalign=align))
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.2f}"

@@ -1,0 +1,234 @@
+"""Recordings: the measured begin and end of every action, and of every wait at a slot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tabulate import tabulate
+
+from gpipe_fast._extension import Pipeline
+from gpipe_fast.lower.steps import Launch
+from gpipe_fast.recording.blame import Phase
+from gpipe_fast.recording.events import Event
+from gpipe_fast.recording.report import Report, StageSizes
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.schedule import BACKWARD, Action, Kind, Schedule
+from gpipe_fast.trace.joint_graph import parameters_of
+
+# The capacity for events per stage, at about 100 bytes per event: enough for a step of 5,400 micro-batches.
+MAX_EVENTS = 65536
+
+_HOW_TO_RECORD = "call the model inside 'with model.recording() as recording:', and read it after the block"
+
+
+class Recording:
+    """The events of a block of code, available after the block.
+
+    Durations and the bubble refer to one training step, or to one forward; if several ran, to the latest.
+    The user's loss runs between forward and backward, so the time between them is not counted. ``print``
+    shows a summary.
+
+    Attributes:
+        stages: events by stage, in order of time.
+        kernels: for each stage, the sorted names of the Triton kernels that its programs launch.
+        rank_of: the rank of each stage; stages of one rank take turns. Empty: each stage is a rank.
+        sizes: for each stage, the bytes of its parameters and of their gradients.
+        clock_error: seconds by which differences between times of two processes are wrong at most: half the
+            shortest round trip of a message, or more if neither process is the first. 0 in one process.
+    """
+
+    def __init__(self) -> None:
+        self.stages: tuple[tuple[Event, ...], ...] = ()
+        self.kernels: tuple[tuple[str, ...], ...] = ()
+        self.rank_of: tuple[int, ...] = ()
+        self.sizes: tuple[StageSizes, ...] = ()
+        self.clock_error = 0.0
+
+    @property
+    def latest(self) -> dict[Action, Event]:
+        """The events of the latest forward and of the latest backward after it, by stage and time.
+
+        Updates of parameters are not among them.
+        """
+        actions = [e for stage in self.stages for e in stage if not e.is_wait and e.action.kind is not Kind.U]
+        forward = max((e.run for e in actions if not _is_backward(e)), default=0)
+        backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)
+        return {e.action: e for e in actions if e.run == (backward if _is_backward(e) else forward)}
+
+    def seconds(self) -> dict[Action, float]:
+        """Returns the seconds that each action took, without its wait."""
+        return {action: event.end - event.begin for action, event in self.latest.items()}
+
+    def phases(self) -> list[Schedule]:
+        """Returns the recorded schedules: one for each engine run of the step.
+
+        A call and its backward are two runs: the forwards, and the backwards if any ran. A `GPipe.step` is
+        one run.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        if not self.latest:
+            raise ValueError(f"the recording holds no step: {_HOW_TO_RECORD}")
+        latest, rank_of = self.latest, self._rank_of
+        is_shared = len({*rank_of}) < len(self.stages)
+        in_time = sorted(latest, key=lambda action: latest[action].begin) if is_shared else list(latest)
+        rows = [tuple(a for a in in_time if rank_of[a.stage] == rank) for rank in sorted({*rank_of})]
+        num_microbatches = max(a.microbatch for a in latest) + 1
+        try:
+            whole = Schedule(tuple(rows), num_microbatches, slots=num_microbatches)
+        except ValueError as error:
+            raise ValueError(f"the latest step of the recording is not whole: {error}") from error
+        is_whole = self._is_one_call or not self.has_backward
+        return [whole] if is_whole else [whole.forward_part(), whole.backward_part()]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the latest step has backwards."""
+        return any(map(_is_backward, self.latest.values()))
+
+    def span(self) -> float:
+        """Returns the seconds from the first begin to the last end, summed over forward and backward.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        return sum(end - begin for begin, end in (run.window for run in self._runs()))
+
+    def bubble(self) -> float:
+        """Returns the fraction of the ranks' time in which they computed nothing.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        return self.report().bubble
+
+    @property
+    def _rank_of(self) -> Sequence[int]:
+        """The rank of each stage in the latest step; in a forward or backward alone, each stage is one."""
+        return self.rank_of if self.rank_of and self._is_one_call else range(len(self.stages))
+
+    @property
+    def _is_one_call(self) -> bool:
+        """Whether forward and backward of the latest step are one run."""
+        kinds = {_is_backward(event) for event in self.latest.values()}
+        return len(kinds) == 2 and len({event.run for event in self.latest.values()}) == 1
+
+    def report(self) -> Report:
+        """Returns where the time of the latest step goes, or of the latest forward.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        return Report.of(self._runs(), self.sizes, self.clock_error)
+
+    def _runs(self) -> list[Phase]:
+        latest = self.latest
+        waits = [event for stage in self.stages for event in stage if event.is_wait]
+        found = []
+        for schedule in self.phases():
+            own = {action: latest[action] for action in schedule.order()}
+            runs = {event.run for event in own.values()}
+            found.append(Phase(schedule, own, [event for event in waits if event.run in runs]))
+        return found
+
+    def __str__(self) -> str:
+        """Returns a line about the step, then a table with a row for each stage, then the stages' kernels.
+
+        A stage is busy while it computes, and waiting while it waits at a slot. The rest of the time in which
+        it is not busy it copies, or is idle, such as before its first and after its last action.
+        """
+        try:
+            report = self.report()
+        except ValueError as error:
+            return f"Recording: {error}"
+        rows = [
+            (stage, own.busy * 1e3, own.waiting * 1e3, f"{1 - own.busy / report.step:.1%}")
+            for stage, own in enumerate(report.stages)
+        ]
+        headline = (
+            f"Recording: {'step' if self.has_backward else 'forward'} of {report.step * 1e3:.3f} ms, "
+            f"{len(self.stages)} stages, {report.num_microbatches} micro-batches, "
+            f"bubble {report.bubble:.1%}, critical path {report.path_seconds * 1e3:.3f} ms"
+        )
+        headers = ("stage", "busy ms", "waiting ms", "not busy")
+        table = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", colalign=["right"] * 4)
+        kernels = [f"stage {i} launches {', '.join(names)}" for i, names in enumerate(self.kernels) if names]
+        return "\n\n".join([headline, table, *(["\n".join(kernels)] if kernels else [])])
+
+    def critical_path(self) -> float:
+        """Returns the minimum seconds of the step: its schedule simulated with the measured durations.
+
+        Raises:
+            ValueError: the recording holds no whole step.
+        """
+        return sum(phase.replay().time for phase in self._runs())
+
+
+def _is_backward(event: Event) -> bool:
+    return event.action.kind in BACKWARD
+
+
+def kernel_names(stages: Sequence[Stage], compiled: Iterable[CompiledStage]) -> tuple[tuple[str, ...], ...]:
+    """Returns, for each stage, the sorted names of the kernels that its programs launch."""
+    names: list[set[str]] = [set() for _ in stages]
+    for each in compiled:
+        if each.stage.whole in stages:
+            found = names[stages.index(each.stage.whole)]
+            for lowered in each.traced.lowered.values():
+                for program in (lowered.forward, lowered.backward):
+                    steps = () if program is None else program.steps
+                    found.update(step.launch.name for step in steps if isinstance(step, Launch))
+    return tuple(tuple(sorted(each)) for each in names)
+
+
+def stage_sizes(stages: Sequence[Stage]) -> tuple[StageSizes, ...]:
+    """Returns the sizes of the tensors of each stage."""
+    sizes = []
+    for stage in stages:
+        parameters = parameters_of(stage.layers)
+        gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        sizes.append(StageSizes(sum(p.nbytes for p in parameters), gradients))
+    return tuple(sizes)
+
+
+@contextlib.contextmanager
+def record(pipeline: Pipeline, complete: Callable[[Recording], None] = lambda _: None) -> Iterator[Recording]:
+    """Records the actions that ``pipeline`` runs inside the block.
+
+    Args:
+        pipeline: the pipeline.
+        complete: sets what else the recording holds; called after the block.
+    """
+    if pipeline.recorded():
+        raise RuntimeError(
+            "this module is being recorded already; recordings cannot be nested: leave the first "
+            "model.recording() block before you begin another"
+        )
+    recording = Recording()
+    pipeline.record(MAX_EVENTS)
+    try:
+        yield recording
+    finally:
+        events = pipeline.events()
+        pipeline.record(0)
+        complete(recording)
+        recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
+
+
+def _event(
+    name: str,
+    is_wait: bool,
+    begin: int,
+    end: int,
+    run: int,
+    boundary: int,
+    saved: int,
+    scratch: int,
+    transit: int,
+) -> Event:
+    """Returns an event from the extension's, with times in nanoseconds."""
+    times = begin * 1e-9, end * 1e-9
+    return Event(Action.parse(name), is_wait, *times, run, boundary, saved, scratch, transit * 1e-9)

@@ -1,0 +1,257 @@
+"""What each stage saves of each micro-batch, so that a step fits into a number of bytes for each device.
+
+The stages are traced first. The ladders of their graphs (gpipe_fast/lower/ladder.py), the times of their
+operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. Programs are then lowered for
+what was chosen, and the choice is made again with the scratch memory that they turn out to need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import fx
+
+from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.lower.alias import source_of
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
+from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward
+from gpipe_fast.lower.operator_times import nanoseconds
+from gpipe_fast.runtime.compile import CompilationFailure
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.plan import schedule_of
+from gpipe_fast.runtime.planner import Call, Planner
+from gpipe_fast.runtime.stage_memory import (
+    buffer_bytes,
+    gradient_bytes,
+    parameter_bytes,
+    scratch_bytes,
+    spec_bytes,
+)
+from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
+from gpipe_fast.schedule.budget import Budget, Climb, Rung, StageCosts
+from gpipe_fast.schedule.cuts import Partition, best_partitions
+from gpipe_fast.schedule.simulation import Simulation
+from gpipe_fast.trace.joint_graph import JointGraph, parameters_of
+from gpipe_fast.trace.tensor_metadata import AnyTensor
+
+# How often programs are lowered for a choice. After that, one is made among those that are lowered.
+_MAX_ATTEMPTS = 8
+Limits = Mapping[torch.device, int]
+
+
+def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoint:
+    """Returns what to save in a call with gradients, so that it fits into the memory of each device.
+
+    Counted are parameters, buffers, gradients, and everything of the micro-batches. The state of an optimizer
+    is not.
+
+    Args:
+        planner: traces the stages.
+        call: the call; its own checkpoint policy is not read.
+        limits: the bytes for each device.
+
+    Raises:
+        ValueError: even if everything is recomputed, a step needs more; the message says how much, for what.
+        RuntimeError: a layer cannot be traced.
+    """
+    key = call.key(), tuple(limits.items())
+    known = planner.within.lookup(key)
+    if known is not None:
+        return known
+    found = planner.within[key] = _Limited(planner, call).choose(limits)
+    return found
+
+
+def partitions_within(
+    planner: Planner, call: Call, devices: Sequence[torch.device], limits: Limits, schedule: ScheduleChoice
+) -> list[Partition]:
+    """Returns the three fastest partitions that fit, with what they save.
+
+    Args:
+        planner: traces the layers, each of which is a stage of its own.
+        call: as for `checkpoint_within`.
+        devices: the device of each stage of the partitions.
+        limits: as for `checkpoint_within`.
+        schedule: the schedule of the partitions.
+
+    Raises:
+        ValueError: no partition fits; the message says what is needed at least, for what.
+        RuntimeError: as for `checkpoint_within`.
+    """
+    layers = _Limited(planner, call)
+    number, num_devices = len(layers.sizes), len(set(devices))
+
+    def with_recomputes(recomputed: frozenset[tuple[int, int]]) -> Schedule:
+        return schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
+
+    return best_partitions(layers.costs, devices, limits, layers.sizes, with_recomputes)
+
+
+class _Limited:
+    """The stages of a call, for which rungs are chosen.
+
+    Attributes:
+        sizes: the size of each micro-batch, relative to the first.
+    """
+
+    def __init__(self, planner: Planner, call: Call) -> None:
+        self._stages, self._call = planner.stages, call
+        compiled = _compiled(planner, call)
+        self._compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, len(compiled) - 1)]
+        self._number = len(call.microbatches)
+        samples = [spec_bytes(call.microbatches[m].tensors) for m in range(self._number)]
+        self.sizes = [own / max(samples) for own in samples]
+        self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
+        graphs = [own.traced.joint for own in compiled[0]]
+        self._saved = [_saved_bytes(joint) for joint in graphs]
+        self._kept = Simulation.of(self._schedule(frozenset())).kept
+        # For each stage, the scratch memory of the rungs whose programs are lowered.
+        self._scratch = [dict[int, int]() for _ in graphs]
+        self._gradients = [
+            gradient_bytes(own, {p for p in parameters_of(own.layers) if p.requires_grad})
+            for own in self._stages
+        ]
+        for stage, saved in enumerate(self._saved):
+            self._lower(stage, {0, len(saved) - 1})
+        self._times = [self._costs_of(i, joint) for i, joint in enumerate(graphs)]
+
+    @property
+    def costs(self) -> list[StageCosts]:
+        """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
+        return [replace(own, rungs=self._rungs(stage, own)) for stage, own in enumerate(self._times)]
+
+    def choose(self, limits: Limits) -> Checkpoint:
+        """As `checkpoint_within`."""
+        for _ in range(_MAX_ATTEMPTS):
+            climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
+            unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]
+            for stage, rungs in enumerate(unknown):
+                self._lower(stage, rungs)
+            if not any(unknown):
+                return self._checkpoint_of(climb)
+        return self._checkpoint_of(self._known_choice(limits))
+
+    def _known_choice(self, limits: Limits) -> Climb:
+        """Returns the best choice among the rungs whose programs are lowered."""
+        known = [sorted(own) for own in self._scratch]
+        costs = [
+            replace(own, rungs=tuple(own.rungs[rung] for rung in known[stage]))
+            for stage, own in enumerate(self.costs)
+        ]
+        climb = Budget(costs, self.sizes, self._schedule).choose(limits)
+        rungs = (tuple(known[stage][rung] for rung in row) for stage, row in enumerate(climb.rungs))
+        return replace(climb, rungs=tuple(rungs))
+
+    def _rungs(self, stage: int, costs: StageCosts) -> tuple[Rung, ...]:
+        """Returns the rungs of a stage with the scratch memory of those that are lowered.
+
+        That of the others is between that of the nearest ones, in proportion to what is saved.
+        """
+        saved, known = self._saved[stage], sorted(self._scratch[stage].items())
+        found = []
+        for number, rung in enumerate(costs.rungs):
+            (low, first), (high, last) = next(
+                pair for pair in pairwise([*known, known[-1]]) if number <= pair[1][0]
+            )
+            share = (saved[number] - saved[low]) / max(1, saved[high] - saved[low])
+            found.append(replace(rung, scratch=first + share * (last - first)))
+        return tuple(found)
+
+    def _schedule(self, recomputed: frozenset[tuple[int, int]]) -> Schedule:
+        if self._call.order is None:
+            return fill_drain(len(self._stages), self._number, recomputed=recomputed)
+        fractions = [
+            [FULL_RECOMPUTE if (stage, m) in recomputed else NO_RECOMPUTE for m in range(self._number)]
+            for stage in range(len(self._stages))
+        ]
+        return schedule_of(self._stages, self._call.order, fractions)
+
+    def _costs_of(self, index: int, joint: JointGraph) -> StageCosts:
+        stage, own = self._stages[index], self._compiled[0][index]
+        rungs = Ladder.of(joint).rungs
+        nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and source_of(n).base is n]
+        times = Counter[bool]()
+        for node in nodes:
+            times[is_backward(node)] += _time_of(node)
+        inputs, outputs = spec_bytes(own.inputs.tensors), spec_bytes(own.outputs.tensors)
+        is_first = stage.first_layer == 0  # its inputs are parts of the caller's
+        return StageCosts(
+            times[False],
+            times[True],
+            tuple(Rung(s, rung.recompute) for s, rung in zip(self._saved[index], rungs, strict=True)),
+            0 if is_first else inputs,
+            {
+                "parameters": parameter_bytes(stage),
+                "buffers": buffer_bytes(stage),
+                "gradients": self._gradients[index],
+                "boundary tensors under way": self._under_way(index, inputs, outputs),
+            },
+            stage.device,
+        )
+
+    def _under_way(self, stage: int, inputs: int, outputs: int) -> int:
+        """Returns the most that waits to be sent or used, however fast the stages next to this one are."""
+        before = self._kept[stage - 1] if stage > 0 else 0
+        after = self._kept[stage + 1] if stage + 1 < len(self._stages) else 0
+        waiting = max(0, before - self._kept[stage])
+        return (waiting + 2) * inputs + (after + 2) * outputs
+
+    def _checkpoint_of(self, climb: Climb) -> Checkpoint:
+        return Checkpoint(
+            tuple(
+                tuple(_fraction(self._saved[stage], rung) for rung in row)
+                for stage, row in enumerate(climb.rungs)
+            )
+        )
+
+    def _lower(self, stage: int, rungs: Collection[int]) -> None:
+        """Lowers the programs of some rungs of a stage, and notes their scratch memory."""
+        for rung in rungs:
+            found = []
+            for pipeline in self._compiled:
+                fraction = _fraction(self._saved[stage], rung)
+                lowered = pipeline[stage].traced.lower(fraction, self._defers)
+                found.append(scratch_bytes(lowered, self._gradients[stage]))
+            self._scratch[stage][rung] = max(found)
+
+
+def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]:
+    found = planner.compile(call)
+    if not isinstance(found, CompilationFailure):
+        return found
+    reason, stage = found.untraceable, planner.stages[found.stage_index]
+    where = f"stage {found.stage_index}"
+    if reason.layer is not None:
+        where = layer_title(stage.first_layer + reason.layer, stage.layers[reason.layer])
+    raise RuntimeError(
+        f"memory was passed, but {where} runs in Python, and what it needs is not known: {reason.reason}; "
+        "rewrite the layer, or pass checkpoint instead of memory"
+    )
+
+
+def _saved_bytes(joint: JointGraph) -> list[int]:
+    """Returns the bytes that are saved on each rung of the graph's ladder."""
+    value_of = {node.name: node.meta.get("val") for node in joint.module.graph.nodes}
+
+    def size(names: Sequence[str]) -> int:
+        return sum(bytes_of(value_of[name]) for name in names)
+
+    return list(accumulate(size(rung.added) - size(rung.dropped) for rung in Ladder.of(joint).rungs))
+
+
+def _fraction(saved: Sequence[int], rung: int) -> SavedFraction:
+    """Returns a saved fraction whose furthest rung is this one: half way to the next one that saves more."""
+    if rung == len(saved) - 1:
+        return NO_RECOMPUTE
+    if saved[rung] == 0 == rung:
+        return FULL_RECOMPUTE
+    following = next(size for size in saved[rung:] if size > saved[rung])
+    return (saved[rung] + following) / 2 / saved[-1]
+
+
+def _time_of(node: fx.Node) -> int:
+    return nanoseconds(node) if isinstance(node.meta.get("val"), (AnyTensor, tuple, list)) else 0

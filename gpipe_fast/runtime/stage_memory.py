@@ -1,0 +1,321 @@
+"""The memory that each stage needs for a plan, from shapes and from the programs' own offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpipe_fast._extension import ActiveRuns
+from gpipe_fast.lower.checkpoint import SavedFraction
+from gpipe_fast.lower.program import ProgramIR, StorageKind
+from gpipe_fast.lower.steps import AdoptAsAccumulator, Release, values_written
+from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
+from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.planner import Call
+from gpipe_fast.runtime.stage import Stage, TensorSpec
+from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.strides import span
+from gpipe_fast.trace.joint_graph import GraphRole, parameters_of
+
+
+class StageBytes(NamedTuple):
+    """What a stage needs, in bytes, at the moment of a step at which it needs most.
+
+    Attributes:
+        parameters: its parameters.
+        buffers: its buffers.
+        gradients: the gradients of its parameters; none before its first backward.
+        boundary: the inputs of the micro-batches that it keeps, or that wait for it.
+        saved: other tensors that are kept for backwards.
+        intermediates: the scratch memory of its programs, and what the running one allocates beside it.
+        under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    boundary: int
+    saved: int
+    intermediates: int
+    under_way: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(self)
+
+
+class _Sizes(NamedTuple):
+    """The bytes of a micro-batch in a stage.
+
+    Attributes:
+        boundary: its plain inputs, as they arrive.
+        popped: by skip connection, what it pops.
+        saved: what its forward saves.
+        held: what is kept in addition between the two halves of its backward.
+        outputs: its plain outputs, without what is saved, too.
+        result: its plain outputs, which the caller gets from the last stage.
+        stashed: by skip connection, what it stashes.
+        tangents: the gradients that arrive.
+        gradients: the gradients that it sends.
+        scratch: the scratch memory of its programs.
+        forward: the most that its forward allocates beside the scratch memory.
+        backwards: the same for its backward (B) and for weight gradients that run later (W), each for a later
+            micro-batch and for the first, which makes the gradients of parameters.
+    """
+
+    boundary: int
+    popped: dict[int, int]
+    saved: int
+    held: int
+    outputs: int
+    result: int
+    stashed: dict[int, int]
+    tangents: int
+    gradients: int
+    scratch: int
+    forward: int
+    backwards: dict[tuple[Kind, bool], int]
+
+
+def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[StageBytes]:
+    """Returns what each stage needs.
+
+    Args:
+        stages: the stages.
+        plan: a plan without layers in Python.
+        call: the call that it was made for.
+    """
+    assert plan.compiled is not None
+    number = len(call.microbatches)
+    defers = plan.is_step and plan.schedule.defers_weights
+    sizes_of = cache(_sizes)  # nearly all micro-batches are alike
+    sizes = [
+        [sizes_of(plan.compiled[0 if m < number - 1 else -1][i], own[m], defers) for m in range(number)]
+        for i, own in enumerate(call.saved_fractions)
+    ]
+    fixed = []
+    for index, own in enumerate(stages):
+        parameters = parameters_of(own.layers)
+        reached = {parameters[i] for i in plan.compiled[0][index].parameters_with_gradients()}
+        scratch = max(each.scratch for each in sizes[index])
+        sums = parameter_bytes(own), buffer_bytes(own), gradient_bytes(own, reached)
+        fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0))
+    return _Walk(stages, plan, sizes, fixed).peaks()
+
+
+def parameter_bytes(stage: Stage) -> int:
+    """Returns the bytes of a stage's parameters."""
+    return sum(p.nbytes for p in set(parameters_of(stage.layers)))
+
+
+def buffer_bytes(stage: Stage) -> int:
+    """Returns the bytes of a stage's buffers."""
+    return sum(b.nbytes for b in {b for layer in stage.layers for b in layer.buffers()})
+
+
+def gradient_bytes(stage: Stage, parameters: Iterable[Tensor]) -> int:
+    """Returns the bytes of the gradients of these parameters, as a stage accumulates them."""
+    return sum(p.numel() * (stage.options.grad_dtype or p.dtype).itemsize for p in parameters)
+
+
+class _Walk:
+    """A walk over the actions of a plan, which notes what each stage needs.
+
+    Args:
+        stages: the stages.
+        plan: the plan.
+        sizes: for each stage, the bytes of each micro-batch.
+        fixed: what each stage needs at all times; the gradients only from its first backward on.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        plan: PlannedCall,
+        sizes: Sequence[Sequence[_Sizes]],
+        fixed: Sequence[StageBytes],
+    ) -> None:
+        self._stages, self._sizes, self._plan = stages, sizes, plan
+        self._gradients = [own.gradients for own in fixed]
+        self._now = [own._replace(gradients=0) for own in fixed]
+        self._most = list(self._now)
+        self._stash_of = {number: s for s, own in enumerate(stages) for number in own.stashes}
+        self._sent: dict[tuple[int, Kind], int] = {}
+
+    def peaks(self) -> list[StageBytes]:
+        """Returns what each stage needs when it needs most."""
+        order = self._plan.schedule.order()
+        last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
+        forwards = 0
+        for action in order:
+            self._take(action)
+            if last.get((action.stage, action.microbatch)) is action:
+                self._end(action.stage, action.microbatch, action.kind)
+            forwards += action.kind is Kind.F
+            if action.kind is Kind.F and forwards == len(self._sizes) * len(self._sizes[0]):
+                self._join()
+        return self._most
+
+    def _take(self, action: Action) -> None:
+        stage, kind, m = action
+        own = self._sizes[stage][m]
+        if kind is Kind.F:
+            for number, size in own.popped.items():
+                before = self._stash_of.get(number, stage)
+                self._add(before, under_way=-self._sizes[before][m].stashed.get(number, 0))
+                self._add(stage, boundary=size)
+            self._add(stage, intermediates=own.forward)
+            self._add(stage, intermediates=-own.forward)
+            self._add(stage, saved=own.saved, under_way=own.outputs + sum(own.stashed.values()))
+        elif kind is Kind.SEND_F:
+            self._leave(stage, stage + 1, kind, own.outputs)
+            copies = self._copies(stage, stage + 1)
+            self._add(stage + 1, boundary=self._sizes[stage + 1][m].boundary if copies else own.outputs)
+        elif kind is Kind.SEND_B:
+            self._leave(stage, stage - 1, kind, own.gradients)
+            self._add(stage - 1, under_way=self._sizes[stage - 1][m].tangents)
+        elif kind in (Kind.B, Kind.I, Kind.W):
+            is_first = self._now[stage].gradients == 0 and kind is not Kind.I
+            size = own.backwards.get((kind if kind is Kind.W else Kind.B, is_first), 0)
+            self._add(stage, intermediates=size)
+            self._add(stage, intermediates=-size)
+            if is_first:
+                self._add(stage, gradients=self._gradients[stage])
+            if kind is not Kind.W:
+                self._add(stage, saved=own.held if kind is Kind.I else 0, under_way=own.gradients)
+
+    def _end(self, stage: int, m: int, kind: Kind) -> None:
+        """Frees what is kept for a backward that has ended."""
+        own = self._sizes[stage][m]
+        boundary = sum(own.popped.values())
+        if stage > 0:
+            copies = self._copies(stage - 1, stage)
+            boundary += own.boundary if copies else self._sizes[stage - 1][m].outputs
+        received = own.tangents if stage < len(self._stages) - 1 else 0
+        self._add(stage, boundary=-boundary, saved=-own.saved, under_way=-received)
+        if kind is Kind.W:
+            self._add(stage, saved=-own.held)
+
+    def _join(self) -> None:
+        """Concatenates the outputs of the last stage, and frees them; the caller has the result."""
+        if not self._plan.is_step:
+            self._add(-1, under_way=sum(own.result for own in self._sizes[-1]))
+        self._add(-1, under_way=-sum(own.outputs for own in self._sizes[-1]))
+
+    def _leave(self, stage: int, receiver: int, kind: Kind, size: int) -> None:
+        """Frees what a stage has sent; a copy keeps it until the next one is sent."""
+        key = stage, kind
+        self._add(stage, under_way=-self._sent.get(key, 0))
+        self._sent[key] = size if self._copies(stage, receiver) else 0
+        if not self._sent[key]:
+            self._add(stage, under_way=-size)
+
+    def _copies(self, stage: int, other: int) -> bool:
+        return self._stages[stage].device != self._stages[other].device
+
+    def _add(self, stage: int, **changes: int) -> None:
+        before = self._now[stage]
+        now = before._replace(**{name: getattr(before, name) + more for name, more in changes.items()})
+        self._now[stage] = now
+        self._most[stage] = max(self._most[stage], now, key=sum)
+
+
+def scratch_bytes(lowered: LoweredStage, gradients: int) -> int:
+    """Returns the most that the programs of a stage need beside what they are given, keep and return.
+
+    Args:
+        lowered: the programs.
+        gradients: the bytes of the gradients of parameters, which do not count.
+    """
+    programs = [each for each in (lowered.forward, lowered.backward, lowered.weights) if each is not None]
+    beside = max(max(_peak(each, False), _peak(each, True) - gradients) for each in programs)
+    return max(program.arena_bytes for program in programs) + beside
+
+
+def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _Sizes:
+    lowered = compiled.traced.lower(fraction, defers)
+    forward, backward = lowered.forward, lowered.backward
+    programs = [each for each in (forward, backward, lowered.weights) if each is not None]
+    plain, skips = compiled.inputs.split_skips()
+    out, stashed = compiled.outputs.split_skips()
+    saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
+    plain_outputs = _results(forward, GraphRole.OUTPUT, len(out.tensors)) - saved
+    return _Sizes(
+        spec_bytes(plain.tensors),
+        {n: spec_bytes([s]) for n, s in zip(compiled.stage.pops, skips, strict=True) if s is not None},
+        _value_bytes(forward, saved),
+        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
+        _value_bytes(forward, plain_outputs),
+        spec_bytes(out.tensors),
+        {n: spec_bytes([s]) for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None},
+        spec_bytes([spec for spec in compiled.outputs.tensors if spec.requires_grad]),
+        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.INPUT_GRADIENT)),
+        max(program.arena_bytes for program in programs),
+        _peak(forward, False),
+        {
+            (kind, is_first): _peak(program, is_first)
+            for kind, program in ((Kind.B, backward), (Kind.W, lowered.weights))
+            if program is not None
+            for is_first in (False, True)
+        },
+    )
+
+
+def _results(program: ProgramIR, role: GraphRole, below: int | None = None) -> set[int]:
+    """Returns the values in whose memory the results of a role are, unless they are the program's inputs.
+
+    Args:
+        program: the program.
+        role: the role.
+        below: only results whose port has a lower index than this.
+    """
+    found = set()
+    for port, index in zip(program.outputs, program.results, strict=True):
+        value = program.values[index]
+        base = value.index if value.storage is StorageKind.VIEW else index
+        is_own = program.values[base].storage in (StorageKind.FRESH, StorageKind.RESULT)
+        if is_own and port.role is role and (below is None or port.index < below):
+            found.add(base)
+    return found
+
+
+def _peak(program: ProgramIR, is_first: bool) -> int:
+    """Returns the most that a run of a program allocates at a time beside its scratch memory.
+
+    Args:
+        program: the program.
+        is_first: whether the run makes the gradients of parameters; later ones add to them.
+    """
+    now = most = 0
+    live: dict[int, int] = {}
+    allocated = {StorageKind.FRESH, StorageKind.RESULT} | ({StorageKind.ACCUMULATOR} if is_first else set())
+    skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST
+    for step in program.steps:
+        if isinstance(step, Release):
+            now -= live.pop(step.value, 0)
+            continue
+        if isinstance(step, AdoptAsAccumulator) and is_first:
+            live.pop(step.value, None)  # stays
+            continue
+        if getattr(step, "when", None) is skipped:
+            continue
+        for index in values_written(step):
+            if program.values[index].storage in allocated and index not in live:
+                live[index] = _value_bytes(program, [index])
+                now += live[index]
+        most = max(most, now)
+    return most
+
+
+def _value_bytes(program: ProgramIR, indices: Iterable[int]) -> int:
+    values = (program.values[index] for index in indices)
+    return sum(span(value.sizes, value.strides) * value.dtype.itemsize for value in values)
+
+
+def spec_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Returns the bytes of tensors with these specs."""
+    return sum(span(spec.shape, spec.strides) * spec.dtype.itemsize for spec in specs)

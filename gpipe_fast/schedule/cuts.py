@@ -1,0 +1,210 @@
+"""Where to cut a sequence of layers, if each stage recomputes as little as its bytes allow.
+
+Cuts and recomputation depend on each other: a stage with fewer layers has more room, and recomputes less. The
+cuts are searched from the best bound on: a partition takes at least as long as its slowest stage works, and
+the first stages fill and drain. Each partition is then simulated with the rungs of `Budget`, until no other
+one can be faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+from gpipe_fast.schedule.budget import Budget, BudgetError, Climb, Rung, StageCosts
+from gpipe_fast.schedule.schedule import Schedule
+from gpipe_fast.schedule.simulation import Simulation
+
+# The maximum number of partitions that are simulated. With equal layers, many have nearly the same bound.
+_MAX_SIMULATED = 200
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition into stages.
+
+    Attributes:
+        balance: the number of layers of each stage.
+        climb: the rungs of its stages, and the simulated time.
+    """
+
+    balance: tuple[int, ...]
+    climb: Climb
+
+
+def stage_costs(layers: Sequence[StageCosts], device: Hashable) -> StageCosts:
+    """Returns what a stage of these layers costs, given what each costs as a stage of its own.
+
+    On the lowest rung, all is recomputed from the inputs of the stage; a layer that saves something keeps
+    its inputs, too. What is recomputed is in the scratch memory, beside what the largest layer needs.
+    """
+    steps = []
+    for number, layer in enumerate(layers):
+        gain = float("inf")
+        for rung, (before, after) in enumerate(pairwise(layer.rungs), 1):
+            saved = after.saved - before.saved + (layer.boundary if number and rung == 1 else 0.0)
+            time = before.recompute - after.recompute
+            gain = min(gain, time / saved if saved else gain)
+            steps.append((-gain, number, rung, saved, time))
+    steps.sort()
+    sums = [*accumulate((step[3] for step in steps), initial=0.0)]
+    everything = sum(layer.rungs[0].recompute for layer in layers)
+    times = [*accumulate((-step[4] for step in steps), initial=everything)]
+    times[-1] = 0.0
+    needed = max(layer.rungs[-1].scratch for layer in layers)
+    rungs = tuple(Rung(s, t, sums[-1] - s + needed) for s, t in zip(sums, times, strict=True))
+    fixed: dict[str, float] = {}
+    for layer in layers:
+        for name, size in layer.fixed.items():
+            fixed[name] = fixed.get(name, 0.0) + size
+    return StageCosts(
+        sum(x.forward for x in layers),
+        sum(x.backward for x in layers),
+        rungs,
+        layers[0].boundary,
+        fixed,
+        device,
+    )
+
+
+def best_partitions(
+    layers: Sequence[StageCosts],
+    devices: Sequence[Hashable],
+    limits: Mapping[Any, float],
+    sizes: Sequence[float],
+    schedule_of: Callable[[frozenset[tuple[int, int]]], Schedule],
+    count: int = 3,
+) -> list[Partition]:
+    """Returns the fastest partitions that fit, the fastest first.
+
+    Args:
+        layers: what each layer costs as a stage of its own.
+        devices: the device of each stage.
+        limits: the bytes of each device.
+        sizes: the size of each micro-batch, relative to a whole one.
+        schedule_of: as for `Budget`, for as many stages as there are devices.
+        count: the maximum number of partitions.
+
+    Raises:
+        BudgetError: no partition fits; the message says what that which needs least consists of.
+    """
+    found: list[Partition] = []
+    kept = _kept(schedule_of, len(devices), len(sizes))
+    for number, (bound, balance) in enumerate(_by_bound(layers, devices, limits, sizes, kept)):
+        if number == _MAX_SIMULATED or (len(found) >= count and bound >= found[count - 1].climb.time):
+            break
+        with contextlib.suppress(BudgetError):
+            budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
+            found.append(Partition(balance, budget.choose(limits)))
+        found.sort(key=lambda partition: partition.climb.time)
+    if not found:
+        balance = _smallest(layers, devices, sizes, kept)
+        budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
+        found = [Partition(balance, budget.choose(limits))]
+    return found[:count]
+
+
+def _stages(
+    layers: Sequence[StageCosts], balance: Sequence[int], devices: Sequence[Hashable]
+) -> list[StageCosts]:
+    parts = [layers[end - size : end] for end, size in zip(accumulate(balance), balance, strict=True)]
+    return [stage_costs(part, device) for part, device in zip(parts, devices, strict=True)]
+
+
+def _kept(
+    schedule_of: Callable[[frozenset[tuple[int, int]]], Schedule], num_stages: int, number: int
+) -> tuple[int, ...]:
+    """Returns how many micro-batches each stage keeps at a time."""
+    return Simulation.of(schedule_of(frozenset(product(range(num_stages), range(number))))).kept
+
+
+def _smallest(
+    layers: Sequence[StageCosts], devices: Sequence[Hashable], sizes: Sequence[float], kept: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the partition that needs least if everything is recomputed: in all, or in its worst stage."""
+    together = len(set(devices)) < len(devices)
+
+    def needed(stage: int, begin: int, end: int) -> float:
+        own = stage_costs(layers[begin:end], devices[stage])
+        return sum(own.fixed.values()) + kept[stage] * own.boundary + own.rungs[0].scratch
+
+    # By the number of layers so far: the least bytes, and the partition.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(len(devices)):
+        ends = range(stage + 1, len(layers) - (len(devices) - stage - 1) + 1)
+        best = {
+            end: min(
+                ((size + own) if together else max(size, own), (*balance, end - begin))
+                for begin, (size, balance) in best.items()
+                if begin < end
+                for own in [needed(stage, begin, end)]
+            )
+            for end in ends
+        }
+    return best[len(layers)][1]
+
+
+def _by_bound(
+    layers: Sequence[StageCosts],
+    devices: Sequence[Hashable],
+    limits: Mapping[Any, float],
+    sizes: Sequence[float],
+    kept: Sequence[int],
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yields partitions and bounds on their times, the least bound first; first those that may fit.
+
+    A* search over the ends of stages: the bound of a beginning is that of its best continuation.
+    """
+    num_layers, num_stages, total = len(layers), len(devices), sum(sizes)
+    works: dict[tuple[int, int, int], float] = {}
+
+    def work(stage: int, begin: int, end: int) -> float:
+        """Returns the least time of a stage for all micro-batches; infinite if it cannot fit."""
+        key = stage, begin, end
+        if key not in works:
+            costs = stage_costs(layers[begin:end], devices[stage])
+            room = limits[costs.device] - sum(costs.fixed.values())
+            each = room / (kept[stage] * min(sizes)) - costs.boundary
+            works[key] = total * (costs.forward + costs.backward + _least_recompute(costs.rungs, each))
+        return works[key]
+
+    ends = [*accumulate((x.forward + x.backward for x in layers), initial=0.0)]
+    # best[k][begin]: the least bound of the stages from k on, which have the layers from `begin` on.
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[num_stages][num_layers] = 0.0
+    for stage in reversed(range(num_stages)):
+        for begin in range(stage, num_layers):
+            best[stage][begin] = min(
+                (
+                    max(min(sizes) * ends[begin] + work(stage, begin, end), best[stage + 1][end])
+                    for end in range(begin + 1, num_layers - (num_stages - stage - 1) + 1)
+                ),
+                default=float("inf"),
+            )
+    queue: list[tuple[float, tuple[int, ...], float]] = [(best[0][0], (), 0.0)]
+    while queue:
+        bound, balance, so_far = heappop(queue)
+        stage, begin = len(balance), sum(balance)
+        if stage == num_stages:
+            yield bound, balance
+            continue
+        for end in range(begin + 1, num_layers - (num_stages - stage - 1) + 1):
+            own = max(so_far, min(sizes) * ends[begin] + work(stage, begin, end))
+            bound = max(own, best[stage + 1][end])
+            if bound < float("inf"):
+                heappush(queue, (bound, (*balance, end - begin), own))
+
+
+def _least_recompute(rungs: Sequence[Rung], saved: float) -> float:
+    """Returns a bound on the mean time of recomputation if micro-batches save so much in the mean."""
+    if saved < 0:
+        return float("inf")
+    for before, after in pairwise(rungs):
+        if saved < after.saved:
+            share = (saved - before.saved) / (after.saved - before.saved)
+            return before.recompute + share * (after.recompute - before.recompute)
+    return rungs[-1].recompute

@@ -1,0 +1,345 @@
+"""What the ranks of the tests run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.equivalence.test_skip_connections import make_model as skipping
+from tests.equivalence.test_tuples import PairToPair, PairToTensor, TensorToPair
+from tests.models import batch_normed, features, gpt, noisy, tokens
+from tests.reference import SEED, Result, loop_step, pipeline_step, restored, unequal
+
+# Seconds after which a test that waits in vain fails.
+TIMEOUT = 20.0
+# Seconds after which ranks notice that another one has stopped; longer than a first step on a busy machine.
+LOST = 10.0
+
+
+def tuples() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        TensorToPair(integers=False), PairToPair(), PairToPair(), PairToTensor(), nn.Linear(6, 4)
+    )
+
+
+def wide_features(batch: int) -> Tensor:
+    return torch.randn(batch, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Decoder(nn.Module):
+    """A linear layer with the weight of an embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def tied() -> nn.Sequential:
+    """Returns a model with a parameter of its first, its last and another layer."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 11)
+    middle = nn.Sequential(nn.Linear(11, 11), Decoder(embedding.weight))
+    return nn.Sequential(embedding, nn.Tanh(), middle, nn.GELU(), Decoder(embedding.weight))
+
+
+# Name: model, batch, balances of two, three and four stages.
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], Tensor], list[list[int]]]] = {
+    "batch norm": (batch_normed, features, [[2, 3], [1, 2, 2], [1, 1, 1, 2]]),
+    "gpt": (gpt, tokens, [[2, 3], [2, 2, 1], [1, 1, 2, 1]]),
+    "dropout": (noisy, features, [[3, 3], [2, 2, 2], [2, 1, 1, 2]]),
+    "tuples": (tuples, features, [[2, 3], [1, 2, 2], [1, 1, 1, 2]]),
+    "ties": (tied, tokens, [[2, 3], [2, 2, 1], [1, 1, 2, 1]]),
+    "skips": (skipping, wide_features, [[2, 6], [2, 3, 3], [2, 2, 2, 2]]),
+}
+
+
+def same_bits(
+    names: list[str],
+    schedules: list[str],
+    chunks: list[int],
+    checkpoints: list[str],
+    num_stages: int = 0,
+    device: str = "cpu",
+) -> int:
+    """Compares pipelines over all ranks with the plain loop, and with pipelines in one process.
+
+    By default each rank has one stage.
+    """
+    warnings.simplefilter("ignore")
+    number = 0
+    for name in names:
+        make, batch, balances = MODELS[name]
+        balance, x = balances[(num_stages or dist.get_world_size()) - 2], batch(11).to(device)
+        exact: dict[str, Any] = {"fuse": False, "capture": False}
+        ours = GPipe(make(), balance, mesh=dist.group.WORLD, devices=device, timeout=TIMEOUT, **exact)
+        alone = GPipe(make(), balance, devices=[device] * len(balance), **exact)
+        alone.threads_per_stage = 1
+        for schedule, count, checkpoint in itertools.product(schedules, chunks, checkpoints):
+            for pipe in (ours, alone):
+                pipe.schedule, pipe.chunks, pipe.checkpoint = schedule, count, checkpoint
+            what = f"{name}, {schedule}, chunks={count}, {checkpoint}"
+            # The plain loop adds up gradients of tied parameters in another order.
+            expected = pipeline_step(alone, x) if name == "ties" else loop_step(make().to(device), x, count)
+            _check(pipeline_step(ours, x), expected, ours, f"backward, {what}")
+            _check(step(ours, x), step(alone, x), ours, f"step, {what}")
+            _check(evaluate(ours, x), evaluate(alone, x), ours, f"evaluate, {what}")
+            number += 1
+    return number
+
+
+def same_bits_on_gpus(devices: list[str], models: list[str], schedules: list[str]) -> int:
+    """As `same_bits`, with a GPU for each rank, which may be the same."""
+    device = devices[dist.get_rank()]
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    return same_bits(models, schedules, [3], ["except_last"], device=device)
+
+
+def one_rank_on_a_gpu() -> str:
+    """Compares a pipeline of one stage, on the device that its group stands for, with one without a group."""
+    torch.use_deterministic_algorithms(True)
+    make, batch, _ = MODELS["gpt"]
+    exact: dict[str, Any] = {"chunks": 3, "schedule": "1f1b", "fuse": False, "capture": False}
+    pipe = GPipe(make(), [5], mesh=dist.group.WORLD, timeout=TIMEOUT, **exact)
+    alone = GPipe(make(), [5], devices=["cuda:0"], **exact)
+    x = batch(9).to("cuda:0")
+    assert unequal(step(pipe, x), step(alone, x)) == []
+    assert unequal(pipeline_step(pipe, x), pipeline_step(alone, x)) == []
+    return str(pipe.devices[0])
+
+
+def _check(found: Result, expected: Result, pipe: GPipe, what: str) -> None:
+    """Compares what this rank has."""
+    assert pipe._ranks is not None
+    rank, last = pipe._ranks.index, pipe._ranks.size - 1
+    elsewhere = [n for n, t in (*pipe.named_parameters(), *pipe.named_buffers()) if t.is_meta]
+    absent = {f"{kind} {name}" for kind in ("gradient of", "buffer") for name in elsewhere}
+    absent |= ({"output"} if rank < last else set()) | ({"input gradient"} if rank > 0 else set())
+    found = {name: value for name, value in found.items() if name not in absent}
+    assert expected.keys() - found.keys() <= absent
+    expected = {name: expected[name] for name in found}
+    assert unequal(found, expected) == [], f"rank {rank}, {what}"
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float().flatten(1)[:, :2], target, reduction="sum")
+
+
+def step(pipe: GPipe, x: Tensor) -> Result:
+    """Returns the losses of a step and what it left behind; the model is left as it was."""
+    torch.manual_seed(SEED)
+    target = torch.linspace(0, 1, 2 * len(x), device=x.device).view(len(x), 2)
+    losses: list[Tensor] = []
+    with restored(pipe):
+        loss = pipe.step(x, target=target, loss_fn=loss_of, normalizer=len(x), losses=losses)
+        result: Result = {"loss": loss} | {f"loss {m}": each for m, each in enumerate(losses)}
+        result |= {f"gradient of {n}": p.grad for n, p in pipe.named_parameters()}
+        return result | {f"buffer {n}": b.clone() for n, b in pipe.named_buffers()}
+
+
+def evaluate(pipe: GPipe, x: Tensor) -> Result:
+    """Evaluates a loss, and the outputs without gradients."""
+    pipe.eval()
+    target = torch.zeros(len(x), 2, device=x.device)
+    loss = pipe.evaluate(x, target=target, loss_fn=loss_of, normalizer=len(x))
+    with torch.no_grad():
+        output = pipe(x)
+    pipe.train()
+    return {"loss": loss, "output": output}
+
+
+def here(result: Result) -> Result:
+    """Returns what this rank has of a result."""
+    return {name: t for name, t in result.items() if t is None or not t.is_meta}
+
+
+def _pipe(timeout: float = TIMEOUT, **options: Any) -> GPipe:
+    warnings.simplefilter("ignore")
+    make, _, balances = MODELS["batch norm"]
+    balance = balances[dist.get_world_size() - 2]
+    return GPipe(make(), balance, chunks=3, mesh=dist.group.WORLD, timeout=timeout, **options)
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing(failing_rank: int, action: str) -> list[str]:
+    """An action fails on one rank: returns the error of a step and of a backward; later calls work."""
+    pipe, x = _pipe(), features(9)
+    expected = step(pipe, x)
+    before = [t.clone() for t in (*pipe.parameters(), *pipe.buffers())]
+    if dist.get_rank() == failing_rank:
+        pipe._pipeline.inject_faults(faults=[(action, 0, "ValueError")])
+    errors = [_error_of(lambda: step(pipe, x))]
+    output = pipe(x) if "F" not in action else None
+    errors.append(_error_of(lambda: (pipe(x) if output is None else output).sum().backward()))
+    assert all(p.grad is None for p in pipe.parameters())
+    after = (*pipe.parameters(), *pipe.buffers())
+    assert (
+        all(a.is_meta or torch.equal(a, b) for a, b in zip(after, before, strict=True)) or output is not None
+    )
+    pipe._pipeline.inject_faults()
+    restart = _pipe()
+    assert unequal(here(step(restart, x)), here(expected)) == []
+    if output is None:
+        assert unequal(here(step(pipe, x)), here(expected)) == []
+    return errors
+
+
+def differing() -> list[str]:
+    """Rank 1 calls the pipeline otherwise than rank 0: returns the errors."""
+    odd, x = dist.get_rank() == 1, features(9)
+    errors = []
+    pipe = _pipe()
+    if odd:
+        pipe.chunks = 2
+    errors.append(_error_of(lambda: step(pipe, x)))
+    pipe.chunks = 3
+    errors.append(_error_of(lambda: step(pipe, x[:6] if odd else x)))
+    step(pipe, x)
+    pipe.train(not odd)
+    errors.append(_error_of(lambda: step(pipe, x)))
+    pipe.train()
+    # Both have been run before, so that neither is planned now.
+    evaluate(pipe, x)
+    errors.append(_error_of(lambda: evaluate(pipe, x) if odd else step(pipe, x)))
+    pipe.train()
+    errors.append(_error_of(lambda: pipe(x.double()[:, None] if odd else x)))
+    errors.append(_error_of(lambda: pipe("no tensor" if odd else x)))
+    step(pipe, x)
+    return errors
+
+
+def losing_a_rank(how: str) -> str:
+    """Rank 1 ends or stops in its second step: returns the error of the others, and how long it took."""
+    pipe, x = _pipe(timeout=LOST), features(9)
+    step(pipe, x)
+    if dist.get_rank() == 1:
+        if how == "exit":
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    error = _error_of(lambda: step(pipe, x))
+    assert time.monotonic() - begin < 3 * LOST
+    return error
+
+
+def losing_the_store() -> str:
+    """Rank 0, whose process has the store, stops after a step: returns the error of the others."""
+    pipe, x = _pipe(timeout=LOST), features(9)
+    step(pipe, x)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"stepped/{dist.get_rank()}", "")
+    if dist.get_rank() == 0:
+        store.wait([f"stepped/{rank}" for rank in range(dist.get_world_size())])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return _error_of(lambda: step(pipe, x))
+
+
+def failing_outside(place: str) -> None:
+    """An error that nobody catches ends the last rank: before the first call, or before its backward."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    pipe, x = _pipe(timeout=300.0), features(9)
+    if is_last and place == "before a call":
+        raise ValueError("no data")
+    output = pipe(x)
+    if is_last:
+        raise ValueError("no loss")
+    output.backward()
+
+
+def going_on() -> list[str]:
+    """The last rank leaves out a backward, then mixes up two: returns the errors; all go on afterwards."""
+    pipe, x = _pipe(), features(9)
+    output = pipe(x)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        errors = [_error_of(lambda: pipe(x))]
+    else:
+        errors = [_error_of(output.backward)]
+    first, second = pipe(x), pipe(x)
+    in_order = (first, second) if dist.get_rank() == 0 else (second, first)
+    errors.append(_error_of(lambda: [each.sum().backward() for each in in_order]))
+    assert all(p.grad is None for p in pipe.parameters())
+    step(pipe, x)
+    return errors
+
+
+def failing_to_update() -> str:
+    """The optimizer fails on rank 1, after a step has succeeded: returns the first error."""
+    pipe, x = _pipe(), features(9)
+    optimizer = torch.optim.SGD([p for p in pipe.parameters() if not p.is_meta], lr=0.1)
+    if dist.get_rank() == 1:
+        optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+
+    def update() -> None:
+        pipe.step(x, target=x[:, :4], loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+
+    return _error_of(update) or _error_of(update)
+
+
+def memory() -> list[str]:
+    """Returns the names of the tensors that have memory on this rank."""
+    pipe = _pipe()
+    step(pipe, features(9))
+    return [name for name, t in (*pipe.named_parameters(), *pipe.named_buffers()) if not t.is_meta]
+
+
+def unused_output() -> list[str]:
+    """A loss uses one of two outputs: returns the error, and that of a mini-batch in flight meanwhile.
+
+    A loss of both outputs works afterwards.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), TensorToPair())
+    pipe = GPipe(layers, [1] * dist.get_world_size(), chunks=2, mesh=dist.group.WORLD, timeout=TIMEOUT)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    output, other = pipe(features(8)), pipe(features(8))
+    errors = [_error_of(lambda: (output[0] if is_last else output).sum().backward())]
+    errors.append(_error_of(lambda: (other[0] if is_last else other).sum().backward()))
+    assert all(p.grad is None for p in pipe.parameters())
+    output = pipe(features(8))
+    (output[0] + output[1].T.sum() if is_last else output).sum().backward()
+    assert all((p.grad is None) == p.is_meta for p in pipe.parameters())
+    return errors
+
+
+def with_delays(seeds: int) -> int:
+    """Compares steps while every action of every rank is delayed by random times."""
+    pipe, x = _pipe(schedule="1f1b"), features(9)
+    expected = here(step(pipe, x))
+    for seed in range(seeds):
+        pipe._pipeline.inject_faults(seed * 7 + dist.get_rank(), max_delay_us=3000)
+        assert unequal(here(step(pipe, x)), expected) == []
+    return seeds
+
+
+def round_trip() -> float:
+    """Returns the seconds that a tensor takes from rank 0 to rank 1 and back, at the minimum."""
+    rank, tensor = dist.get_rank(), torch.zeros(1)
+    seconds = []
+    for _ in range(3):
+        begin = time.monotonic()
+        for sender in (0, 1):
+            dist.send(tensor, 1 - rank) if rank == sender else dist.recv(tensor, 1 - rank)
+        seconds.append(time.monotonic() - begin)
+    return min(seconds)

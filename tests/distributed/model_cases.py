@@ -1,0 +1,200 @@
+"""What the ranks of the tests of `GPipe.from_model` with a mesh run."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.distributed.cases import TIMEOUT, _check, _error_of, here
+from tests.equivalence.test_from_model import decoder, gpt2
+from tests.reference import SEED, Result, restored
+
+VOCABULARY, LENGTH, BATCH = 30, 8, 7
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.mix, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        x = x + torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x
+        return x + self.drop(self.out(F.gelu(self.mix(self.norm(x)))))
+
+
+class SmallGPT(nn.Module):
+    """Its output layer has the weight of its embedding, which a block in the middle uses, too.
+
+    Its positions are a parameter of its own, and its second block is frozen.
+    """
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.randn(LENGTH, width))
+        self.blocks = nn.ModuleList([Block(width) for _ in range(4)])
+        self.blocks[2].mix = nn.Linear(width, VOCABULARY, bias=False)
+        self.blocks[2].mix.weight = self.embed.weight
+        self.blocks[2].out = nn.Linear(VOCABULARY, width)
+        self.blocks[1].requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(ids) + self.positions[: ids.shape[1]]
+        mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), device=ids.device).triu(1)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        found = {"logits": logits, "mean": logits.detach().mean((1, 2))}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return found
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(SEED)
+    return SmallGPT().train()
+
+
+LABELS = torch.where(numbers(BATCH, LENGTH) > 20, -100, numbers(BATCH, LENGTH))
+# Name: model, and the name of its inputs.
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "small": (small_gpt, "ids"),
+    "GPT-2": (lambda: gpt2(tie_word_embeddings=True), "input_ids"),
+    "Llama": (lambda: decoder("LlamaForCausalLM", num_hidden_layers=3), "input_ids"),
+}
+
+
+def made(name: str, balance: list[int] | None = None, **options: Any) -> tuple[Any, Any]:
+    """Returns a model over all processes, and one in this process, of as many stages."""
+    warnings.simplefilter("ignore")
+    make, key = MODELS[name]
+    kwargs = {key: numbers(BATCH, LENGTH), "labels": LABELS}
+    ours = GPipe.from_model(
+        make(), kwargs=kwargs, balance=balance, mesh=dist.group.WORLD, timeout=TIMEOUT, **options
+    )
+    alone = GPipe.from_model(
+        make(), kwargs=kwargs, balance=ours.balance, devices=["cpu"] * len(ours.balance), **options
+    )
+    alone.threads_per_stage = 1
+    return ours, alone
+
+
+@contextmanager
+def trained(model: Any) -> Any:
+    torch.manual_seed(SEED)
+    with restored(model):
+        result: Result = {}
+        yield result
+        result |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+        result |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+
+
+def is_last(model: Any) -> bool:
+    ranks = model.pipeline._ranks
+    return ranks is None or ranks.index == ranks.size - 1
+
+
+def backward(model: Any, key: str, with_labels: bool) -> Result:
+    """Runs a call and a backward; the loss is the model's own, or one of its logits alone."""
+    with trained(model) as result:
+        inputs = {key: numbers(BATCH, LENGTH)}
+        output = model(**inputs, labels=LABELS) if with_labels else model(**inputs)
+        if with_labels:
+            loss = output["loss"]
+            loss.backward()
+        elif is_last(model):
+            F.cross_entropy(output["logits"].flatten(0, 1), LABELS.flatten()).backward()
+        else:
+            output["logits"].backward()
+        if is_last(model):
+            result |= {name: value for name, value in output.items() if isinstance(value, Tensor)}
+    return result
+
+
+def step(model: Any, key: str) -> Result:
+    losses: list[Tensor] = []
+    with trained(model) as result:
+        inputs = {key: numbers(BATCH, LENGTH), "labels": LABELS}
+        optimizer = torch.optim.SGD([p for p in model.parameters() if not p.is_meta], lr=0.1)
+        update: dict[str, Any] = {"optimizer": optimizer, "max_norm": 0.1}
+        loss, output = model.step(**inputs, losses=losses, return_outputs=True, **update)
+        assert (output is None) != is_last(model)
+        result |= {"loss": loss} | {f"loss {m}": each for m, each in enumerate(losses)}
+        if output is not None:
+            result["output"] = output["logits"]
+    return result
+
+
+def evaluate(model: Any, key: str) -> Result:
+    model.eval()
+    with restored(model):
+        # Of another length, so that the rule of the loss is found when parameters are on the meta device.
+        shorter = {key: numbers(BATCH, LENGTH)[:, :-2], "labels": LABELS[:, :-2].contiguous()}
+        loss = model.evaluate(**shorter)
+        with torch.no_grad():
+            output = model(**{key: numbers(3, LENGTH - 2)})
+    model.train()
+    return {"loss": loss} | ({"output": output["logits"]} if is_last(model) else {})
+
+
+def same(found: Result, expected: Result, model: Any, what: str) -> None:
+    outputs = {"logits", "mean", "loss", "output"} - found.keys()
+    _check(found, {n: t for n, t in expected.items() if n not in outputs}, _Named(model), what)
+
+
+class _Named:
+    """The model, with the ranks of its pipeline."""
+
+    def __init__(self, model: Any) -> None:
+        self._ranks = model.pipeline._ranks
+        self.named_parameters, self.named_buffers = model.named_parameters, model.named_buffers
+
+
+def same_bits(names: list[str], schedules: list[str], chunks: list[int], num_stages: int = 0) -> int:
+    """Compares models over all ranks with models in one process. By default each rank has one stage."""
+    number = 0
+    for name in names:
+        balance = None if not num_stages else [1] * num_stages
+        ours, alone = made(name, balance)
+        key = MODELS[name][1]
+        for schedule, count in itertools.product(schedules, chunks):
+            for model in (ours, alone):
+                model.schedule, model.chunks = schedule, count
+            what = f"{name}, {schedule}, chunks={count}"
+            for with_labels in (True, False):
+                found, expected = (backward(model, key, with_labels) for model in (ours, alone))
+                same(found, expected, ours, f"backward, {what}, {with_labels}")
+            same(step(ours, key), step(alone, key), ours, f"step, {what}")
+            same(evaluate(ours, key), evaluate(alone, key), ours, f"evaluate, {what}")
+            number += 1
+    return number
+
+
+def differing() -> list[str]:
+    """The last rank passes other inputs: returns the errors; all go on afterwards."""
+    ours, _ = made("small", chunks=3)
+    x, odd = numbers(BATCH, LENGTH), is_last(ours)
+    expected = step(ours, "ids")
+    few = torch.where(torch.arange(LENGTH) > 3, -100, LABELS) if odd else LABELS
+    errors = [_error_of(lambda: ours.step(ids=x, labels=few))]
+    errors.append(_error_of(lambda: ours(ids=x, labels=few)))
+    errors.append(_error_of(lambda: ours.evaluate(ids=x, labels="none" if odd else LABELS)))
+    same(step(ours, "ids"), here(expected), ours, "step")
+    return errors

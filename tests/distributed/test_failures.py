@@ -1,0 +1,95 @@
+"""Ranks that fail, differ, end or stop: all ranks raise the same error in time, and nothing has changed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.launch import needs_gloo, run_programs, run_ranks
+
+pytestmark = needs_gloo
+
+
+@pytest.mark.parametrize(("rank", "action"), [(0, "0F1"), (1, "1F0"), (0, "0B1"), (1, "1I2")])
+def test_an_action_fails(rank: int, action: str) -> None:
+    found = run_ranks(2, cases.failing, rank, action)
+    place = rf"stage {rank}, layer \d \(\w+\), micro-batch {action[2]}"
+    text = rf"injected ValueError \(in action {action}: {place}\)"
+    for own in found[rank]:
+        assert re.fullmatch(f"ValueError: {text}", own)
+    for other in found[1 - rank]:
+        assert re.fullmatch(
+            f"RuntimeError: rank {rank} has failed, so no rank changed anything: {text}", other
+        )
+
+
+def test_calls_differ() -> None:
+    """The error names what differs, whether plans are new or not, and the ranks go on afterwards."""
+    for errors in run_ranks(2, cases.differing):
+        chunks, shape, mode, method, kind, no_tensor = errors
+        assert "differ in chunks: here " in chunks
+        assert "differ in input 0: here float32[" in shape
+        assert "differ in layer 0 (Linear): here " in mode
+        assert "differ in torch.is_grad_enabled(): here " in method
+        assert "layer 1 (BatchNorm1d) cannot be traced faithfully" in kind
+        assert "expected Tensor, but got str" in no_tensor
+
+
+def test_an_output_gets_no_gradient() -> None:
+    *others, last = run_ranks(3, cases.unused_output)
+    assert last[0].startswith("RuntimeError: output 1 of the last stage got no gradient; with a mesh, ")
+    assert all(errors[0].startswith("RuntimeError: rank 2 has failed") for errors in others)
+    for errors in (last, *others):
+        assert "a call of the pipeline has failed in some process since the forward" in errors[1]
+
+
+@pytest.mark.parametrize("how", ["exit", "stop"])
+def test_a_rank_is_lost(how: str) -> None:
+    """Its connections close when it ends; if it stops, the timeout is over first."""
+    first, _, last = run_ranks(3, cases.losing_a_rank, how, hangs=[1])
+    for error in (first, last):
+        assert (
+            "that process has ended, or takes longer" in error
+            or "for ranks [1], which have ended or take longer" in error
+        )
+
+
+def test_a_rank_with_the_store_stops() -> None:
+    _, *others = run_ranks(3, cases.losing_the_store, hangs=[0], has_store=True)
+    for error in others:
+        assert "the store of torch.distributed has not answered for 10.0 s" in error
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("before a call", "no data"), ("before the backward", "no loss")]
+)
+def test_an_error_outside_of_calls(place: str, error: str) -> None:
+    """The others, who wait, raise it; their timeout is longer than the test's."""
+    *others, last = run_programs(3, f"cases.failing_outside({place!r})")
+    assert f"ValueError: {error}\n" in last
+    expected = "rank 2 has failed, so no rank changed anything: its process has ended with ValueError"
+    assert all(f"RuntimeError: {expected}: {error}\n" in other for other in others)
+
+
+def test_ranks_make_other_runs() -> None:
+    *others, last = run_ranks(3, cases.going_on)
+    for errors in (*others, last):
+        assert all("make calls, backwards and recordings in the same order" in error for error in errors)
+
+
+def test_an_update_fails() -> None:
+    """The step has succeeded by then, so the others raise the error when they next wait."""
+    first, failed, last = run_ranks(3, cases.failing_to_update)
+    assert failed == "ZeroDivisionError: division by zero"
+    for other in (first, last):
+        assert other == f"RuntimeError: rank 1 has failed, so no rank changed anything: {failed}"
+
+
+def test_each_rank_has_its_stage_only() -> None:
+    first, second = run_ranks(2, cases.memory)
+    assert first == ["0.weight", "0.bias", "1.weight", "1.bias"] + [
+        f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    assert second == ["4.weight", "4.bias"]

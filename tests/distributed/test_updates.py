@@ -1,0 +1,35 @@
+"""Updates of `step` over several processes equal those in one process, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import update_cases as cases
+from tests.distributed.launch import needs_gloo, run_ranks
+
+pytestmark = needs_gloo
+
+
+def test_clipping_and_scaling() -> None:
+    """The gradients of one step are infinite in the first stage alone."""
+    assert min(run_ranks(3, cases.same_bits, ["clipping in groups", "scaler and clipping"], "1f1b")) > 20
+
+
+@pytest.mark.extended
+def test_all_updates() -> None:
+    assert min(run_ranks(2, cases.same_bits, list(cases.RECIPES))) > 100
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["clipping", "scaler and clipping"])
+def test_replicas(name: str) -> None:
+    assert min(run_ranks(4, cases.with_replicas, name)) > 10
+
+
+def test_an_update_fails() -> None:
+    """An error before the ranks have exchanged norms is raised by all, and no parameter has changed."""
+    first, last = run_ranks(2, cases.failing)
+    assert last[0] == "ValueError: no norm"
+    assert first[0] == "RuntimeError: rank 1 has failed, so no rank changed anything: ValueError: no norm"
+    for errors in (first, last):
+        assert "updates with {'max_norm': 0.2, 'scale': None}, and rank 0 with" in errors[1]

@@ -1,0 +1,62 @@
+"""The worked example in the guide of fused kernels; `python -m tests.docs.worked_example` prints it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.compiled import disassemble, resource_usage
+from gpipe_fast.fuse.compile_worker import compile_kernel
+from gpipe_fast.fuse.generated import generated_from
+from gpipe_fast.fuse.launchers import launches_in
+from gpipe_fast.fuse.loader import sources_of
+from gpipe_fast.fuse.regions.kernel import fragment_of
+from gpipe_fast.lower.launch import KernelLaunch
+from tests.docs.markdown import FENCE, ROOT
+from tests.fuse.graphs import regions_in
+
+CAPABILITY = 90
+SHAPES = ((2048, 1024), (2048, 1024), (1024,))
+GUIDE = (ROOT / "docs" / "guide" / "fused_kernels.md").read_text()
+SECTION = GUIDE.partition("\n## A generated kernel\n")[2].partition("\n## ")[0]
+# The layer, the nodes of its graph, the kernel, and what of its machine code accesses memory.
+LAYER, *SHOWN = (re.sub(r"```\w*\n?", "", block).strip() for block in FENCE.findall(SECTION)[:4])
+
+
+def nodes_and_launch() -> tuple[str, KernelLaunch]:
+    """Returns the ATen nodes of the layer's region, and the launch that replaces them."""
+    namespace: dict[str, Callable[..., Any]] = {}
+    exec(LAYER, {"torch": torch}, namespace)
+    (region,) = regions_in(namespace["layer"], *SHAPES, dtypes=[torch.bfloat16] * len(SHAPES))
+    (launch,) = launches_in(fragment_of(region))
+    nodes = (unit.node for unit in region.units)
+    return "\n".join(f"{n.name} = {n.target}({', '.join(map(str, n.args))})" for n in nodes), launch
+
+
+def kernel_text(launch: KernelLaunch) -> str:
+    """Returns the source of the kernel after its imports."""
+    text = generated_from(launch.kernel.fn)
+    assert text is not None
+    return text[text.index("@triton.jit") :].strip()
+
+
+def memory_accesses(launch: KernelLaunch) -> str:
+    """Returns the registers of a thread, and the instructions of the cubin that access global memory."""
+    source, _ = sources_of(launch)
+    cubin = compile_kernel(source, CAPABILITY).asm["cubin"]
+    (assembly,) = disassemble([cubin], CAPABILITY)
+    registers, spilled = resource_usage(cubin)
+    found = re.findall(r"(?:@!?\w+ )?(?:LDG|STG)\.[^;]*", assembly)
+    return "\n".join([f"{registers} registers, {spilled} bytes spilled", *map(str.strip, found)])
+
+
+def main() -> None:
+    nodes, launch = nodes_and_launch()
+    print(LAYER, nodes, kernel_text(launch), memory_accesses(launch), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Steps within a memory: the bits of the plain loop, and choices that fit by their own prediction.
+
+What PyTorch's allocator counts is compared in tests/fake_cuda/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.models.gpt import blocks
+from gpipe_fast import GPipe, tune
+from gpipe_fast.runtime.stage_memory import StageBytes
+from gpipe_fast.schedule import SCHEDULES
+from tests.equivalence.test_shares import CHUNKS, MODELS, SEED, made, mean, results
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def needed(pipe: GPipe, x: Tensor, **call: object) -> int:
+    """Returns the predicted bytes of the device."""
+    total = pipe.memory(x, **call).totals["cpu"]  # type: ignore[arg-type]
+    assert total is not None
+    return total
+
+
+def gpt(**options: object) -> tuple[GPipe, Tensor]:
+    torch.manual_seed(SEED)
+    layers = nn.Sequential(*blocks(5, 32), nn.Linear(32, 256), nn.Linear(256, 32))
+    options = {"devices": ["cpu"] * 2, "chunks": CHUNKS} | options
+    return GPipe(layers, **options), torch.randn(8, 32, 32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_within_a_memory_equal_the_plain_loop(name: str) -> None:
+    model, x, balance = made(name)
+    expected = loop_step(model, x, CHUNKS)
+    pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=CHUNKS, backend="aten")
+    ends = []
+    for checkpoint in ("always", "never"):
+        pipe.checkpoint = checkpoint
+        ends.append(needed(pipe, x))
+    for share in (0.3, 0.7):
+        model, x, balance = made(name)
+        limit = int(2 * (ends[0] + share * (ends[1] - ends[0])))
+        pipe = GPipe(model, balance, devices=["cpu"] * 2, chunks=CHUNKS, memory=limit, backend="aten")
+        assert unequal(pipeline_step(pipe, x), expected) == []
+        assert needed(pipe, x) <= limit
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_within_a_memory_has_the_bits_of_any_step(schedule: str) -> None:
+    found = []
+    call = {"loss_fn": mean, "normalizer": 8}
+    pipe, x = gpt(balance=[3, 4], schedule=schedule, checkpoint="always")
+    limit = int(1.3 * needed(pipe, x, **call))
+    for options in ({"memory": limit}, {"checkpoint": "never"}):
+        pipe, x = gpt(balance=[3, 4], schedule=schedule, **options)
+        torch.manual_seed(SEED)
+        found.append(results(pipe, pipe.step(x, **call)))
+        if "memory" in options:
+            assert needed(pipe, x, **call) <= limit
+            (trainer, *_) = next(iter(pipe._trainers.values()))
+            shares = {share for row in next(iter(trainer._planner.within.values())).stages for share in row}
+            assert shares - {0.0, 1.0}, "the memory lets stages save something, but not everything"
+    assert [n for n in found[0] if not torch.equal(found[0][n], found[1][n])] == []  # type: ignore[arg-type]
+
+
+def test_more_memory_saves_more_and_a_limit_may_be_set_and_lifted() -> None:
+    pipe, x = gpt(balance=[3, 4], checkpoint="always")
+    least, kept = needed(pipe, x), []
+    for factor in (1.15, 1.3, 1.6, 4.0):
+        pipe.memory_limit = int(factor * least)
+        rows = pipe.memory(x).stages
+        kept.append(sum(own.saved for own in rows if own is not None))
+    assert all(a <= b for a, b in pairwise(kept))
+    assert kept[0] < kept[-1]
+    pipe.memory_limit, pipe.checkpoint = None, "never"
+    assert sum(own.saved for own in pipe.memory(x).stages if own is not None) == kept[-1]
+
+
+def test_the_balance_is_chosen_within_the_memory() -> None:
+    pipe, x = gpt(checkpoint="always")
+    pipe(x).sum().backward()
+    limit = int(1.5 * needed(pipe, x))
+    pipe, x = gpt(memory=limit)
+    pipe(x).sum().backward()
+    assert sum(pipe.balance) == 7
+    assert needed(pipe, x) <= limit
+
+
+def test_tune_returns_settings_within_a_memory() -> None:
+    pipe, x = gpt(balance=[3, 4])
+    before = list(pipe.balance)
+    pipe.chunks = "auto"
+    found = tune(pipe, x, memory="8MiB")
+    assert 1 <= len(found.choices) <= 3
+    assert pipe.balance == before
+    seconds = [each.seconds for each in found.choices]
+    assert seconds == sorted(seconds)
+    assert all(sum(each.bytes) <= 8 << 20 for each in found.choices)
+    assert str(found).count("model.memory_limit = '8MiB'") == len(found.choices)
+    exec(found.code, {"model": pipe})
+    assert needed(pipe, x) <= 8 << 20
+
+
+def test_what_is_predicted_is_what_a_recording_counts() -> None:
+    pipe, x = gpt(balance=[3, 4], checkpoint="except_last")
+    target = torch.zeros_like(x)
+    report = pipe.memory(x, target=target, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW, measure=True)
+    shapes = pipe.memory(x.to("meta"), target=target.to("meta"), loss_fn=F.mse_loss)
+    assert shapes.stages == report.stages
+    assert report.to_dict()["totals"]["cpu"] == sum(
+        own.total + state for own, state in zip(report.stages, report.optimizer, strict=True) if own
+    )
+    for own, state, measured in zip(report.stages, report.optimizer, report.measured, strict=True):
+        assert own is not None
+        assert own.parameters == measured.parameters
+        assert 2 * own.parameters <= state <= 2 * own.parameters + 1024  # AdamW's moments and steps
+        assert own.saved <= measured.saved or own.boundary + own.saved <= measured.boundary + measured.saved
+        assert own.intermediates >= measured.scratch
+    text = str(report)
+    assert all(name in text for name in StageBytes._fields)
+    assert "<table>" in report._repr_html_()
+
+
+def test_layers_in_python_are_known_after_a_run() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if float(x.sum()) > -1e9 else -x
+
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), Branches()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    report = pipe.memory(torch.randn(8, 6))
+    assert report.stages == (None, None)
+    assert report.totals == {"cpu": None}
+    assert "known after a run" in str(report)

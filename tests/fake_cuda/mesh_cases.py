@@ -1,0 +1,155 @@
+"""One rank of a pipeline over processes whose stages are on fake GPUs; run by test_mesh.py.
+
+`mesh_cases.py OPERATORS RANK STORE BACKEND CASE WORD...`: joins the other ranks by the file STORE, and prints
+what the case returns. BACKEND: ``gloo``, or ``nccl`` for fake_nccl.py. Marks in the log tell steps from the
+rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import warnings
+import zlib
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gpipe_fast import GPipe
+from gpipe_fast.distributed import ranks
+from tests.distributed import cases
+from tests.fake_cuda.fake_nccl import FakeNccl
+from tests.reference import unequal
+
+SIZE = 2
+
+
+def mark(text: str) -> None:
+    ctypes.CDLL(None).fake_cuda_mark(text.encode())
+
+
+def same_bits(names: str, schedules: str, device: str) -> int:
+    """As for the ranks on the CPU."""
+    return cases.same_bits(names.split("/"), schedules.split("/"), [3], ["except_last"], device=device)
+
+
+def steps(name: str, schedule: str, device: str) -> str:
+    """Runs three steps, of which the last two are marked; the caller overwrites what they have read."""
+    warnings.simplefilter("ignore")
+    make, batch, balances = cases.MODELS[name]
+    pipe = GPipe(
+        make(), balances[0], chunks=4, schedule=schedule, mesh=dist.group.WORLD, devices=device, timeout=30.0
+    )
+    x = batch(8).to(pipe.devices[0])
+    target = torch.zeros(8, 2, device=x.device)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill is work on the stream that allocates
+    mark("plan")
+    for number in range(3):
+        if number:
+            mark("begin")
+        pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=8)
+        if number:
+            mark("end")
+        x.copy_(x.flip(0))
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                if not parameter.is_meta:
+                    parameter.mul_(0.5)
+                    parameter.grad = None
+    return str(pipe.devices[0])
+
+
+def recorded(name: str, schedule: str, device: str) -> str:
+    """Returns how many actions of each stage were recorded, and what tells recordings apart."""
+    warnings.simplefilter("ignore")
+    make, batch, balances = cases.MODELS[name]
+    pipe = GPipe(
+        make(), balances[0], chunks=4, schedule=schedule, mesh=dist.group.WORLD, devices=device, timeout=30.0
+    )
+    x = batch(8).to(pipe.devices[0])
+    for _ in range(2):
+        with pipe.recording() as recording:
+            pipe.step(x, target=torch.zeros(8, 2, device=x.device), loss_fn=cases.loss_of, normalizer=8)
+    report = recording.report()
+    assert abs(sum(report.blame.values()) - 1) < 1e-6
+    assert all(abs(sum(stage) - report.step) < 1e-6 for stage in report.stages)
+    digest = zlib.crc32(repr(recording.stages).encode())
+    return f"{[len(stage) for stage in recording.phases()[0].stages]} {digest}"
+
+
+def failing(action: str) -> str:
+    """An action fails on its rank: returns the error. The step works before and afterwards."""
+    warnings.simplefilter("ignore")
+    make, batch, balances = cases.MODELS["batch norm"]
+    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices="cuda", timeout=30.0)
+    x = batch(9).to("cuda")
+    expected = cases.here(cases.step(pipe, x))
+    groups = [*FakeNccl.groups]
+    if dist.get_rank() == int(action[0]):
+        pipe._pipeline.inject_faults(faults=[(action, 0, "ValueError")])
+    error = cases._error_of(lambda: cases.step(pipe, x))
+    pipe._pipeline.inject_faults()
+    assert all(group.is_aborted for group in groups)
+    assert unequal(cases.here(cases.step(pipe, x)), expected) == []
+    assert len(FakeNccl.groups) == 2 * len(groups)
+    assert not any(group.is_aborted for group in FakeNccl.groups[len(groups) :])
+    return error.replace("\n", " ")
+
+
+def losing_the_device(number: str) -> str:
+    """An operation fails the first rank's GPU, as an illegal access does: returns the error."""
+    warnings.simplefilter("ignore")
+    make, batch, balances = cases.MODELS["skips"]
+    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices="cuda", timeout=30.0)
+    x, target = batch(9).to("cuda"), torch.zeros(9, 2, device="cuda")
+
+    def step() -> None:
+        pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=9)
+
+    step()
+    if dist.get_rank() == 0:
+        ctypes.CDLL(None).fake_cuda_plant(f"sticky {number}".encode())
+        mark("begin")
+    error = cases._error_of(step)
+    gc.collect()
+    return error.replace("\n", " ")
+
+
+def mixed() -> str:
+    """One rank has a GPU, and the other has none: returns the error."""
+    make, batch, balances = cases.MODELS["batch norm"]
+    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices=["cpu", "cuda"], timeout=20.0)
+    x = batch(9).to(pipe.devices[0])
+    return cases._error_of(lambda: pipe(x)).replace("\n", " ")
+
+
+def main() -> None:
+    operators, rank, store, backend, case, *words = sys.argv[1:]
+    torch.ops.load_library(operators)
+    torch.backends.cudnn.enabled = False
+    for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
+        getattr(torch.backends.cuda, enable)(False)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, SIZE),
+        rank=int(rank),
+        world_size=SIZE,
+        timeout=timedelta(seconds=60),
+    )
+    with contextlib.ExitStack() as stack:
+        if backend == "nccl":
+            stack.enter_context(mock.patch.object(ranks, "uses_nccl", return_value=True))
+            stack.enter_context(mock.patch.object(ranks, "nccl_group", FakeNccl))
+        print(globals()[case](*words))
+        assert bool(FakeNccl.groups) == (backend == "nccl")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Records steps on devices; run by test_recording.py with the fake runtime preloaded.
+
+`recording_cases.py OPERATORS NANOSECONDS`: a copy takes so long for each byte. Prints what is wrong, or
+"right".
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from gpipe_fast import GPipe
+from gpipe_fast.recording import Recording
+from gpipe_fast.schedule import TRANSFERS, Kind
+from tests.fake_cuda.train_models import WIDTH, layers_of
+
+SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
+
+
+def wrong(recording: Recording, copy_seconds: float) -> list[str]:
+    """Returns what is wrong with a recording."""
+    found = []
+    latest = recording.latest
+    report = recording.report()
+    for action, event in latest.items():
+        if action.kind in SENDS and not (event.begin == event.end and event.transit >= copy_seconds):
+            found.append(f"{action}: {event}")
+        if action.kind in RECEIVES and event.begin != event.end:
+            found.append(f"{action} took {event.end - event.begin}")
+        if action.kind not in TRANSFERS and not event.end > event.begin:
+            found.append(f"{action} took no time")
+    for arrow in report.timeline().arrows:
+        if arrow.end - arrow.begin < copy_seconds - 2e-3:  # clocks of two devices
+            found.append(f"arrived before it was copied: {arrow}")
+    if abs(sum(report.stages[0]) / report.step - 1) > 0.01:
+        found.append(f"the times of a stage add up to {sum(report.stages[0])} of {report.step}")
+    if copy_seconds and not report.blame["transfer"] > 0.5:
+        found.append(f"blame: {report.blame}")
+    return found
+
+
+def wrong_advice() -> list[str]:
+    """Returns what is wrong with the advice for a cut where much crosses: another one, and its time."""
+    wide = [torch.nn.Linear(WIDTH, 16 * WIDTH), torch.nn.Linear(16 * WIDTH, WIDTH)]
+    narrow = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers = torch.nn.Sequential(*narrow[:2], *wide, *narrow[2:])
+    model = GPipe(layers, [3, 3], devices=["cuda:0", "cuda:1"], chunks=4, checkpoint="never")
+    x = torch.randn(8, WIDTH, device="cuda:0")
+    report = model.report(x, check=True)
+    first = report.advice[0]
+    found = []
+    if first.what != "another balance, where less crosses between stages" or first.measured is None:
+        found.append(f"{report.advice}")
+    else:
+        gains = report.step - first.predicted, report.step - first.measured
+        if not 0.9 < gains[0] / gains[1] < 1.1:
+            found.append(f"gains {gains[0]} instead of {gains[1]}: {report}")
+    return found
+
+
+def main() -> None:
+    operators, nanoseconds = sys.argv[1:]
+    copy_seconds = int(nanoseconds) * 1e-9 * 2 * WIDTH * 4  # of two samples
+    torch.ops.load_library(operators)
+    torch.set_num_threads(1)
+    model = GPipe(
+        torch.nn.Sequential(*layers_of("mlp")),
+        [4, 4],
+        devices=["cuda:0", "cuda:1"],
+        chunks=4,
+        checkpoint="never",
+    )
+    x = torch.randn(8, WIDTH, device="cuda:0")
+    differences: list[str] = []
+    for _ in range(2):
+        with model.recording() as recording:
+            model(x).sum().backward()
+    differences += wrong(recording, copy_seconds)
+    for _ in range(2):
+        with model.recording() as recording:
+            model.step(x, loss_fn=torch.sum, normalizer=1)
+    differences += wrong(recording, copy_seconds)
+    if copy_seconds:
+        differences += wrong_advice()
+    print("\n".join(differences) or "right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Pipelines over two processes whose stages are on fake GPUs: bits, copies, races and failures.
+
+Tensors travel by gloo through pinned memory, or by a stand-in for NCCL (fake_nccl.py). NCCL itself needs
+GPUs: tests/distributed/test_gpus.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import needs_gloo
+from tests.fake_cuda import process
+from tests.fake_cuda.build import can_build
+from tests.fake_cuda.race_detector import Line, check, read
+from tests.fake_cuda.test_pipelines import lines_in_steps
+
+pytestmark = [
+    needs_gloo,
+    pytest.mark.skipif(
+        not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+    ),
+]
+
+NUM_RANKS = 2
+MODELS = "batch norm/gpt/tuples/dropout/ties/skips"
+SCHEDULES = "gpipe/1f1b/zb-h1"
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl",
+        marks=pytest.mark.skipif(
+            tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
+            reason="a process group in Python needs torch 2.14",
+        ),
+    ),
+]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+Runs = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
+    """Runs the ranks of a case, and returns the line that each prints; `log0` and `log1` are their logs."""
+
+    def rank(number: int, words: tuple[str, ...], logged: bool, variables: dict[str, int]) -> str:
+        log = {"log": tmp_path / f"log{number}"} if logged else {}
+        store = str(tmp_path / "store")
+        found = process.run("mesh_cases.py", libraries, str(number), store, *words, **log, **variables)
+        return found[-1]
+
+    def ranks(*words: str, logged: bool = True, **variables: int) -> list[str]:
+        with ThreadPoolExecutor(NUM_RANKS) as pool:
+            ends = [pool.submit(rank, number, words, logged, variables) for number in range(NUM_RANKS)]
+            return [end.result() for end in ends]
+
+    return ranks
+
+
+def logs(folder: Path) -> list[list[Line]]:
+    return [read(folder / f"log{rank}") for rank in range(NUM_RANKS)]
+
+
+@every_backend
+def test_bits_equal_those_of_one_process_without_races(backend: str, run: Runs, tmp_path: Path) -> None:
+    number = len(MODELS.split("/")) * len(SCHEDULES.split("/"))
+    assert run(backend, "same_bits", MODELS, SCHEDULES, "cuda:1", late=1) == [str(number)] * NUM_RANKS
+    assert [check(lines, may_wait=True) for lines in logs(tmp_path)] == [[], []]
+
+
+def test_deferred_work_keeps_the_bits(run: Runs) -> None:
+    """A missing wait would give wrong bits, since work runs as late as streams and events allow."""
+    words = ("gloo", "same_bits", MODELS, SCHEDULES, "cuda")
+    assert run(*words, logged=False, defer=5, late=1) == ["18"] * NUM_RANKS
+
+
+@every_backend
+@pytest.mark.parametrize(("model", "schedule"), [("skips", "1f1b"), ("ties", "zb-h1")])
+def test_copies_go_through_pinned_memory_on_streams_of_their_own(
+    model: str, schedule: str, backend: str, run: Runs, tmp_path: Path
+) -> None:
+    """No worker waits for the device: for gloo, a thread waits for the copies to the host, and nothing else.
+
+    Only the loss, which all ranks return, is read by the caller of the last rank.
+    """
+    run(backend, "steps", model, schedule, "cuda", late=1)
+    for rank, lines in enumerate(logs(tmp_path)):
+        assert check(lines, may_wait=True) == []
+        inside = [lines[p] for p in lines_in_steps(lines)]
+        computing = {line.words[0] for line in inside if line.kind in ("read", "write")}
+        copies = [line for line in inside if line.kind == "copy"]
+        assert {line.words[1] for line in copies if line.words[0] not in computing} == {"d2p", "p2d"}
+        assert not [line for line in copies if line.words[1] == "d2p" and line.words[0] in computing]
+        workers = {line.thread for line in inside if line.kind in ("read", "write", "copy")}
+        waits = [line for line in inside if line.kind.startswith("synchronize")]
+        by_threads = [line for line in waits if line.thread not in workers]
+        sent = sum(line.words[1] == "d2p" for line in copies)
+        assert [line.kind for line in by_threads] == ["synchronize event"] * (
+            sent if backend == "gloo" else 0
+        )
+        losses = ["synchronize stream"] * sum(line.words[1] == "d2h" for line in copies)
+        assert [line.kind for line in waits if line.thread in workers] == losses
+        assert bool(losses) == (rank == NUM_RANKS - 1)
+
+
+@every_backend
+def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs, tmp_path: Path) -> None:
+    """Without the waits of the streams on which workers compute, or copy from the device, there are races."""
+    run(backend, "steps", "batch norm", "1f1b", "cuda", late=1)
+    for lines in logs(tmp_path):
+        inside = set(lines_in_steps(lines))
+        caller = lines[0].thread
+        needed = {
+            lines[p].words[0]
+            for p in inside
+            if lines[p].kind in ("read", "write") or lines[p].words[1:2] == ("d2p",)
+            if lines[p].thread != caller
+        }
+        waiting = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
+        assert len(waiting & needed) == 2, "the layers, and the copies from the device"
+        for stream in waiting & needed:
+            kept = [
+                line
+                for index, line in enumerate(lines)
+                if not (index in inside and line.kind == "wait" and line.words[0] == stream)
+            ]
+            assert check(kept, may_wait=True), f"stream {stream} needs no wait"
+
+
+@every_backend
+def test_recordings_have_the_stages_of_both_ranks(backend: str, run: Runs) -> None:
+    first, second = run(backend, "recorded", "gpt", "1f1b", "cuda", logged=False)
+    assert first == second
+
+
+@every_backend
+@pytest.mark.parametrize("action", ["0F1", "1I0"])
+def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str, run: Runs) -> None:
+    """Groups of NCCL are aborted. The next step has new ones, and equals the first."""
+    own, other = run(backend, "failing", action, late=1)[:: 1 if action[0] == "0" else -1]
+    assert own.startswith("ValueError: injected ValueError (in action " + action)
+    assert other.startswith(f"RuntimeError: rank {action[0]} has failed, so no rank changed anything")
+
+
+@pytest.mark.parametrize("number", [9, pytest.param(34, marks=pytest.mark.extended), 64])
+def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> None:
+    """No process aborts, as it would if memory that several streams use were freed on a failed device."""
+    first, second = run("gloo", "losing_the_device", str(number), late=1)
+    assert "illegal memory access" in first
+    assert second.startswith("RuntimeError: rank 0 has failed")
+    assert "illegal memory access" in second
+
+
+def test_ranks_must_have_one_type_of_device(run: Runs) -> None:
+    for error in run("gloo", "mixed"):
+        assert "differ in the type of devices: here c" in error

@@ -1,0 +1,135 @@
+"""Ranks: which tensors have memory, and how ranks describe what they have in common. Needs one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gpipe_fast import GPipe
+from gpipe_fast.distributed.agreement import difference, digest_of
+from gpipe_fast.distributed.mesh import grid_of
+from gpipe_fast.distributed.ranks import Ranks, edges_of
+from tests.distributed.launch import needs_gloo
+from tests.equivalence.test_skip_connections import make_model as skipping
+from tests.models import mlp
+
+pytestmark = needs_gloo
+
+
+def rank_of(rank: int, layers: nn.Sequential, balance: list[int]) -> GPipe:
+    ranks = Ranks(rank, len(balance), dist.HashStore(), timeout=1.0)
+    return GPipe(layers, balance, mesh=ranks)  # type: ignore[arg-type]
+
+
+def on_meta(pipe: GPipe) -> list[bool]:
+    return [parameter.is_meta for parameter in pipe.parameters()]
+
+
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+def test_weights_of_the_own_stage_are_loaded(built_on: str) -> None:
+    source = mlp().state_dict()
+    for method in ("load_weights", "load_state_dict"):
+        with torch.device(built_on):
+            layers = mlp()
+        pipe = rank_of(1, layers, [2, 3])
+        getattr(pipe, method)(source)
+        assert on_meta(pipe) == [True] * 2 + [False] * 4
+        assert torch.equal(pipe[4].weight, source["4.weight"])
+
+
+def test_weights_of_the_own_stage_are_initialised() -> None:
+    with torch.device("meta"):
+        layers = mlp()
+    pipe = rank_of(0, layers, [2, 3])
+    pipe.load_weights({}, strict=False, init=lambda layer: layer.reset_parameters())
+    assert on_meta(pipe) == [False] * 2 + [True] * 4
+
+
+def test_tied_layers_of_another_stage_stay_tied() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    layers[2].weight = layers[1].weight
+    pipe = rank_of(0, layers, [1, 2])
+    assert pipe[1].weight is pipe[2].weight
+    assert pipe[1].weight.is_meta
+
+
+def test_edges_connect_neighbours_and_the_ends_of_skips() -> None:
+    pipe = rank_of(0, skipping(), [2, 3, 3])
+    neighbours = {(0, 1), (1, 0), (1, 2), (2, 1)}
+    skips = {
+        (i, j)
+        for i, a in enumerate(pipe._stages)
+        for j, b in enumerate(pipe._stages)
+        for n in a.stashes
+        if n in b.pops
+    }
+    assert (0, 2) in skips
+    edges = neighbours | skips | {(b, a) for a, b in skips}
+    assert edges_of(pipe._stages, 3) == edges
+    # With stages 0 and 2 in one process, tensors between these stay there.
+    assert edges_of(pipe._stages, 2) == edges - {(0, 2), (2, 0)}
+
+
+def test_a_single_rank_runs_all_stages() -> None:
+    pipe, x = rank_of(0, mlp(), [5]), torch.ones(4, 6)
+    pipe(x).sum().backward()
+    plain = mlp()
+    plain(x).sum().backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(pipe.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (("dp_replicate", "pp"), (2, 3)),
+        (("dp_replicate", "tp", "pp"), (2, 1, 3)),
+        (("dp_shard", "dp_replicate", "cp", "pp"), (1, 2, 1, 3)),
+    ],
+)
+def test_dimensions_of_a_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Stages lie along 'pp' and replicas along 'dp_replicate', in any order; those of size 1 do not count."""
+
+    def mesh(names: tuple[str, ...], ranks: Tensor) -> Any:
+        found = {"ndim": ranks.dim(), "shape": tuple(ranks.shape), "mesh_dim_names": names}
+        return mock.Mock(spec=DeviceMesh, mesh=ranks, **found)
+
+    ranks = torch.arange(6).view(shape)
+    assert grid_of(mesh(names, ranks)) == [[0, 1, 2], [3, 4, 5]]
+    reverse = tuple(reversed(range(len(shape))))
+    assert grid_of(mesh(names[::-1], ranks.permute(reverse))) == [[0, 1, 2], [3, 4, 5]]
+    assert grid_of(mesh(("stages",), torch.arange(2, 5))) == [[2, 3, 4]]
+
+
+def test_a_difference_is_named() -> None:
+    ours, theirs = {"chunks": "2", "input 0": "a"}, {"chunks": "2", "input 0": "b"}
+    assert digest_of(ours) != digest_of(theirs) == digest_of(dict(theirs))
+    assert difference(ours, theirs) == "input 0: here a, there b"
+    assert difference(ours, {"chunks": "2"}) == "input 0: here a, there nothing"
+    assert len(difference({"schedule": "x" * 1000}, {})) < 500
+
+
+def test_a_run_that_is_done_cannot_fail_any_more() -> None:
+    """The outcome arrives between a rank's last look at it and its next step."""
+    store = dist.HashStore()
+    ranks = Ranks(0, 2, store, timeout=1.0)
+    store.set("0/outcome", "done")
+    ranks.poll()
+
+    def times_out(name: str, _: object) -> str:
+        store.set(f"1/{name}", "done")
+        raise RuntimeError("has waited")
+
+    ranks.succeed()
+    with mock.patch.object(ranks, "_wait", side_effect=times_out):
+        ranks.succeed()
+    store.set("2/outcome", '{"rank": 1, "error": "lost"}')
+    with pytest.raises(RuntimeError, match="rank 1 has failed, so no rank changed anything: lost"):
+        ranks.succeed()

@@ -1,0 +1,310 @@
+"""Uses of `GPipe` with a mesh that raise errors. Two ranks are two pipelines of one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+
+from gpipe_fast import GPipe, _extension, tune
+from gpipe_fast.distributed.mesh import (
+    check_no_replicas,
+    check_replicas,
+    checked_timeout,
+    grid_of,
+    own_device,
+)
+from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.distributed.timed_store import TimedStore
+from gpipe_fast.inspect import network
+from gpipe_fast.inspect.network import RankInfo
+from gpipe_fast.runtime.segments import Segments
+from gpipe_fast.schedule import SCHEDULES, Schedule
+from gpipe_fast.schedule.unbuffered import check_unbuffered
+from gpipe_fast.training.update import _check_same
+from tests.unit.message_cases import case, features, mlp, run_command
+from tests.unit.message_cases_of_models import Between
+from tests.untraceable import FunctionLayer
+
+
+def ranks(timeout: float = 0.2) -> list[Ranks]:
+    store = dist.HashStore()
+    return [Ranks(index, 2, store, timeout) for index in range(2)]
+
+
+def pipe(*layers: nn.Module, **options: Any) -> GPipe:
+    """Returns the pipeline of the first of two ranks."""
+    model = nn.Sequential(*layers) if layers else mlp()
+    return GPipe(model, **{"balance": [1, len(model) - 1], "chunks": 2, "mesh": ranks()[0], **options})
+
+
+def group_without_gloo() -> object:
+    with mock.patch.object(_extension, "make_channels", None):
+        return grid_of(mock.Mock(spec=dist.ProcessGroup))
+
+
+def mesh(*names: str) -> Any:
+    return mock.Mock(spec=DeviceMesh, ndim=len(names), shape=(2,) * len(names), mesh_dim_names=names)
+
+
+def tied() -> object:
+    first, last = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+    last.running_mean = first.running_mean
+    return pipe(first, nn.ReLU(), last)
+
+
+def set_balance() -> None:
+    pipe().balance = [2, 3]
+
+
+def clip_others() -> None:
+    model = pipe()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))])
+    model.step(features(), target=torch.zeros(8, 4), loss_fn=F.mse_loss, optimizer=optimizer, max_norm=1.0)
+
+
+def other_arguments() -> None:
+    with mock.patch.object(Ranks, "_connect"):
+        for chunks, own in zip((2, 4), ranks(), strict=True):
+            each = pipe(mesh=own, chunks=chunks)
+            inputs = each._checked_inputs((features(),), {})
+            call = each._prepare_call(inputs)
+            own.begin(call.pipeline, each._call_of(inputs, None), call.plan, each._stages)
+
+
+def outside() -> None:
+    group = mock.Mock(spec=dist.ProcessGroup)
+    with (
+        mock.patch.object(dist, "get_rank", return_value=2),
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+    ):
+        Ranks.of_mesh(group, timeout=1.0, devices=None)
+
+
+def sharded(shard: Callable[..., nn.Module]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = mlp()
+        shard(layers[0], mesh=init_device_mesh("cpu", (1,)))
+        GPipe(layers, [1, 4])
+    finally:
+        dist.destroy_process_group()
+
+
+def other_start() -> None:
+    store = dist.HashStore()
+    for replica in range(2):
+        layers = mlp()
+        with torch.no_grad():
+            layers[0].weight += replica
+        own = Ranks(0, 2, store, 0.2, replica=replica, num_replicas=2)
+        own._check_equal(pipe(*layers, mesh=own)._stages[0])
+
+
+def other_failed() -> None:
+    first, second = ranks()
+    first.fail("ValueError: no data")
+    second.poll()
+
+
+def backward_and_call() -> None:
+    first, second = ranks()
+    first.begin_backward(3)
+    with mock.patch.object(Ranks, "_digests_of", return_value={"call/0": ("digest", {})}):
+        second.begin(*[mock.Mock()] * 3, [])
+
+
+def backwards_in_other_orders() -> None:
+    for forward, own in zip((3, 2), ranks(), strict=True):
+        own.begin_backward(forward)
+
+
+class Moves(nn.Module):
+    """A model that uses its parameter before its blocks, or after them; the loss has weights of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.register_buffer("classes", torch.ones(4))
+
+    def forward(self, x: Tensor, early: bool = False, labels: Tensor | None = None) -> Tensor:
+        if early:
+            x = x + self.bias
+        for block in self.blocks:
+            x = block(x)
+        if not early:
+            x = x + self.bias
+        return x if labels is None else F.cross_entropy(x, labels, self.classes)
+
+
+def made(function: Callable[[Any, Tensor], Any] | None = None, **options: Any) -> Any:
+    """Returns a model of the first of two ranks."""
+    model = Between(function) if function else Moves()
+    options = {"args": (torch.ones(4, 4),), "mesh": ranks()[0]} | options
+    return GPipe.from_model(model, chunks=2, balance=[1, 1], **options)
+
+
+def other_inputs() -> None:
+    for number, own in enumerate(ranks()):
+        own.check_inputs(f"{number} targets")
+
+
+def backward_and_recording() -> None:
+    first, second = ranks()
+    first.begin_backward(3)
+    second.exchange({})
+
+
+def examination(rank: int) -> network._Examination:
+    return network._Examination(rank, 2, TimedStore(dist.HashStore(), 0.1), 0.1)
+
+
+def without_rank_0() -> None:
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        network._store(1, 0.1)
+
+
+def without_a_port() -> None:
+    names = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "one")
+    with mock.patch.dict(os.environ, names):
+        run_command("doctor")
+
+
+def without_a_report() -> None:
+    with mock.patch.object(network._Examination, "_edges", return_value=[]):
+        own = examination(1)
+        own._store.set("rank/0", json.dumps(dict.fromkeys(RankInfo.__annotations__, "")))
+        own.run(lambda _: None)
+
+
+def unconnected() -> None:
+    own, _ = ranks()
+    with mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("refused")):
+        own._group(1, 0)
+
+
+def with_a_store_that_stops() -> None:
+    stuck = threading.Event()
+    TimedStore(mock.Mock(check=lambda _: stuck.wait(20)), 0.1).check(["key"])
+
+
+def with_a_store_that_is_lost() -> None:
+    TimedStore(mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))), 9.0).check(
+        ["key"]
+    )
+
+
+def in_python() -> object:
+    return pipe(nn.Linear(6, 6), FunctionLayer(lambda x: x if x.sum() > 0 else -x))(features())
+
+
+def while_layers_run() -> None:
+    with mock.patch.object(Segments, "try_lock", return_value=False):
+        pipe()(features())
+
+
+def cells(*texts: str) -> str:
+    """Returns a row of a schedule: each text for six micro-batches."""
+    return ",".join(text.format(m) for text in texts for m in range(6))
+
+
+RECEIVED_AHEAD = "\n".join(
+    [cells("0F{0},0SEND_F{0}"), cells("1RECV_F{0}", "1F{0},1SEND_F{0}"), cells("2RECV_F{0},2F{0}")]
+)
+OTHER_ORDER = """
+0F0,0SEND_F0,0F1,0SEND_F1
+1RECV_F0,1RECV_F1,1F1,1SEND_F1,1F0,1SEND_F0
+2RECV_F1,2F1,2RECV_F0,2F0
+"""
+
+OF_RANKS = [
+    case("memory='1GiB' with a mesh", "a number for each stage", pipe, memory="1GiB"),
+    case("lacks", "pass mesh=None", group_without_gloo),
+    case("got str", "pass init_device_mesh(", pipe, mesh="pp"),
+    case("('a', 'b') of sizes (2, 2)", "pass mesh_dim_names=", pipe, mesh=mesh("a", "b")),
+    case("('dp_replicate',) of sizes (2,)", "pass mesh_dim_names=", pipe, mesh=mesh("dp_replicate")),
+    case("{'tp': 2}", "make a mesh of these two", pipe, mesh=mesh("dp_replicate", "tp", "pp")),
+    case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
+    case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
+    case("layer 0 (FSDPLinear) is sharded by fully_shard", "'dp_replicate'", sharded, fully_shard),
+    case(
+        "layer 0 (Linear) has the DTensor 'weight' of placements (Replicate(),)",
+        "plain parameters",
+        sharded,
+        lambda layer, mesh: distribute_module(layer, mesh),
+    ),
+    case("got 0", "must be a positive number", checked_timeout, 0),
+    case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
+    case(
+        "balance has 4 partitions",
+        "pass 2 partitions",
+        lambda: pipe(balance=[1, 1, 1, 2], mesh=Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)),
+    ),
+    case("3 partitions, but mesh has 2", "one partition for each", pipe, balance=[1, 1, 3]),
+    case("has 3 devices, but mesh has 2", "such as devices='cuda'", own_device, ["cpu"] * 3, "cpu", 0, 2),
+    case("backend='eager'", "pass backend='auto'", pipe, backend="eager"),
+    case(
+        "stages 0 and 1 share the buffer '0.running_mean', which is also '2.running_mean'",
+        "choose a balance",
+        tied,
+    ),
+    case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(pipe())),
+    case("[2, 3]", "make a new GPipe", set_balance),
+    case("on rank 0 of 2", "call model.report", lambda: tune(pipe(), features())),
+    case("got list", "call model(x)", lambda: pipe().stream([])),
+    case("rank 1 updates with 0.1, and rank 0 with 0.2", "the same scale", _check_same, [0.2, 0.1]),
+    case("of shape [3]", "use another optimizer", clip_others),
+    case("'0.p0' is in processes [1]", "only calls", lambda: made()(torch.ones(4, 4), early=True)),
+    case("lead to 1 targets here, and to 0 targets there", "pass the same inputs", other_inputs),
+    case("'bias' of a Between", "blocks=...", lambda: made(lambda model, x: x if model.bias[0] > 0 else -x)),
+    case(
+        "weights of classes",
+        "compute the loss from",
+        lambda: made(args=(torch.ones(4, 4), False, torch.arange(4))),
+    ),
+    case("got 2", "pass mesh['pp']", check_no_replicas, 2),
+    case("got rank 0 of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
+    case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),
+    case("differ in chunks: here 4, there 2", "make the same calls", other_arguments),
+    case("rank 0 has failed", "no data", other_failed),
+    case("for 0.2 s for ranks [1]", "larger timeout", lambda: pipe()(features())),
+    case(
+        "rank 1 calls the pipeline, but another rank runs the backward of run 3", "order", backward_and_call
+    ),
+    case("rank 1 runs the backward of run 2", "in the same order", backwards_in_other_orders),
+    case("another rank runs the backward of run 3", "and recordings", backward_and_recording),
+    case("'one'", "must be numbers", without_a_port),
+    case("ranks [1] of 2", "same MASTER_ADDR", lambda: examination(0).run(lambda _: None)),
+    case("has not found rank 0 at MASTER_ADDR=127.0.0.1", "must be reachable", without_rank_0),
+    case("0.8 s for the report of rank 0", "start all ranks again", without_a_report),
+    case("0.2 s for rank 1", "start all ranks again", lambda: list(examination(0)._backends(0, 1))),
+    case("cannot connect to rank 1", "argument timeout of GPipe", unconnected),
+    case("for 0.1 s", "start all processes again", with_a_store_that_stops),
+    case("Broken pipe", "start all processes again", with_a_store_that_is_lost),
+    case("layer 1 (FunctionLayer)", "all layers must be traced", in_python),
+    case("layers cannot be traced", "wait until its call has ended", while_layers_run),
+    case("stages [0, 2]", "stages of one process", lambda: check_unbuffered(SCHEDULES["interleaved"](4, 4))),
+    case(
+        "0SEND_F5 waits for 1SEND_F0",
+        "receives later",
+        lambda: check_unbuffered(Schedule.parse(RECEIVED_AHEAD), [(0, 2)]),
+    ),
+    case(
+        "0SEND_F0 sends a skip tensor",
+        "same order",
+        lambda: check_unbuffered(Schedule.parse(OTHER_ORDER), [(0, 2)]),
+    ),
+]
