@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         type=float,
         default=1.0,
-        help="run this share of the longer tests, others for each commit (default: 1)",
+        help="run this share of the longer tests, always the same (default: 1)",
     )
 
 

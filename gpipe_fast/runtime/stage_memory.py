@@ -32,6 +32,8 @@ class StageBytes(NamedTuple):
         saved: other tensors that are kept for backwards.
         intermediates: the scratch memory of its programs, and what the running one allocates beside it.
         under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
+        waiting: what is needed in addition if the stages beside it run as far ahead as the schedule lets them;
+            all else is for tensors that arrive when they are used.
     """
 
     parameters: int
@@ -41,6 +43,7 @@ class StageBytes(NamedTuple):
     saved: int
     intermediates: int
     under_way: int
+    waiting: int
 
     @property
     def total(self) -> int:
@@ -56,6 +59,8 @@ class _Sizes(NamedTuple):
         popped: by skip connection, what it pops.
         saved: what its forward saves.
         held: what is kept in addition between the two halves of its backward.
+        unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
+            between them.
         outputs: its plain outputs, without what is saved, too.
         result: its plain outputs, which the caller gets from the last stage.
         stashed: by skip connection, what it stashes.
@@ -71,6 +76,7 @@ class _Sizes(NamedTuple):
     popped: dict[int, int]
     saved: int
     held: int
+    unread: tuple[float, float, float]
     outputs: int
     result: int
     stashed: dict[int, int]
@@ -103,8 +109,12 @@ def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[
         reached = {parameters[i] for i in plan.compiled[0][index].parameters_with_gradients()}
         scratch = max(each.scratch for each in sizes[index])
         sums = parameter_bytes(own), buffer_bytes(own), gradient_bytes(own, reached)
-        fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0))
-    return _Walk(stages, plan, sizes, fixed).peaks()
+        fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0, waiting=0))
+    found = []
+    for index in range(len(stages)):
+        late, early = (_Walk(stages, plan, sizes, fixed).peak(index, early=early) for early in (False, True))
+        found.append(late._replace(waiting=max(0, early.total - late.total)))
+    return found
 
 
 def parameter_bytes(stage: Stage) -> int:
@@ -123,7 +133,7 @@ def gradient_bytes(stage: Stage, parameters: Iterable[Tensor]) -> int:
 
 
 class _Walk:
-    """A walk over the actions of a plan, which notes what each stage needs.
+    """A walk over the actions of a plan, which notes what stages need.
 
     Args:
         stages: the stages.
@@ -146,19 +156,19 @@ class _Walk:
         self._stash_of = {number: s for s, own in enumerate(stages) for number in own.stashes}
         self._sent: dict[tuple[int, Kind], int] = {}
 
-    def peaks(self) -> list[StageBytes]:
-        """Returns what each stage needs when it needs most."""
-        order = self._plan.schedule.order()
+    def peak(self, stage: int, *, early: bool) -> StageBytes:
+        """Returns what a stage needs when it needs most, with the others as early or late as they can be."""
+        order = self._plan.schedule.order_around(stage, early=early)
         last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
         forwards = 0
         for action in order:
             self._take(action)
             if last.get((action.stage, action.microbatch)) is action:
-                self._end(action.stage, action.microbatch, action.kind)
+                self._end(*action)
             forwards += action.kind is Kind.F
             if action.kind is Kind.F and forwards == len(self._sizes) * len(self._sizes[0]):
                 self._join()
-        return self._most
+        return self._most[stage]
 
     def _take(self, action: Action) -> None:
         stage, kind, m = action
@@ -187,18 +197,32 @@ class _Walk:
                 self._add(stage, gradients=self._gradients[stage])
             if kind is not Kind.W:
                 self._add(stage, saved=own.held if kind is Kind.I else 0, under_way=own.gradients)
+            if kind is Kind.I:
+                self._free(stage, m, own.unread)
 
-    def _end(self, stage: int, m: int, kind: Kind) -> None:
-        """Frees what is kept for a backward that has ended."""
+    def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
+        """Frees a share of what is kept for a backward: inputs, what is saved, gradients that have arrived."""
         own = self._sizes[stage][m]
         boundary = sum(own.popped.values())
         if stage > 0:
             copies = self._copies(stage - 1, stage)
             boundary += own.boundary if copies else self._sizes[stage - 1][m].outputs
         received = own.tangents if stage < len(self._stages) - 1 else 0
-        self._add(stage, boundary=-boundary, saved=-own.saved, under_way=-received)
-        if kind is Kind.W:
-            self._add(stage, saved=-own.held)
+        sizes = (
+            int(share * size) for share, size in zip(shares, (boundary, own.saved, received), strict=True)
+        )
+        self._add(
+            stage, **dict(zip(("boundary", "saved", "under_way"), (-size for size in sizes), strict=True))
+        )
+
+    def _end(self, stage: int, kind: Kind, m: int) -> None:
+        """Frees what is kept until the end of a backward."""
+        if kind is Kind.B:
+            return self._free(stage, m, (1.0, 1.0, 1.0))
+        own = self._sizes[stage][m]
+        boundary, saved, received = own.unread
+        self._free(stage, m, (1 - boundary, 1 - saved, 1 - received))
+        self._add(stage, saved=-own.held)
 
     def _join(self) -> None:
         """Concatenates the outputs of the last stage, and frees them; the caller has the result."""
@@ -249,6 +273,7 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
         {n: spec_bytes([s]) for n, s in zip(compiled.stage.pops, skips, strict=True) if s is not None},
         _value_bytes(forward, saved),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
+        _unread(lowered),
         _value_bytes(forward, plain_outputs),
         spec_bytes(out.tensors),
         {n: spec_bytes([s]) for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None},
@@ -263,6 +288,28 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
             for is_first in (False, True)
         },
     )
+
+
+def _unread(lowered: LoweredStage) -> tuple[float, float, float]:
+    """Returns the share of inputs, of what is saved and of gradients that only B reads, and W does not."""
+    first, second = lowered.backward, lowered.weights
+    if first is None or second is None:
+        return 0.0, 0.0, 0.0
+    shares = []
+    for role in (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT):
+        read, later = _input_bytes(first, role), _input_bytes(second, role)
+        every = {**_input_bytes(lowered.forward, role), **read, **later}
+        shares.append(
+            sum(size for port, size in every.items() if port not in later) / (sum(every.values()) or 1)
+        )
+    return shares[0], shares[1], shares[2]
+
+
+def _input_bytes(program: ProgramIR, role: GraphRole) -> dict[int, int]:
+    """Returns the bytes of the inputs of a role, by index."""
+    inputs = (i for i, value in enumerate(program.values) if value.storage is StorageKind.INPUT)
+    pairs = zip(program.inputs, inputs, strict=True)
+    return {port.index: _value_bytes(program, [i]) for port, i in pairs if port.role is role}
 
 
 def _results(program: ProgramIR, role: GraphRole, below: int | None = None) -> set[int]:

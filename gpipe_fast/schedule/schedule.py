@@ -189,6 +189,32 @@ class Schedule:
         """
         return tuple(self._actions[i] for i in self._order)
 
+    def order_around(self, stage: int, *, early: bool) -> tuple[Action, ...]:
+        """Returns all actions in an order that the waits allow, with those of other stages early or late.
+
+        Args:
+            stage: the stage.
+            early: whether the others are as far ahead as this one lets them; else they run only what it waits
+                for.
+        """
+        firsts = set(accumulate(map(len, self.ranks), initial=0))
+        before: list[list[int]] = [[] for _ in self._actions]  # if early, what comes after
+        for i, waited in enumerate(self._waits(self.slots)):
+            for j in (waited, -1 if i in firsts else i - 1):
+                if j >= 0:
+                    before[j if early else i].append(i if early else j)
+        every = range(len(self._actions))
+        own = [i for i in every if self._actions[i].stage == stage]
+        found: dict[int, None] = {}
+        for i in chain(reversed(own) if early else own, every):
+            path = [i]
+            while path:
+                missing = [j for j in before[path[-1]] if j not in found]
+                path.extend(missing)
+                if not missing:
+                    found.setdefault(path.pop())
+        return tuple(self._actions[i] for i in (reversed(found) if early else found))
+
     def forward_part(self) -> Schedule:
         """Returns the forwards, to run before the loss.
 

@@ -104,7 +104,8 @@ def empty(num_stages: int) -> list[int]:
 
 
 def predicted(name: str, schedule: str, stages: str, microbatches: str, settings: str) -> list[str]:
-    """Returns a line for each setting: its name, and for each device the predicted and the counted bytes.
+    """Returns a line for each setting: its name, and for each device the least and the most bytes that are
+    predicted, for tensors that arrive late or early, and those that are counted.
 
     Numbers of stages and micro-batches, and checkpoint settings, are given with commas.
     """
@@ -118,8 +119,11 @@ def predicted(name: str, schedule: str, stages: str, microbatches: str, settings
                 found = counted(pipe, x, schedule, before)
                 options = {"target": torch.zeros(len(x), device="meta"), "loss_fn": loss_of, "normalizer": 1}
                 report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
-                pairs = [f"{own.total} {size}" for own, size in zip(report.stages, found, strict=True)]  # type: ignore[union-attr]
-                lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {', '.join(pairs)}")
+                triples = [
+                    f"{own.total - own.waiting} {own.total} {size}"  # type: ignore[union-attr]
+                    for own, size in zip(report.stages, found, strict=True)
+                ]
+                lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {', '.join(triples)}")
                 del pipe, x
     return lines
 

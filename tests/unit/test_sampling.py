@@ -1,6 +1,8 @@
-"""Random samples of tests: equal in every process for one commit, and different for another seed."""
+"""Random samples of tests: equal in every process, and different for another seed."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 
@@ -12,12 +14,7 @@ ITEMS = list(range(100))
 
 @pytest.fixture
 def use_seed(monkeypatch: pytest.MonkeyPatch):
-    def use(value: str) -> None:
-        monkeypatch.setenv("GPIPE_FAST_SEED", value)
-        sampling.seed.cache_clear()
-
-    yield use
-    sampling.seed.cache_clear()
+    return functools.partial(monkeypatch.setenv, "GPIPE_FAST_SEED")
 
 
 def test_a_seed_determines_a_sorted_sample(use_seed) -> None:
