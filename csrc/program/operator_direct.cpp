@@ -165,13 +165,17 @@ struct BoundArgument<std::array<bool, N>> {
 template <>
 struct BoundArgument<const at::ITensorListRef&> {
   explicit BoundArgument(const Argument& argument) : tensors(std::get<std::vector<at::Tensor*>>(argument)) {}
-  at::ITensorListRef get() {
-    list.clear();
-    for (const auto* tensor : tensors) list.push_back(*tensor);
-    return at::ITensorListRef(list);
+  // Refers to the tensors until the call has ended, and no longer.
+  struct List {
+    operator at::ITensorListRef() const { return tensors; }
+    std::vector<at::Tensor> tensors;
+  };
+  List get() {
+    List list;
+    for (const auto* tensor : tensors) list.tensors.push_back(*tensor);
+    return list;
   }
   std::vector<at::Tensor*> tensors;
-  std::vector<at::Tensor> list;
 };
 
 template <class Op, class Schema = typename Op::schema>

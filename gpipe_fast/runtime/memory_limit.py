@@ -2,7 +2,8 @@
 
 The stages are traced first. The ladders of their graphs (gpipe_fast/lower/ladder.py), the times of their
 operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. Programs are then lowered for
-what was chosen, and the choice is made again with the scratch memory that they turn out to need.
+what was chosen, and the choice is made again with the scratch memory that they turn out to need. At last the
+plan is made, and counted as `GPipe.memory` does; if it needs more, the choice is made once more with less.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gpipe_fast.runtime.stage_memory import (
     parameter_bytes,
     scratch_bytes,
     spec_bytes,
+    stage_bytes,
 )
 from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
 from gpipe_fast.schedule.budget import Budget, Climb, Rung, StageCosts
@@ -62,7 +64,12 @@ def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoin
     known = planner.within.lookup(key)
     if known is not None:
         return known
-    found = planner.within[key] = _Limited(planner, call).choose(limits)
+    limited = _Limited(planner, call)
+    for _ in range(_MAX_ATTEMPTS):
+        found = limited.choose(limits)
+        if limited.fits(found, limits):
+            break
+    planner.within[key] = found
     return found
 
 
@@ -99,7 +106,7 @@ class _Limited:
     """
 
     def __init__(self, planner: Planner, call: Call) -> None:
-        self._stages, self._call = planner.stages, call
+        self._planner, self._stages, self._call = planner, planner.stages, call
         compiled = _compiled(planner, call)
         self._compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, len(compiled) - 1)]
         self._number = len(call.microbatches)
@@ -111,6 +118,8 @@ class _Limited:
         self._kept = Simulation.of(self._schedule(frozenset())).kept
         # For each stage, the scratch memory of the rungs whose programs are lowered.
         self._scratch = [dict[int, int]() for _ in graphs]
+        # For each stage, what the plans that were made need beside the costs.
+        self._beside = [0] * len(graphs)
         self._gradients = [
             gradient_bytes(own, {p for p in parameters_of(own.layers) if p.requires_grad})
             for own in self._stages
@@ -122,7 +131,14 @@ class _Limited:
     @property
     def costs(self) -> list[StageCosts]:
         """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
-        return [replace(own, rungs=self._rungs(stage, own)) for stage, own in enumerate(self._times)]
+        return [
+            replace(
+                own,
+                rungs=self._rungs(stage, own),
+                fixed={**own.fixed, "other tensors that wait": self._beside[stage]},
+            )
+            for stage, own in enumerate(self._times)
+        ]
 
     def choose(self, limits: Limits) -> Checkpoint:
         """As `checkpoint_within`."""
@@ -134,6 +150,19 @@ class _Limited:
             if not any(unknown):
                 return self._checkpoint_of(climb)
         return self._checkpoint_of(self._known_choice(limits))
+
+    def fits(self, checkpoint: Checkpoint, limits: Limits) -> bool:
+        """Returns whether the plan for a choice fits; if not, the next choice is made with higher costs."""
+        call = replace(self._call, checkpoint=checkpoint)
+        needed = stage_bytes(self._stages, self._planner.plan(call), call)
+        fits = True
+        for device, limit in limits.items():
+            own = [stage for stage, each in enumerate(self._stages) if each.device == device]
+            excess = sum(needed[stage].total for stage in own) - limit
+            if excess > 0:
+                fits = False
+                self._beside[max(own, key=lambda stage: needed[stage].total)] += excess
+        return fits
 
     def _known_choice(self, limits: Limits) -> Climb:
         """Returns the best choice among the rungs whose programs are lowered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ class StageBytes(NamedTuple):
         saved: other tensors that are kept for backwards.
         intermediates: the scratch memory of its programs, and what the running one allocates beside it.
         under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
-        waiting: what is needed in addition if the stages beside it run as far ahead as the schedule lets them;
-            all else is for tensors that arrive when they are used.
+        waiting: what is needed in addition if the stages beside it run as far ahead as the schedule lets
+            them, or as far behind, so that tensors wait for it or for them.
     """
 
     parameters: int
@@ -61,11 +61,13 @@ class _Sizes(NamedTuple):
         held: what is kept in addition between the two halves of its backward.
         unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
             between them.
-        outputs: its plain outputs, without what is saved, too.
+        outputs: its plain outputs, without what is saved or stashed, too.
         result: its plain outputs, which the caller gets from the last stage.
-        stashed: by skip connection, what it stashes.
-        tangents: the gradients that arrive.
-        gradients: the gradients that it sends.
+        stashed: by skip connection, what it stashes, without what is saved, too.
+        tangents: the gradients of plain outputs, which arrive.
+        stash_gradients: by skip connection, the gradient of what it stashed, which it fetches.
+        gradients: the gradients of plain inputs, which it sends.
+        pop_gradients: by skip connection, the gradient of what it popped, which waits to be fetched.
         scratch: the scratch memory of its programs.
         forward: the most that its forward allocates beside the scratch memory.
         backwards: the same for its backward (B) and for weight gradients that run later (W), each for a later
@@ -81,7 +83,9 @@ class _Sizes(NamedTuple):
     result: int
     stashed: dict[int, int]
     tangents: int
+    stash_gradients: dict[int, int]
     gradients: int
+    pop_gradients: dict[int, int]
     scratch: int
     forward: int
     backwards: dict[tuple[Kind, bool], int]
@@ -112,8 +116,9 @@ def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[
         fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0, waiting=0))
     found = []
     for index in range(len(stages)):
-        late, early = (_Walk(stages, plan, sizes, fixed).peak(index, early=early) for early in (False, True))
-        found.append(late._replace(waiting=max(0, early.total - late.total)))
+        ends = [_Walk(stages, plan, sizes, fixed, early).peak(index) for early in (False, True)]
+        least, most = sorted(ends, key=lambda end: end.total)
+        found.append(least._replace(waiting=most.total - least.total))
     return found
 
 
@@ -140,6 +145,8 @@ class _Walk:
         plan: the plan.
         sizes: for each stage, the bytes of each micro-batch.
         fixed: what each stage needs at all times; the gradients only from its first backward on.
+        early: whether other stages are early, and a tensor stays after its copy until the next one is sent;
+            else they are late, and it is freed at once.
     """
 
     def __init__(
@@ -148,17 +155,20 @@ class _Walk:
         plan: PlannedCall,
         sizes: Sequence[Sequence[_Sizes]],
         fixed: Sequence[StageBytes],
+        early: bool,
     ) -> None:
         self._stages, self._sizes, self._plan = stages, sizes, plan
         self._gradients = [own.gradients for own in fixed]
         self._now = [own._replace(gradients=0) for own in fixed]
         self._most = list(self._now)
         self._stash_of = {number: s for s, own in enumerate(stages) for number in own.stashes}
+        self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
+        self._early = early
         self._sent: dict[tuple[int, Kind], int] = {}
 
-    def peak(self, stage: int, *, early: bool) -> StageBytes:
-        """Returns what a stage needs when it needs most, with the others as early or late as they can be."""
-        order = self._plan.schedule.order_around(stage, early=early)
+    def peak(self, stage: int) -> StageBytes:
+        """Returns what a stage needs when it needs most."""
+        order = self._plan.schedule.order_around(stage, early=self._early)
         last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
         forwards = 0
         for action in order:
@@ -174,10 +184,10 @@ class _Walk:
         stage, kind, m = action
         own = self._sizes[stage][m]
         if kind is Kind.F:
-            for number, size in own.popped.items():
+            for number in own.popped:
                 before = self._stash_of.get(number, stage)
                 self._add(before, under_way=-self._sizes[before][m].stashed.get(number, 0))
-                self._add(stage, boundary=size)
+                self._add(stage, boundary=self._popped(stage, m, number))
             self._add(stage, intermediates=own.forward)
             self._add(stage, intermediates=-own.forward)
             self._add(stage, saved=own.saved, under_way=own.outputs + sum(own.stashed.values()))
@@ -189,6 +199,11 @@ class _Walk:
             self._leave(stage, stage - 1, kind, own.gradients)
             self._add(stage - 1, under_way=self._sizes[stage - 1][m].tangents)
         elif kind in (Kind.B, Kind.I, Kind.W):
+            if kind is not Kind.W:
+                for number, size in own.stash_gradients.items():
+                    after = self._pop_of.get(number, stage)
+                    self._add(stage, under_way=size)
+                    self._add(after, under_way=-self._sizes[after][m].pop_gradients.get(number, 0))
             is_first = self._now[stage].gradients == 0 and kind is not Kind.I
             size = own.backwards.get((kind if kind is Kind.W else Kind.B, is_first), 0)
             self._add(stage, intermediates=size)
@@ -196,18 +211,20 @@ class _Walk:
             if is_first:
                 self._add(stage, gradients=self._gradients[stage])
             if kind is not Kind.W:
-                self._add(stage, saved=own.held if kind is Kind.I else 0, under_way=own.gradients)
+                self._add(stage, saved=own.held if kind is Kind.I else 0)
+                self._add(stage, under_way=own.gradients + sum(own.pop_gradients.values()))
             if kind is Kind.I:
                 self._free(stage, m, own.unread)
 
     def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
-        """Frees a share of what is kept for a backward: inputs, what is saved, gradients that have arrived."""
+        """Frees a share of what a backward reads: inputs, saved tensors, gradients that have arrived."""
         own = self._sizes[stage][m]
-        boundary = sum(own.popped.values())
+        boundary = sum(self._popped(stage, m, number) for number in own.popped)
         if stage > 0:
             copies = self._copies(stage - 1, stage)
             boundary += own.boundary if copies else self._sizes[stage - 1][m].outputs
         received = own.tangents if stage < len(self._stages) - 1 else 0
+        received += sum(own.stash_gradients.values())
         sizes = (
             int(share * size) for share, size in zip(shares, (boundary, own.saved, received), strict=True)
         )
@@ -231,12 +248,18 @@ class _Walk:
         self._add(-1, under_way=-sum(own.outputs for own in self._sizes[-1]))
 
     def _leave(self, stage: int, receiver: int, kind: Kind, size: int) -> None:
-        """Frees what a stage has sent; a copy keeps it until the next one is sent."""
+        """Frees what a stage has sent."""
         key = stage, kind
         self._add(stage, under_way=-self._sent.get(key, 0))
-        self._sent[key] = size if self._copies(stage, receiver) else 0
+        self._sent[key] = size if self._early and self._copies(stage, receiver) else 0
         if not self._sent[key]:
             self._add(stage, under_way=-size)
+
+    def _popped(self, stage: int, m: int, number: int) -> int:
+        """Returns the bytes of what a stage pops: of its copy, if there is one."""
+        before = self._stash_of.get(number, stage)
+        own = self._sizes[stage][m].popped[number]
+        return own if self._copies(before, stage) else self._sizes[before][m].stashed.get(number, 0)
 
     def _copies(self, stage: int, other: int) -> bool:
         return self._stages[stage].device != self._stages[other].device
@@ -264,21 +287,31 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     lowered = compiled.traced.lower(fraction, defers)
     forward, backward = lowered.forward, lowered.backward
     programs = [each for each in (forward, backward, lowered.weights) if each is not None]
-    plain, skips = compiled.inputs.split_skips()
+    plain, popped = compiled.inputs.split_skips()
     out, stashed = compiled.outputs.split_skips()
+    pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
+    stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
     saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
-    plain_outputs = _results(forward, GraphRole.OUTPUT, len(out.tensors)) - saved
+    sent = [_results(forward, GraphRole.OUTPUT, {i}) - saved for i in range(len(compiled.outputs.tensors))]
+    kept = set().union(*sent[out.num_plain :])
+    gradients = [
+        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.INPUT_GRADIENT, {i}))
+        for i in range(len(compiled.inputs.tensors))
+    ]
+    tangents = [spec_bytes([spec]) * spec.requires_grad for spec in compiled.outputs.tensors]
     return _Sizes(
         spec_bytes(plain.tensors),
-        {n: spec_bytes([s]) for n, s in zip(compiled.stage.pops, skips, strict=True) if s is not None},
+        dict(zip(pops, (spec_bytes([spec]) for spec in popped if spec is not None), strict=True)),
         _value_bytes(forward, saved),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
         _unread(lowered),
-        _value_bytes(forward, plain_outputs),
+        _value_bytes(forward, set().union(*sent[: out.num_plain]) - kept),
         spec_bytes(out.tensors),
-        {n: spec_bytes([s]) for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None},
-        spec_bytes([spec for spec in compiled.outputs.tensors if spec.requires_grad]),
-        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.INPUT_GRADIENT)),
+        dict(zip(stashes, (_value_bytes(forward, own) for own in sent[out.num_plain :]), strict=True)),
+        sum(tangents[: out.num_plain]),
+        dict(zip(stashes, tangents[out.num_plain :], strict=True)),
+        sum(gradients[: plain.num_plain]),
+        dict(zip(pops, gradients[plain.num_plain :], strict=True)),
         max(program.arena_bytes for program in programs),
         _peak(forward, False),
         {
@@ -312,20 +345,20 @@ def _input_bytes(program: ProgramIR, role: GraphRole) -> dict[int, int]:
     return {port.index: _value_bytes(program, [i]) for port, i in pairs if port.role is role}
 
 
-def _results(program: ProgramIR, role: GraphRole, below: int | None = None) -> set[int]:
+def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None = None) -> set[int]:
     """Returns the values in whose memory the results of a role are, unless they are the program's inputs.
 
     Args:
         program: the program.
         role: the role.
-        below: only results whose port has a lower index than this.
+        indices: only results whose port has one of these indices.
     """
     found = set()
     for port, index in zip(program.outputs, program.results, strict=True):
         value = program.values[index]
         base = value.index if value.storage is StorageKind.VIEW else index
         is_own = program.values[base].storage in (StorageKind.FRESH, StorageKind.RESULT)
-        if is_own and port.role is role and (below is None or port.index < below):
+        if is_own and port.role is role and (indices is None or port.index in indices):
             found.add(base)
     return found
 

@@ -19,8 +19,8 @@ SETTINGS = "always,except_last,never,0.0,0.25,0.5,0.75,1.0"
 def check_predictions(libraries: tuple[Path, Path], *words: str) -> int:
     """Checks predictions to 2%, and returns how many there were.
 
-    A stage that runs ahead of the next one, or of the one before, fills its memory with tensors that wait. How
-    many do is up to the clock, so a prediction has two ends, which are equal with one stage.
+    A stage that runs ahead of the next one, or of the one before, fills its memory with tensors that wait.
+    How many do is up to the clock, so a prediction has two ends, which are equal with one stage.
     """
     number = 0
     for line in run("memory_cases.py", libraries, "predicted", *words, limit=1200):
@@ -37,7 +37,20 @@ def test_memory_is_predicted(libraries: tuple[Path, Path]) -> None:
     assert check_predictions(libraries, "uneven", "1f1b", "2", "4", "always,never,0.5") == 6
 
 
+def test_memory_of_a_concatenation_is_freed(libraries: tuple[Path, Path]) -> None:
+    assert check_predictions(libraries, "unet", "", "1", "1", "always,never") == 2
+
+
 @pytest.mark.extended
+@pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("model", ["gpt", "dropout"])
+def test_memory_is_predicted_for_every_schedule(
+    model: str, schedule: str, libraries: tuple[Path, Path]
+) -> None:
+    assert check_predictions(libraries, model, schedule, "1,4", "4", "always,never,0.5") == 5 * 3
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("model", ["gpt", "dropout"])
 def test_memory_is_predicted_in_every_setting(
@@ -47,8 +60,10 @@ def test_memory_is_predicted_in_every_setting(
 
 
 @pytest.mark.extended
-def test_memory_of_convolutions_is_predicted(libraries: tuple[Path, Path]) -> None:
-    assert check_predictions(libraries, "resnet", "", "1,2", "4", "always,never,0.5") == 9
+@pytest.mark.parametrize(("model", "stages"), [("resnet", "1,2"), ("unet", "1")])
+def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries: tuple[Path, Path]) -> None:
+    number = sum(map(int, stages.split(",")))
+    assert check_predictions(libraries, model, "", stages, "4", "always,never,0.5") == 3 * number
 
 
 @pytest.mark.parametrize(

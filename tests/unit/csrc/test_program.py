@@ -80,6 +80,23 @@ def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
     assert [num_references(v) for v in inputs] == before
 
 
+class Concatenation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], 1)
+
+
+def test_a_program_run_keeps_no_tensor_of_a_list_alive() -> None:
+    layers, x = [Concatenation()], torch.randn(4, 6)
+    joint = trace_joint(layers, x)
+    values = input_values(layers, joint, x)
+    storage = values[INPUT].untyped_storage()
+    runner = Runner(split(joint, 1.0).forward, layers)
+    runner(values)
+    del values, x
+    gc.collect()
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
 def test_an_operator_error_keeps_no_input_alive_and_the_next_run_is_correct() -> None:
     layers = [nn.Embedding(4, 8), nn.Linear(8, 8), nn.Embedding.from_pretrained(torch.ones(4, 8))]
     joint = trace_joint(layers[:2], torch.zeros(3, dtype=torch.int64))

@@ -196,6 +196,29 @@ def test_order_of_computations_equals_torchgpipes_clock(n: int, m: int, slots: i
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_orders_around_a_stage_are_the_two_ends_of_all_orders(seed: int) -> None:
+    schedule, ran = random_schedule(random.Random(seed))
+    edges = list(constraints(schedule))
+    for stage in range(schedule.num_stages):
+        late, early = (schedule.order_around(stage, early=early) for early in (False, True))
+        for order in (late, early):
+            assert sorted(map(str, order)) == sorted(map(str, ran))
+            rank = {action: i for i, action in enumerate(order)}
+            assert all(rank[before] < rank[after] for before, after in edges)
+        for own in schedule.stages[stage]:
+            before, after = {own}, {own}
+            while more := {a for a, b in edges if b in before} - before:
+                before |= more
+            while more := {b for a, b in edges if a in after} - after:
+                after |= more
+            if own == schedule.stages[stage][-1]:
+                assert set(late[: late.index(own) + 1]) == before
+            assert set(early[early.index(own) :]) >= after
+            first = schedule.stages[stage][0]
+            assert own != first or set(early[early.index(own) :]) == after
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_order_of_random_schedules_respects_all_constraints(seed: int) -> None:
     schedule, ran = random_schedule(random.Random(seed))
     assert sorted(map(str, schedule.order())) == sorted(map(str, ran))
