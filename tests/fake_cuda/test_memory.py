@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
     not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
 )
 
+MODELS = ("uneven", "gpt", "dropout", "resnet", "unet")
 SETTINGS = "always,except_last,never,0.0,0.25,0.5,0.75,1.0"
 
 
@@ -68,12 +69,16 @@ def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries:
 
 @pytest.mark.parametrize(
     ("model", "count"),
-    [("uneven", "2"), *(pytest.param(m, "8", marks=pytest.mark.extended) for m in ("gpt", "dropout"))],
+    [
+        ("uneven", "2"),
+        *(pytest.param(model, "2", marks=pytest.mark.extended) for model in MODELS[1:]),
+        *(pytest.param(model, "8", marks=pytest.mark.soak) for model in MODELS),
+    ],
 )
 def test_no_step_takes_more_than_the_memory_that_was_passed(
     model: str, count: str, libraries: tuple[Path, Path]
 ) -> None:
-    for schedule in ("", "1f1b")[: int(count) // 2]:
+    for schedule in ("", "1f1b"):
         lines = run("memory_cases.py", libraries, "within", model, schedule, "0", count, limit=1200)
         assert len(lines) == int(count)
         for line in lines:
