@@ -33,7 +33,7 @@ _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into mi
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """Returns the number of micro-batches, or 'auto'. Converts strings and fractions, as torchgpipe does.
+    """Returns the number of micro-batches, or 'auto'. Converts strings, as torchgpipe does, but rounds nothing.
 
     Raises:
         ValueError: `chunks` is neither a positive integer nor 'auto'.
@@ -44,7 +44,7 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
         number = 0 if isinstance(chunks, bool) else int(chunks)
     except (TypeError, ValueError, OverflowError):
         number = 0
-    if number <= 0:
+    if number <= 0 or (number != chunks and not isinstance(chunks, str)):
         raise ValueError(f"number of chunks must be positive integer or 'auto', got {chunks!r}")
     return number
 

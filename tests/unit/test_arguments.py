@@ -41,6 +41,7 @@ CONSTRUCTOR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": ["cpu", "cpux"]}, ValueError, "devices[1] must be a device such as 'cpu' or 'cuda:0', got "),
     ({"devices": ["cpu", "cuda:99"]}, ValueError, "there is no cuda:99, since "),
     ({"devices": [None, None]}, TypeError, "devices[0] must be a device such as 'cpu' or 'cuda:0', got None"),
+    ({"chunks": 2.9}, ValueError, "number of chunks must be positive integer or 'auto', got 2.9"),
     ({"chunks": True}, ValueError, "number of chunks must be positive integer or 'auto', got True"),
     ({"checkpoint": None}, ValueError, "or a list with one of these for each stage, got None"),
     ({"checkpoint": float("nan")}, ValueError, "a list with one of these for each stage, got nan"),
