@@ -354,6 +354,8 @@ REPORTS = [
     case("got 0", "seconds must be a positive number", tune, pipe(), features(), seconds=0),
     case("computes its own loss", "pass the model's labels", tune_a_model_with_a_loss),
     case("chooses the devices of --check", "add --check", run_command, "doctor", "--devices", "cpu"),
+    case("there is no cuda:99", "devices that PyTorch sees", run_command, "doctor", "--devices", "cuda:99"),
+    case("got --devices cpu", "--devices cpu cpu", run_command, "doctor", "--check", "--devices", "cpu"),
     case("got 'train.py'", "expected FILE.py:FUNCTION", run_command, "report", "train.py"),
     case("no file missing.py", "", run_command, "report", "missing.py:make"),
     case("No module named 'missing'", "pass the path of a file", run_command, "report", "missing:make"),
