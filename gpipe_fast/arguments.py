@@ -33,7 +33,7 @@ _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into mi
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """Returns the number of micro-batches, or 'auto'. Converts strings, as torchgpipe does, but rounds nothing.
+    """Returns the number of micro-batches, or 'auto'. Converts strings, as torchgpipe does.
 
     Raises:
         ValueError: `chunks` is neither a positive integer nor 'auto'.

@@ -72,7 +72,7 @@ def test_constructor_arguments_are_converted_to_their_types(library: Library) ->
 
 
 def test_a_fraction_of_a_chunk_is_an_error() -> None:
-    """torchgpipe rounds it down, which hides a number that was computed wrongly."""
+    """In torchgpipe it is rounded down, which hides a number that was computed wrongly."""
     assert TORCHGPIPE.make(layers(), [4], chunks=2.9).chunks == 2
     for chunks in (2.9, torch.tensor(2.9)):
         with pytest.raises(ValueError, match=r"must be positive integer or 'auto', got .*2\.9"):
