@@ -218,6 +218,19 @@ def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
     return dims
 
 
+def check_no_others(others: tuple[Any, ...]) -> None:
+    """Checks that only the module and the balance are passed by position.
+
+    Raises:
+        TypeError: there are other positional arguments.
+    """
+    if others:
+        raise TypeError(
+            f"GPipe takes the module and the balance by position, got {2 + len(others)} arguments; pass the "
+            "others by name: GPipe(module, balance, devices=['cpu', 'cpu'], chunks=8)"
+        )
+
+
 def check_module(module: nn.Sequential, hint: str = "") -> None:
     """Checks that the module is a sequence of layers that can be partitioned.
 

@@ -135,6 +135,7 @@ ARGUMENTS = [
     case("got 'fusion'", "separated by commas", with_disabled, "templates,fusion"),
     case("backend='aten'", "backend='auto'", with_disabled, "capture", backend="aten"),
     case("got 0.5", "'auto'", pipe, chunks=0.5),
+    case("got 4", "devices=", lambda: GPipe(mlp(), [2, 3], ["cpu"] * 2, 2)),  # type: ignore[arg-type]
     case("got 'sometimes'", "'except_last'", pipe, checkpoint="sometimes"),
     case("got 1.5", "a number from 0 to 1", pipe, checkpoint=1.5),
     case("got [0.5, True]", "for each stage", pipe, checkpoint=[0.5, True]),
@@ -216,7 +217,7 @@ DEVICES = [
     case("got 'cpu'", "devices=['cpu'] * K", pipe, devices="cpu"),
     case("got None", "such as 'cpu'", pipe, devices=[None, None]),
     case("got 'cpux'", "such as 'cpu'", pipe, devices=["cpu", "cpux"]),
-    case("devices: 1, partitions: 2", "fewer partitions", pipe, devices=["cpu"]),
+    case("devices: 1, partitions: 2", "a device for each stage", pipe, devices=["cpu"]),
     case("got mps", "pass devices such as", pipe, devices=["mps", "mps"]),
     case("got 'meta'", "pass device='cuda'", explain, "meta"),
     case("got 'cpu:7x'", "such as 'cpu'", explain, "cpu:7x"),
