@@ -170,7 +170,7 @@ gpipe_fast.recording
     timeline(self) -> Timeline
     to_dict(self) -> dict[str, Any]
   class StageBytes(parameters: int, buffers: int, gradients: int, boundary: int, saved: int,
-      intermediates: int, under_way: int)
+      intermediates: int, under_way: int, waiting: int)
     total: property
   class StageMemory(parameters: int, gradients: int, boundary: int, saved: int, scratch: int)
     activations: property
@@ -211,6 +211,7 @@ gpipe_fast.schedule
     of(ranks: Iterable[Iterable[Action]], num_microbatches: int | None = None, *,
         slots: int | None = None, recomputed: Recomputed | None = None) -> Schedule
     order(self) -> tuple[Action, ...]
+    order_around(self, stage: int, *, early: bool) -> tuple[Action, ...]
     parse(text: str, *, slots: int | None = None) -> Schedule
     slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
     times(self, seconds: Callable[[Action], float] = tick,
