@@ -241,8 +241,9 @@ def first_call(
 
 
 def title_of(tensors: Iterable[Any]) -> str:
-    """Returns the shapes of tensors as text; of many, only the first."""
-    shapes = list(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+    """Returns the shapes of tensors as text, without numbers; of many shapes, only the first."""
+    found = dict.fromkeys(tuple(tensor.shape) for tensor in tensors)
+    shapes = [str(shape) for shape in found if shape] or ["()"]
     return f"shape {', '.join(shapes[:_MAX_SHAPES])}{', ...' if len(shapes) > _MAX_SHAPES else ''}"
 
 

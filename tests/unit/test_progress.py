@@ -269,6 +269,8 @@ def test_the_line_of_prepared_calls_is_about_the_present_one(monkeypatch: pytest
 def test_the_line_lists_the_first_shapes() -> None:
     assert progress.title_of(torch.empty(n, 2) for n in (1, 1, 2)) == "shape (1, 2), (2, 2)"
     assert progress.title_of(torch.empty(n) for n in range(9)) == "shape (0,), (1,), (2,), (3,), ..."
+    assert progress.title_of([torch.empty(2, 3), torch.tensor(1)]) == "shape (2, 3)"
+    assert progress.title_of([torch.tensor(1)]) == "shape ()"
 
 
 def test_an_error_ends_the_display() -> None:
