@@ -90,7 +90,7 @@ docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/sit
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'docs: build/site/index.html'
 
-demo: build  ## train a small GPT, about a minute (ARGS=--full: the whole training; ARGS=--help)
+demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores (ARGS=--full: the whole training; ARGS=--help)
 	OMP_WAIT_POLICY=passive $(PY) -m examples.gpt $(ARGS)
 
 bench: build  ## run the benchmarks (arguments: ARGS="...")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 
 BENCHMARKS = {
     "balance": "step times under the balance of balance_by_time, compared with every other balance",
@@ -51,6 +52,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown benchmark: {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
     for name in wanted:
+        print(f"bench: {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
         importlib.import_module(f"bench.{name.replace('-', '_')}").main()
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from bench.progress import shown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 
@@ -90,7 +92,7 @@ def samples(
 ) -> dict[str, list[float]]:
     """Returns the microseconds per call of each round, with the arguments of `alternate`."""
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_index in range(rounds + 1):
+    for round_index in shown(range(rounds + 1), "timing rounds"):
         for name, candidate in candidates.items():
             if pause:
                 time.sleep(pause)

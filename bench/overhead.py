@@ -28,6 +28,7 @@ from bench.peers import (
     looped,
     relative_difference,
 )
+from bench.progress import shown
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.recording.recording import Recording
@@ -93,7 +94,7 @@ def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
     """Returns each candidate's largest gradient difference from the plain loop, over two steps."""
     found: dict[str, float] = {}
     for _ in range(2):
-        for candidate in candidates.values():
+        for candidate in shown(list(candidates.values()), "comparing gradients"):
             candidate()
         wanted = candidates[LOOP].gradients()
         for name, candidate in candidates.items():
@@ -206,7 +207,8 @@ def breakdown(rounds: int) -> Table:
     """Returns a table that divides the time of our steps into parts."""
     overhead = Overhead()
     sizes = [(stages, mode) for stages in (STAGES, 2, 1) for mode in CHECKPOINT_MODES]
-    columns = [part_times(overhead.ours(mode, stages), rounds) for stages, mode in sizes]
+    shown_sizes = shown(sizes, "recording the parts of steps")
+    columns = [part_times(overhead.ours(mode, stages), rounds) for stages, mode in shown_sizes]
     by_part = zip(PARTS + TOTALS, *columns, strict=True)
     return Table(
         "Breakdown of our steps",

@@ -33,7 +33,7 @@ _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into mi
 
 
 def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """Returns the number of micro-batches, or 'auto'. Converts strings and fractions, as torchgpipe does.
+    """Returns the number of micro-batches, or 'auto'. Converts strings, as torchgpipe does.
 
     Raises:
         ValueError: `chunks` is neither a positive integer nor 'auto'.
@@ -44,7 +44,7 @@ def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
         number = 0 if isinstance(chunks, bool) else int(chunks)
     except (TypeError, ValueError, OverflowError):
         number = 0
-    if number <= 0:
+    if number <= 0 or (number != chunks and not isinstance(chunks, str)):
         raise ValueError(f"number of chunks must be positive integer or 'auto', got {chunks!r}")
     return number
 
@@ -216,6 +216,19 @@ def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
     if not dims:
         raise ValueError("batch_dim is empty; pass one integer, or one for each input tensor that is split")
     return dims
+
+
+def check_no_others(others: tuple[Any, ...]) -> None:
+    """Checks that only the module and the balance are passed by position.
+
+    Raises:
+        TypeError: there are other positional arguments.
+    """
+    if others:
+        raise TypeError(
+            f"GPipe takes the module and the balance by position, got {2 + len(others)} arguments; pass the "
+            "others by name: GPipe(module, balance, devices=['cpu', 'cpu'], chunks=8)"
+        )
 
 
 def check_module(module: nn.Sequential, hint: str = "") -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpipe_fast.devices import checked_devices, parse_devices
 from gpipe_fast.distributed.mesh import checked_timeout
 from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.inspect.case_processes import connect_to_parent
-from gpipe_fast.inspect.check import check, run_here
+from gpipe_fast.inspect.check import NUM_STAGES, check, run_here
 from gpipe_fast.inspect.doctor import format_sections, sections
 from gpipe_fast.inspect.network import Network, examine, is_launched
 from gpipe_fast.recording.report import Report, format_of
@@ -83,9 +84,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.devices:
+        _check_devices(options.devices, options.check)
     if not options.check:
-        if options.devices:
-            raise _UsageError("--devices chooses the devices of --check; add --check")
         if is_launched():
             return _examine(options)
         found = sections()
@@ -100,6 +101,21 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(checkup) | {"ok": checkup.ok}, indent=2, default=str))
     return 0 if checkup else 1
+
+
+def _check_devices(names: list[str], is_for_check: bool) -> None:
+    """Checks that the machine has the devices, and that they are enough for ``doctor --check``."""
+    try:
+        checked_devices(parse_devices(names), len(names))
+    except ValueError as error:
+        raise _UsageError(f"--devices {' '.join(names)}: {error}") from error
+    if not is_for_check:
+        raise _UsageError("--devices chooses the devices of --check; add --check")
+    if len(names) < NUM_STAGES:
+        raise _UsageError(
+            f"--check needs one device for each of {NUM_STAGES} stages, got --devices {' '.join(names)}; one "
+            f"device may have several: --devices {' '.join(names * NUM_STAGES)}"
+        )
 
 
 def _examine(options: argparse.Namespace) -> int:

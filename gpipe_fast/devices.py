@@ -85,8 +85,8 @@ def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int)
     if len(devices) < num_partitions:
         raise IndexError(
             "too few devices to hold given partitions "
-            f"(devices: {len(devices)}, partitions: {num_partitions}); pass a device for each partition, "
-            f"such as devices=['cpu'] * {num_partitions}, or fewer partitions"
+            f"(devices: {len(devices)}, partitions: {num_partitions}); pass a device for each stage, which "
+            f"has one partition of the layers, such as devices=['cpu'] * {num_partitions}, or fewer stages"
         )
     chosen = [_with_index(device) for device in devices[:num_partitions]]
     others = sorted({str(device) for device in chosen if device.type not in ("cpu", "cuda")})

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gpipe_fast.arguments import (
     MemoryLimit,
     check_inputs,
     check_module,
+    check_no_others,
     check_signature,
     checked_backend,
     checked_grad_dtype,
@@ -172,7 +173,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self,
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
-        *,
+        *others: NoReturn,
         devices: Iterable[Device] | Device | None = None,
         chunks: int | Literal["auto"] = 1,
         batch_dim: int | Iterable[int] = 0,
@@ -189,6 +190,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
+        check_no_others(others)
         # Check in torchgpipe's order, then our own arguments; the module is unchanged until all checks pass.
         self.chunks = chunks
         self.checkpoint = checkpoint

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +33,8 @@ REFRESH_SECONDS = 0.2
 _PLACES = {"tracing": (0.0, 0.6, 0.0), "splitting": (0.6, 1.0, 0.0), "lowering": (0.6, 1.0, 0.7)}
 # The part of a stage that is done when its kernels are compiled, after "splitting".
 _COMPILED = 0.6
+# The maximum number of shapes that a line lists.
+_MAX_SHAPES = 4
 # The number of times that a trace runs the layers. The trace of the backward is about as long as one of them.
 _RUNS_OF_LAYERS = 3
 # The time left is unknown, because a step may take any time.
@@ -71,7 +73,7 @@ class Work:
 
     def enter_call(self, index: int, number: int) -> None:
         """Notes that the work for one of several calls begins."""
-        self._part_of_calls = (index, number)
+        self._part_of_calls, self.purpose = (index, number), ""
 
     def enter_stages(self, sizes: Sequence[int], first_layer: int) -> None:
         """Notes that steps concern stages with these numbers of layers, from a layer on."""
@@ -219,7 +221,10 @@ def working(doing: str, purpose: str = "", show: bool | None = None) -> Iterator
 
 @contextlib.contextmanager
 def first_call(
-    sizes: Sequence[int], first_layer: int = 0, what: str = "the first call with these inputs and settings"
+    sizes: Sequence[int],
+    first_layer: int = 0,
+    what: str = "the first call with these inputs and settings",
+    outlook: str = "",
 ) -> Iterator[None]:
     """Shows the steps in the block, in which programs are made for a call.
 
@@ -227,11 +232,19 @@ def first_call(
         sizes: the number of layers of each stage.
         first_layer: the first layer of the first stage.
         what: what is new.
+        outlook: what to expect of later calls for which something is new.
     """
     with working("tracing") as work:
-        work.purpose = work.purpose or f" for {what}; later calls reuse the result"
+        work.purpose = work.purpose or f" for {what}; later calls reuse the result{outlook}"
         work.enter_stages(sizes, first_layer)
         yield
+
+
+def title_of(tensors: Iterable[Any]) -> str:
+    """Returns the shapes of tensors as text, without numbers; of many shapes, only the first."""
+    found = dict.fromkeys(tuple(tensor.shape) for tensor in tensors)
+    shapes = [str(shape) for shape in found if shape] or ["()"]
+    return f"shape {', '.join(shapes[:_MAX_SHAPES])}{', ...' if len(shapes) > _MAX_SHAPES else ''}"
 
 
 def step(name: str, first_layer: int | None = None, num_layers: int = 1) -> None:

@@ -89,13 +89,13 @@ def check_balance(balance: Sequence[int] | None, num_ranks: int, num_replicas: i
         return
     if num_replicas > 1 and len(balance) > num_ranks:
         raise ValueError(
-            f"balance has {len(balance)} partitions, but with replicas along 'dp_replicate' each of the "
-            f"{num_ranks} processes along 'pp' has one stage so far; pass {num_ranks} partitions"
+            f"balance has {len(balance)} stages, but with replicas along 'dp_replicate' each of the "
+            f"{num_ranks} processes along 'pp' has one stage so far; pass {num_ranks} numbers"
         )
     if not balance or len(balance) % num_ranks:
         raise ValueError(
-            f"balance has {len(balance)} partitions, but mesh has {num_ranks} processes: {list(balance)}; "
-            "pass one partition for each process, or equally many"
+            f"balance has {len(balance)} stages, but mesh has {num_ranks} processes: {list(balance)}; "
+            "pass one stage for each process, or equally many"
         )
 
 

@@ -213,7 +213,8 @@ class KeyedRandomMode(TorchDispatchMode):
         if _inside_checkpoint():
             raise UnkeyedRandomOp(
                 "a random op inside torch.utils.checkpoint would draw other numbers when recomputed; use "
-                "GPipe's checkpoint argument instead"
+                "GPipe's checkpoint argument instead, and switch the other off: for a model of transformers, "
+                "model.gradient_checkpointing_disable()"
             )
         if not isinstance(self._key, Tensor):
             self._key = self._key()

@@ -333,6 +333,21 @@ class Compiler:
         )
         return traced
 
+    def num_sizes_to_trace(self, stage: Stage, inputs: Sequence[BoundarySpec]) -> int | None:
+        """Returns how many calls with new sizes will trace a stage after one with these inputs.
+
+        The last of them makes a template, if it can, and takes longest.
+
+        Returns:
+            The number; -1 if a template serves these inputs, too; None if each new size is traced.
+        """
+        modes = TorchModes.now()
+        family = self._families.lookup((stage.state_key(modes), family_key(inputs[0], ()), modes))
+        left = (family or ShapeFamily()).num_sizes_to_trace()
+        if not left:
+            return None if left is None else -1
+        return max(0, left - len(set(inputs)))
+
     def _family(
         self, layers: StateKey, inputs: BoundarySpec, gradient_layouts: GradientLayouts, modes: TorchModes
     ) -> ShapeFamily:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -239,7 +239,7 @@ class Planner:
             compiled: list[list[CompiledStage]] | CompilationFailure | None = None
             if idle and not eager and not self.module_warnings.in_python:
                 # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
-                for context in (collected(), intra_op_threads(call.threads), self._progress()):
+                for context in (collected(), intra_op_threads(call.threads), self._progress(call)):
                     held.enter_context(context)
                 compiled = self._compiler.compile(
                     self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
@@ -264,7 +264,7 @@ class Planner:
         with contextlib.ExitStack() as held:
             if not all(segments.try_lock(held) for segments in self._segments):
                 raise RuntimeError(f"layers cannot be traced: {_BUSY}")
-            with intra_op_threads(call.threads), self._progress():
+            with intra_op_threads(call.threads), self._progress(call):
                 found = self._compiler.compile(
                     self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
                 )
@@ -276,9 +276,15 @@ class Planner:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
         return self._compiler.lowered()
 
-    def _progress(self) -> contextlib.AbstractContextManager[None]:
-        """Shows the work of a first call, if it takes long."""
-        return progress.first_call([len(stage.layers) for stage in self.stages])
+    @contextlib.contextmanager
+    def _progress(self, call: Call) -> Iterator[None]:
+        """Shows the work of a first call, if it takes long, and how many other shapes will be traced."""
+        left = self._compiler.num_sizes_to_trace(self.stages[0], call.microbatches)
+        what = f"the first call with inputs of {progress.title_of(call.inputs.tensors)} in this mode"
+        with progress.first_call(
+            [len(stage.layers) for stage in self.stages], what=what, outlook=_outlook(left)
+        ):
+            yield
 
     def _make_plan(
         self, call: Call, compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None
@@ -351,6 +357,18 @@ def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> st
     if untraceable.layer is not None:
         where += f", {layer_title(stage.first_layer + untraceable.layer, stage.layers[untraceable.layer])}"
     return f"{where} cannot be traced faithfully: {untraceable.reason}"
+
+
+def _outlook(left: int | None) -> str:
+    """Returns what to expect of calls with other shapes, of which so many will be traced."""
+    if left is None:
+        return "; each new shape takes as long"
+    if left < 0:
+        return ""
+    if left == 0:
+        return "; of calls with new shapes this is the slowest, and the next ones are faster"
+    several = "s, the last one slowest" if left > 1 else ", the slowest one"
+    return f"; expect {left} more slow call{several}, if shapes change"
 
 
 def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:

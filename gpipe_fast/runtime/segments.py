@@ -184,7 +184,9 @@ class Segments:
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
         """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
-        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer):
+        shape = progress.title_of(segment_key.input_specs.tensors)
+        new = f"the first call with micro-batches of {shape} in this mode"
+        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer, new):
             compiler = self._shared.compiler
             found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
             if isinstance(found, CompiledStage):
@@ -228,7 +230,8 @@ class Segments:
                 f"the module was changed between forward and backward, and {self.name} received gradients "
                 "in a new layout; call the module again"
             )
-        new = "gradients in a new layout"
+        shape = progress.title_of(segment_key.input_specs.tensors)
+        new = f"gradients in a new layout, for micro-batches of {shape}"
         with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer, new):
             found = self._shared.compiler.compiled(
                 part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False

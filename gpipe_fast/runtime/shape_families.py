@@ -44,6 +44,14 @@ class ShapeFamily:
             strides = tuple(spec.strides for spec in inputs.tensors)
             self.samples.append(TraceSample(shapes, strides, gradient_layouts, joint))
 
+    def num_sizes_to_trace(self) -> int | None:
+        """Returns how many new sizes will be traced, until a template serves all; None for all."""
+        if self.template is not None:
+            return 0
+        if self.num_attempts or switches.is_disabled("templates"):
+            return None  # an attempt has failed, and the next ones probably will
+        return _NUM_SAMPLES - len(self.samples) + 1  # the last trace has symbols for sizes
+
     def graphs(self) -> list[JointGraph]:
         """Returns the graphs that the family keeps."""
         return [sample.joint for sample in self.samples] + ([self.template.joint] if self.template else [])

@@ -40,7 +40,7 @@ def interleaved(
     if num_ranks < 1 or num_stages % num_ranks:
         raise ValueError(
             f"an interleaved schedule gives every rank equally many stages, got {num_stages} stages for "
-            f"{num_ranks} ranks; choose a balance with a multiple of {max(1, num_ranks)} partitions"
+            f"{num_ranks} ranks; choose a balance with a multiple of {max(1, num_ranks)} stages"
         )
     per_rank = num_stages // num_ranks
     num_rounds = -(-num_microbatches // num_ranks)

@@ -14,6 +14,8 @@ from torch import nn
 import gpipe_fast
 from tests.reference import plain_loop
 from tests.torchgpipe.libraries import (
+    OURS,
+    TORCHGPIPE,
     Library,
     RecordingLinear,
     both_libraries,
@@ -63,10 +65,18 @@ def test_constructor_arguments_are_converted_to_their_types(library: Library) ->
     pipe = library.make(layers(), iter((1, 3)), chunks="3", checkpoint=Mode(), devices=iter(["cpu"] * 3))
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([1, 3], 3, "never")
     assert pipe.devices == [torch.device("cpu")] * 2
-    assert library.make(layers(), [4], chunks=2.9).chunks == 2
+    assert library.make(layers(), [4], chunks=2.0).chunks == 2
     for balance in (torch.tensor([1, 3]), [1.0, 3.0]):
         assert (pipe := library.make(layers(), balance, chunks=2)).balance == [1, 3]
         assert pipe(numbered_samples()).shape == (8, 6)
+
+
+def test_a_fraction_of_a_chunk_is_an_error() -> None:
+    """In torchgpipe it is rounded down, which hides a number that was computed wrongly."""
+    assert TORCHGPIPE.make(layers(), [4], chunks=2.9).chunks == 2
+    for chunks in (2.9, torch.tensor(2.9)):
+        with pytest.raises(ValueError, match=r"must be positive integer or 'auto', got .*2\.9"):
+            OURS.make(layers(), [4], chunks=chunks)
 
 
 @both_libraries

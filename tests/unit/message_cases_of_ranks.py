@@ -249,11 +249,11 @@ OF_RANKS = [
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
     case(
-        "balance has 4 partitions",
-        "pass 2 partitions",
+        "balance has 4 stages",
+        "pass 2 numbers",
         lambda: pipe(balance=[1, 1, 1, 2], mesh=Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)),
     ),
-    case("3 partitions, but mesh has 2", "one partition for each", pipe, balance=[1, 1, 3]),
+    case("3 stages, but mesh has 2", "one stage for each", pipe, balance=[1, 1, 3]),
     case("has 3 devices, but mesh has 2", "such as devices='cuda'", own_device, ["cpu"] * 3, "cpu", 0, 2),
     case("backend='eager'", "pass backend='auto'", pipe, backend="eager"),
     case(

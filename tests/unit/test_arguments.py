@@ -36,11 +36,13 @@ CONSTRUCTOR_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"balance": [2.5, 2.5]}, ValueError, "all balance numbers must be positive integer (balance: [2.5, "),
     ({"devices": "cpu"}, TypeError, "a device for each stage, got 'cpu'; for K stages on one device pass "),
     ({"devices": torch.device("cpu")}, TypeError, "pass devices=['cpu'] * K"),
+    ({"devices": ["cpu"]}, IndexError, "pass a device for each stage, which has one partition of the layers"),
     ({"devices": 0}, TypeError, "a device for each stage, got 0; for K stages on one device pass devices"),
     ({"devices": ["mps", "mps"]}, ValueError, "stages run on CPU and CUDA devices, got mps; pass devices "),
     ({"devices": ["cpu", "cpux"]}, ValueError, "devices[1] must be a device such as 'cpu' or 'cuda:0', got "),
     ({"devices": ["cpu", "cuda:99"]}, ValueError, "there is no cuda:99, since "),
     ({"devices": [None, None]}, TypeError, "devices[0] must be a device such as 'cpu' or 'cuda:0', got None"),
+    ({"chunks": 2.9}, ValueError, "number of chunks must be positive integer or 'auto', got 2.9"),
     ({"chunks": True}, ValueError, "number of chunks must be positive integer or 'auto', got True"),
     ({"checkpoint": None}, ValueError, "or a list with one of these for each stage, got None"),
     ({"checkpoint": float("nan")}, ValueError, "a list with one of these for each stage, got nan"),
@@ -54,6 +56,13 @@ def test_wrong_constructor_arguments_are_refused(
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         make_pipe(**options)
+
+
+def test_only_the_module_and_the_balance_are_positional() -> None:
+    with pytest.raises(
+        TypeError, match=r"got 4 arguments; pass the others by name: GPipe\(module, balance, de"
+    ):
+        GPipe(mlp(), [2, 3], ["cpu", "cpu"], 2)  # type: ignore[arg-type]
 
 
 CALL_ERRORS: list[tuple[str, Callable[[GPipe], object]]] = [

@@ -74,6 +74,9 @@ def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--csv", "missing.csv"], "No such file"),
         (["report", "missing.py:make"], "there is no file missing.py"),
         (["doctor", "--devices", "cpu"], "add --check"),
+        (["doctor", "--devices", "cuda:99"], "there is no cuda:99, since "),
+        (["doctor", "--check", "--devices", "cuda:99"], "there is no cuda:99, since "),
+        (["doctor", "--check", "--devices", "cpu"], "got --devices cpu; one device may have several: --dev"),
     ],
 )
 def test_mistakes_end_with_status_2(

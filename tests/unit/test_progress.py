@@ -24,8 +24,8 @@ from tests.reference import loop_step, pipeline_step, unequal
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LINE = (
-    "tracing stage 0 of 2, layers 0 to 2 for the first call with these inputs and settings; later calls "
-    "reuse the result"
+    "tracing stage 0 of 2, layers 0 to 2 for the first call with inputs of shape (8, 4) in this mode; later "
+    "calls reuse the result; expect 2 more slow calls, the last one slowest, if shapes change"
 )
 
 
@@ -231,6 +231,46 @@ def test_the_line_is_logged_if_standard_error_is_closed(
     with caplog.at_level(logging.INFO, "gpipe_fast"):
         prepare()
     assert [record.message for record in caplog.records] == [LINE]
+
+
+def test_the_line_says_how_many_slow_calls_to_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Work] = []
+    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+    pipe = model()
+    for rows in (8, 6, 10, 12):
+        pipe(torch.randn(rows, 4))
+    beginning = (
+        " for the first call with inputs of shape ({}, 4) in this mode; later calls reuse the result{}"
+    )
+    assert [work.purpose for work in works] == [
+        beginning.format(8, "; expect 2 more slow calls, the last one slowest, if shapes change"),
+        beginning.format(6, "; expect 1 more slow call, the slowest one, if shapes change"),
+        beginning.format(10, "; of calls with new shapes this is the slowest, and the next ones are faster"),
+        beginning.format(12, ""),
+    ]
+
+
+def test_the_line_says_that_every_shape_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Work] = []
+    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+    monkeypatch.setenv("GPIPE_FAST_DISABLE", "templates")
+    model()(torch.randn(8, 4))
+    assert works[0].purpose.endswith("; later calls reuse the result; each new shape takes as long")
+
+
+def test_the_line_of_prepared_calls_is_about_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Work] = []
+    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+    model().prepare(torch.randn(8, 4), also=[torch.randn(6, 4)])
+    (work,) = works
+    assert "shape (6, 4)" in work.purpose
+
+
+def test_the_line_lists_the_first_shapes() -> None:
+    assert progress.title_of(torch.empty(n, 2) for n in (1, 1, 2)) == "shape (1, 2), (2, 2)"
+    assert progress.title_of(torch.empty(n) for n in range(9)) == "shape (0,), (1,), (2,), (3,), ..."
+    assert progress.title_of([torch.empty(2, 3), torch.tensor(1)]) == "shape (2, 3)"
+    assert progress.title_of([torch.tensor(1)]) == "shape ()"
 
 
 def test_an_error_ends_the_display() -> None:

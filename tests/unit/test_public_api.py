@@ -18,7 +18,7 @@ from gpipe_fast import GPipe
 
 API = """
 gpipe_fast
-  class GPipe(module: nn.Sequential, balance: Iterable[int] | None = None, *,
+  class GPipe(module: nn.Sequential, balance: Iterable[int] | None = None, *others: NoReturn,
       devices: Iterable[Device] | Device | None = None, chunks: int | Literal['auto'] = 1,
       batch_dim: int | Iterable[int] = 0, checkpoint: CheckpointChoice = 'except_last',
       memory: MemoryLimit = None, deferred_batch_norm: bool = False,
