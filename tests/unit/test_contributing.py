@@ -49,13 +49,6 @@ def test_ci_runs_the_entry_point_with_a_time_limit() -> None:
     assert "exec make test-all" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_ci_fetches_the_history_that_the_makefile_counts() -> None:
-    assert "git rev-list --count HEAD" in MAKEFILE
-    (job,) = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"].values()
-    (checkout,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
-    assert checkout["with"]["fetch-depth"] == 0
-
-
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_an_issue_form_is_complete(path: Path) -> None:
     form = read(path)
