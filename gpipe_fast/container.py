@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.compat import torchgpipe_state_dict
-from gpipe_fast.devices import Device, devices_differ
+from gpipe_fast.devices import Device, casts_of, devices_differ
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.unsupported import refuse_jit_script
 from gpipe_fast.weights.load import (
@@ -27,6 +27,10 @@ from gpipe_fast.weights.source import Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_DEVICES_ARE_MANAGED = (
+    "GPipe should manage device placement; pass devices=[...] to GPipe, or set model.devices"
+)
 
 
 class Container(LayerSequence):
@@ -178,25 +182,22 @@ class Container(LayerSequence):
             raise AttributeError("partitions cannot be set: it is a view of the layers; set balance instead")
         super().__setattr__(name, value)
 
-    def cuda(self, device: int | torch.device | None = None) -> NoReturn:
-        """Raises TypeError: every stage has its own device. Set `devices` instead."""
-        _deny_moving()
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Raises TypeError, unless all stages are on that GPU. Set `devices` instead."""
+        return self.to("cuda" if device is None else device)
 
-    def cpu(self) -> NoReturn:
-        """Raises TypeError: every stage has its own device. Set `devices` instead."""
-        _deny_moving()
+    def cpu(self) -> Self:
+        """Raises TypeError, unless all stages are on the CPU. Set `devices` instead."""
+        return self.to("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Casts parameters and buffers to a dtype or a memory format.
 
         Raises:
-            TypeError: a device, or a tensor that implies one, was passed; every stage has its own device.
+            TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
         """
-        if kwargs.keys() & {"device", "tensor"}:
-            _deny_moving()
-        if args and isinstance(args[0], (torch.device, int, str, Tensor)):
-            _deny_moving()
-        return super().to(*args, **kwargs)
+        own = (device for _, device in self._placement() if device.type != "meta")
+        return super().to(**casts_of(args, kwargs, own, _DEVICES_ARE_MANAGED))
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises RuntimeError. ``torch.jit.script`` calls this method."""
@@ -285,13 +286,6 @@ class Container(LayerSequence):
         for name, value in self._state_elsewhere().items():
             state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-
-
-def _deny_moving() -> NoReturn:
-    raise TypeError(
-        "denied to move parameters and buffers, because GPipe should manage device placement; "
-        "pass devices=[...] to GPipe, or set model.devices"
-    )
 
 
 def _deny_changing(hint: str = "") -> NoReturn:

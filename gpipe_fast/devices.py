@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -113,6 +114,32 @@ def _with_index(device: torch.device) -> torch.device:
 def devices_differ(device: torch.device, wanted: torch.device) -> bool:
     """Returns whether two devices differ. A device without an index is the first of its type."""
     return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)
+
+
+def casts_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], own: Iterable[torch.device], instead: str
+) -> dict[str, Any]:
+    """Returns what ``Module.to(*args, **kwargs)`` casts to, if it moves nothing.
+
+    Args:
+        args: positional arguments of ``to``.
+        kwargs: its keyword arguments.
+        own: the devices of the stages.
+        instead: why a pipeline is not moved, and what the user can do, for the error message.
+
+    Raises:
+        TypeError: the device asked for is not that of every stage.
+    """
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    stages = dict.fromkeys(own)
+    if device is not None and any(devices_differ(stage, device) for stage in stages):
+        raise TypeError(
+            f"denied to move parameters and buffers, because {instead}; got '{device}', and the stages are "
+            f"on {', '.join(map(str, stages))}"
+        )
+    casts = {"dtype": dtype, "memory_format": memory_format}
+    casts = {name: value for name, value in casts.items() if value is not None}
+    return casts | {"non_blocking": non_blocking} if casts else {}
 
 
 def silence_stream_warning(devices: Iterable[torch.device]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from gpipe_fast.arguments import (
     checked_schedule,
     checked_threads_per_stage,
 )
+from gpipe_fast.devices import casts_of
 from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.from_model.forward import PipelinedForward
 from gpipe_fast.from_model.stream import ModelStream
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.recording.report import Report
@@ -39,16 +41,20 @@ from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights, make_lazy
 from gpipe_fast.weights.source import Source
 
+_STAGES_HAVE_DEVICES = "every stage has its own device; pass devices=[...] to GPipe.from_model"
+
 # The attribute that tells `keyed_rng` the blocks of a plain model.
 STATE = "_gpipe_fast"
+_WRAPPER = "_gpipe_fast_wrapper"
 
 
 class Pipelined(nn.Module):
     """Base of the classes of pipelined models, which `gpipe_fast.GPipe.from_model` makes."""
 
     # Not in `__dict__`, which the user's model and other pipelines of it have, too.
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_wrapper")
     _calls: Calls
+    _wrapper: Any  # around forward; None if there is none
     _plain_class: type[nn.Module]
 
     def plain(self) -> Any:
@@ -320,30 +326,49 @@ class Pipelined(nn.Module):
             state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""
-        _deny_moving()
+    def cuda(self, device: Any = None) -> Any:
+        """Raises TypeError, unless all stages are on that GPU. Pass ``devices`` to `GPipe.from_model`."""
+        return self.to("cuda" if device is None else device)
 
-    def cpu(self) -> NoReturn:
-        """Raises TypeError: every stage has its own device. Pass ``devices`` to `GPipe.from_model`."""
-        _deny_moving()
+    def cpu(self) -> Any:
+        """Raises TypeError, unless all stages are on the CPU. Pass ``devices`` to `GPipe.from_model`."""
+        return self.to("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Casts parameters and buffers to a dtype or a memory format.
 
         Raises:
-            TypeError: a device, or a tensor that implies one, was passed.
+            TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
         """
-        if kwargs.keys() & {"device", "tensor"} or isinstance(
-            args[0] if args else None, (torch.device, int, str, torch.Tensor)
-        ):
-            _deny_moving()
-        return super().to(*args, **kwargs)
+        return super().to(**casts_of(args, kwargs, self._own_devices(), _STAGES_HAVE_DEVICES))
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """The device of each module that has parameters, if the stages are on several GPUs.
+
+        transformers' ``Trainer`` and ``accelerate`` read it, and then move nothing.
+
+        Raises:
+            AttributeError: the stages are on the CPU or on one GPU.
+        """
+        devices = self._own_devices()
+        if len(devices) < 2 or any(device.type != "cuda" for device in devices):
+            return super().__getattr__("hf_device_map")  # type: ignore[return-value]  # as if undefined
+        return {
+            name: str(parameter.device)
+            for name, module in self.named_modules()
+            for parameter in module.parameters(recurse=False)
+        }
+
+    def _own_devices(self) -> set[torch.device]:
+        """Returns the devices of the stages of this process."""
+        return {device for _, device in self.pipeline._placement() if device.type != "meta"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, (self._plain_class,), {**vars(self), STATE: self._calls}
+        return _new, (self._plain_class,), {**vars(self), STATE: self._calls, _WRAPPER: self._wrapper}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wrapper = state.pop(_WRAPPER)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._calls = state[STATE]
 
@@ -359,17 +384,14 @@ def gradient_checkpointing_disable(self: Pipelined) -> None:
     self.checkpoint = "never"
 
 
-def _deny_moving() -> NoReturn:
-    raise TypeError(
-        "denied to move parameters and buffers, because every stage has its own device; pass devices=[...] "
-        "to GPipe.from_model"
-    )
+def enable_input_require_grads(self: Pipelined) -> None:
+    """Does nothing. Checkpoints of transformers need inputs with gradients, and stages do not."""
 
 
 def pipelined(model: nn.Module, calls: Calls) -> Any:
     """Returns the pipelined model that shares the attributes of a model."""
     found: Any = _sharing(model, _pipelined_class(type(model)))
-    found._calls = calls
+    found._calls, found._wrapper = calls, None
     vars(model)[STATE] = calls
     return found
 
@@ -397,11 +419,12 @@ def _pipelined_class(cls: Any) -> type[Pipelined]:
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     attributes: dict[str, Any] = {
-        "forward": functools.wraps(cls.forward)(uncompiled(forward)),
+        "forward": PipelinedForward(functools.wraps(cls.forward)(uncompiled(forward))),
         "_plain_class": cls,
         **names,
     }
     if hasattr(cls, "gradient_checkpointing_enable"):
-        attributes |= {f.__name__: f for f in (gradient_checkpointing_enable, gradient_checkpointing_disable)}
+        methods = gradient_checkpointing_enable, gradient_checkpointing_disable, enable_input_require_grads
+        attributes |= {f.__name__: f for f in methods}
     _classes[cls] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
     return _classes[cls]

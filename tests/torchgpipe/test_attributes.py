@@ -193,15 +193,14 @@ def test_setting_an_invalid_value_raises_and_keeps_the_old_one(name: str, value:
 MOVES: dict[str, Callable[[Any], object]] = {
     "cuda()": lambda pipe: pipe.cuda(),
     "cuda(0)": lambda pipe: pipe.cuda(0),
-    "cpu()": lambda pipe: pipe.cpu(),
-    "to('cpu')": lambda pipe: pipe.to("cpu"),
+    "to('meta')": lambda pipe: pipe.to("meta"),
     "to(0)": lambda pipe: pipe.to(0),
-    "to(device)": lambda pipe: pipe.to(torch.device("cpu")),
-    "to(tensor)": lambda pipe: pipe.to(torch.ones(1)),
-    "to(device, dtype)": lambda pipe: pipe.to("cpu", torch.float64),
-    "to(device=)": lambda pipe: pipe.to(device="cpu"),
-    "to(tensor=)": lambda pipe: pipe.to(tensor=torch.ones(1)),
-    "to(dtype, device=)": lambda pipe: pipe.to(dtype=torch.float64, device="cpu"),
+    "to(device)": lambda pipe: pipe.to(torch.device("meta")),
+    "to(tensor)": lambda pipe: pipe.to(torch.ones(1, device="meta")),
+    "to(device, dtype)": lambda pipe: pipe.to("meta", torch.float64),
+    "to(device=)": lambda pipe: pipe.to(device="meta"),
+    "to(tensor=)": lambda pipe: pipe.to(tensor=torch.ones(1, device="meta")),
+    "to(dtype, device=)": lambda pipe: pipe.to(dtype=torch.float64, device="meta"),
 }
 
 
@@ -213,6 +212,14 @@ def test_moving_a_pipeline_to_a_device_is_denied(move: Callable[[Any], object], 
         move(pipe)
     assert str(raised.value).startswith(MOVING_DENIED)
     assert {p.dtype for p in pipe.parameters()} == {torch.float32}
+
+
+def test_gpipe_fast_accepts_the_device_that_all_stages_have() -> None:
+    """It is refused by torchgpipe."""
+    pipe = gpipe_fast.GPipe(layers(), [2, 2], devices=["cpu"] * 2, chunks=2)
+    assert pipe.to("cpu") is pipe
+    assert pipe.cpu() is pipe
+    assert pipe.to(torch.ones(1, dtype=torch.float64)).a.weight.dtype == torch.float64
 
 
 CASTS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {

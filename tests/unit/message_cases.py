@@ -172,7 +172,7 @@ ARGUMENTS = [
     case("named 'recording'", "rename the layer", model_with_a_layer_named, "recording"),
     case("got str", "integers", lambda: pipe()["x"]),  # type: ignore[index]
     case("partitions", "set balance instead", assign, "partitions", 3),
-    case("denied to move", "set model.devices", lambda: pipe().cuda()),
+    case("got 'cuda', and the stages are on cpu", "set model.devices", lambda: pipe().cuda()),
     case("cannot be assigned, added or removed", "create a new GPipe", delete_a_layer),
     case(
         "devices ['cpu', 'cpu', 'cpu']", "leave the model.recording() block", change_devices_while_recording

@@ -200,6 +200,10 @@ def move(method: str) -> object:
     return getattr(model, method)()
 
 
+def replace_forward() -> None:
+    cut(Between()).forward = print
+
+
 def again() -> object:
     return cut(cut(Between()))
 
@@ -337,7 +341,8 @@ OF_MODELS = [
     case("hidden_states would be collected", "model.plain()", collecting),
     case("output tensor compares samples", "get None in its place", after(lambda x, y: y @ y.T)),
     case("output tensor of a batch does not follow", "'per-microbatch'", after(lambda x, y: y.std())),
-    case("denied to move", "devices=[...]", move, "cuda"),
+    case("got 'cuda', and the stages are on cpu", "devices=[...]", move, "cuda"),
+    case("denied to replace forward", "functools.wraps", replace_forward),
     case("a set is passed between modules", "", lambda: _Writer._nested(mock.Mock(), {1, 2})),
     case("a set is returned by a module", "", lambda: list(_paths({1, 2}, "r"))),
     case("where PyTorch shows no call of a function", "blocks=...", scripted),

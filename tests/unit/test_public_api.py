@@ -31,8 +31,8 @@ gpipe_fast
     capture: property, may be set
     checkpoint: property, may be set
     chunks: property, may be set
-    cpu(self) -> NoReturn
-    cuda(self, device: int | torch.device | None = None) -> NoReturn
+    cpu(self) -> Self
+    cuda(self, device: int | torch.device | None = None) -> Self
     devices: property, may be set
     evaluate(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any],
         normalizer: Normalizer = None, losses: list[Tensor] | None = None,

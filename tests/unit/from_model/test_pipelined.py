@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -177,9 +179,60 @@ def test_settings_may_be_set_between_calls() -> None:
 def test_it_is_cast_but_not_moved() -> None:
     model = pipelined()
     assert model.to(torch.float64)(X.double()).dtype == torch.float64
-    for move in (lambda: model.to("cpu"), model.cpu, lambda: model.to(device="cpu")):
-        with pytest.raises(TypeError, match="denied to move"):
+    for move in (lambda: model.to("cuda:1"), lambda: model.cuda(1), lambda: model.to(device="cuda:1")):
+        with pytest.raises(TypeError, match=r"denied to move.*got 'cuda:1', and the stages are on cpu"):
             move()
+
+
+def test_a_move_to_the_device_of_all_stages_does_nothing() -> None:
+    model = pipelined()
+    weight = model.blocks[0].weight
+    for same in (model.to("cpu"), model.cpu(), model.to(X)):
+        assert same is model
+    assert model.blocks[0].weight is weight
+    assert model.to("cpu", torch.float64).blocks[0].weight.dtype == torch.float64
+
+
+def test_the_device_map_of_transformers_exists_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pipelined()
+    assert not hasattr(model, "hf_device_map")
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    placement = list(zip(model.pipeline.partitions, gpus, strict=True))
+    monkeypatch.setattr(type(model.pipeline), "_placement", lambda pipeline: placement)
+    assert model.hf_device_map.keys() == {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert not hasattr(model.plain(), "hf_device_map")
+
+
+def doubled(forward: Any) -> Any:
+    return functools.wraps(forward)(lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy])
+def test_forward_may_be_wrapped(again: Any) -> None:
+    model = pipelined()
+    expected = model(X)
+    model.forward = types.MethodType(doubled(model.forward.__func__), model)
+    wrapped = again(model)
+    assert torch.equal(wrapped(X), 2 * expected)
+    assert torch.equal(wrapped.plain_loop(X), expected)  # the plain model has no wrapper
+    del wrapped.forward
+    assert torch.equal(wrapped(X), expected)
+
+
+def test_a_forward_of_the_plain_object_is_part_of_the_pipeline() -> None:
+    plain = Net()
+    plain.forward = doubled(plain.forward)  # type: ignore[method-assign]
+    model = pipelined(plain)
+    model(X)
+    assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(2)]))
+    assert model.pipeline is not None
+
+
+def test_forward_may_not_be_replaced() -> None:
+    model = pipelined()
+    with pytest.raises(TypeError, match=r"denied to replace forward of a pipelined Net.*functools\.wraps"):
+        model.forward = lambda x: x
+    assert torch.equal(model(X), model.plain_loop(X))
 
 
 def test_weights_of_a_model_on_the_meta_device_are_loaded() -> None:

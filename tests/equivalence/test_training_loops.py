@@ -1,0 +1,110 @@
+"""Trainers of other libraries compute the same losses with a pipelined model as with the plain one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_fast import GPipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCABULARY = 50
+STEPS = 20
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **special_tokens)).train()
+
+
+def pipelined(model: Any) -> Any:
+    ids = samples()[:8]
+    example = {"input_ids": ids, "labels": ids}
+    return GPipe.from_model(model, kwargs=example, balance=[1, 1], devices=["cpu"] * 2, chunks=2)
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def samples() -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (80, 12), generator=torch.Generator().manual_seed(2))
+
+
+def settings(folder: Path, num_microbatches: int, **more: Any) -> dict[str, Any]:
+    """Returns arguments of trainers, for mini-batches of 8 samples."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8 // num_microbatches,
+        "gradient_accumulation_steps": num_microbatches,
+        "max_steps": STEPS,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": True,
+        **more,
+    }
+
+
+def losses(trainer: Any) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(found) == STEPS
+    return found
+
+
+def losses_of_transformers(model: Any, folder: Path, num_microbatches: int, **more: Any) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in samples()]
+    arguments = TrainingArguments(**settings(folder, num_microbatches, **more))
+    return losses(Trainer(model, arguments, train_dataset=data))
+
+
+def losses_of_trl(model: Any, folder: Path, num_microbatches: int, **more: Any) -> list[float]:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "0")
+    return losses(
+        trl.SFTTrainer(
+            model,
+            trl.SFTConfig(**settings(folder, num_microbatches, **{"loss_type": "nll", **more})),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": samples().tolist()}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
+        )
+    )
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """The pipeline's two micro-batches are two steps of gradient accumulation."""
+    expected = losses_of_transformers(llama(), tmp_path, 2)
+    assert losses_of_transformers(pipelined(llama()), tmp_path, 1) == expected
+
+
+def test_trl_and_peft_with_their_defaults(tmp_path: Path) -> None:
+    """These are autocast to bfloat16 and gradient checkpointing."""
+    expected = losses_of_trl(with_lora(llama()), tmp_path, 2)
+    assert losses_of_trl(with_lora(pipelined(llama())), tmp_path, 1) == expected
+
+
+def test_trl_without_a_pipeline_in_its_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"denied to replace forward.*loss_type='nll'"):
+        losses_of_trl(pipelined(llama()), tmp_path, 1, loss_type="chunked_nll")
