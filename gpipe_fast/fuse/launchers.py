@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipe_fast.fuse.triton_types import number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
+from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
 
 aten = torch.ops.aten
@@ -117,7 +118,8 @@ def trace_launcher(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx
         A functional graph: launches are nodes that call `launch_kernel`. Its output is a tuple of nodes.
 
     Raises:
-        CannotLaunch: a tensor is read that no kernel has written, or a kernel's argument has no known type.
+        CannotLaunch: a tensor is read that no kernel has written, a kernel's argument has no known type, or a
+            result is computed from what kernels have written; it may only be a view of that.
     """
     recorder = _Recorder()
     with _fake_inputs(inputs) as fakes, kernel_launch.recording_launches(recorder):
@@ -144,10 +146,18 @@ def _functional(traced: fx.Graph, recorder: _Recorder) -> fx.Graph:
             uninitialized.add(node)
             continue
         if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], lambda n: _read(n, copies)))
+            _check_results(graph.output(fx.map_arg(node.args[0], lambda n: _read(n, copies))))
             continue
         copies[node] = graph.node_copy(node, lambda n: _read(n, copies))
     return graph
+
+
+def _check_results(output: fx.Node) -> None:
+    """Raises `CannotLaunch` if a check could not replace wrong results (gpipe_fast/fuse/check.py)."""
+    if launches_in(output.graph):
+        for node in output.all_input_nodes:
+            if source_of(node).base.target is not operator.getitem:
+                raise CannotLaunch(f"{node.name} is not what a kernel has written")
 
 
 def _read(node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:

@@ -48,7 +48,6 @@ EXEMPT = {
     "raise CannotLaunch": "the pass catches it, and leaves the nodes",
     "raise Conflict": "the grouping catches it, and computes the values in two kernels",
     "the user has no home folder": "the reason in a warning, which tests/fuse/test_cubins.py triggers",
-    "a fused kernel gave wrong results": "tests/fuse/test_check.py makes such a kernel",
     "strides ": "a check of strides that the same file has computed",
 }
 
