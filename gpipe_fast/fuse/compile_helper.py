@@ -150,6 +150,7 @@ def main() -> None:
 
 def _results(jobs: Sequence[Job], capability: int, folder: str, workers: int) -> Iterator[Result]:
     """Yields each job's result as soon as it is there."""
+    importlib.import_module("triton.compiler.code_generator")  # here, not in every fork
     waiting = list(enumerate(jobs))[::-1]
     running: dict[int, tuple[int, _Fork]] = {}  # by the fork's pipe
     while waiting or running:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipe_fast.fuse.triton_types import number_type, pointer_type
+from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
@@ -64,7 +64,7 @@ class _Recorder:
             kernel,
             tuple((name, _type_of(argument)) for name, argument in named),
             tuple(sorted({**constants, **config.blocks}.items())),
-            tuple(n for n, a in named if _is_divisible(a) and n not in _not_specialized(kernel)),
+            tuple(n for n, a in named if is_divisible(a) and n not in _not_specialized(kernel)),
             _three_dimensions(grid),
             config.num_warps,
             config.num_stages,
@@ -81,10 +81,6 @@ class _Recorder:
 def _three_dimensions(grid: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*grid, 1, 1)[:3]
     return x, y, z
-
-
-def _is_divisible(argument: Any) -> bool:
-    return isinstance(argument, int) and not isinstance(argument, bool) and argument % 16 == 0
 
 
 def _not_specialized(kernel: Any) -> Sequence[Any]:
