@@ -209,7 +209,7 @@ def _only_reading() -> type:
             """Returns the files of an entry."""
             found: dict[str, str] | None = super().get_group(filename)
             if found is None:
-                raise FileNotFoundError(filename)
+                raise FileNotFoundError(f"{filename} is not in Triton's disk cache")
             return found
 
     return OnlyReading
