@@ -209,7 +209,7 @@ def _only_reading() -> type:
             """Returns the files of an entry."""
             found: dict[str, str] | None = super().get_group(filename)
             if found is None:
-                raise FileNotFoundError(f"{filename} is not in Triton's disk cache")
+                raise FileNotFoundError(f"Triton's disk cache has no {filename}")
             return found
 
     return OnlyReading
