@@ -19,8 +19,7 @@ from typing import TypeVar
 import triton
 from triton.compiler import CompiledKernel
 
-from gpipe_fast.fuse.compile_worker import compile_kernel
-from gpipe_fast.fuse.cubin import KernelSource
+from gpipe_fast.fuse.cubin import KernelSource, compile_kernel
 from gpipe_fast.kernels.launch import Variant
 from gpipe_fast.kernels.variants import all_variants
 

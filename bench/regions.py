@@ -22,7 +22,7 @@ import triton
 
 from bench.compiled import CAPABILITIES, TRITON_VERSIONS, in_processes, resource_usage
 from bench.regions_process import Generated
-from gpipe_fast.fuse.compile_worker import compile_kernel
+from gpipe_fast.fuse.cubin import compile_kernel
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "bench" / "results" / "regions.md"

@@ -49,7 +49,7 @@ def generated_kernels() -> list[Generated]:
         for mode, precision in PRECISIONS.items():
             parts = split(hoist_parameter_casts(trace_stage(stage, precision, LARGE)), FULL_RECOMPUTE)
             assert parts.backward is not None
-            for fused in fuse_alike(parts.forward, parts.backward, lambda _: True, lambda _: False):
+            for fused in fuse_alike(parts.forward, parts.backward, lambda _: None, lambda _: False):
                 for launch in fused.launches():
                     text = generated_from(launch.kernel.fn)
                     if text is None:

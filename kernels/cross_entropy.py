@@ -76,7 +76,8 @@ def _whole_rows(
     total = tl.sum(exponentials.to(tl.float64), axis=1)
     if WITH_LOSSES:
         loss = tl.log(total.to(tl.float32)) - (1.0 - smoothing) * (x_target - row_max) - smoothing_term
-        tl.store(p_losses + o_rows, tl.where(ignored, 0.0, loss), mask=m_rows)
+        loss = tl.where(ignored, 0.0, loss).to(p_losses.dtype.element_ty)
+        tl.store(p_losses + o_rows, loss, mask=m_rows)
     if WITH_GRADIENT:
         # This is the gradient of the classes other than the target, whose element is overwritten below.
         scale = tl.load(p_scale + o_rows * scale_stride, mask=m_rows, other=0.0)
@@ -131,7 +132,7 @@ def _long_rows(
             - (1.0 - smoothing) * (x_target - row_max)
             - smoothing * (sum_shifted / num_cols)
         )
-        tl.store(p_losses + row, tl.where(ignored, 0.0, loss))
+        tl.store(p_losses + row, tl.where(ignored, 0.0, loss).to(p_losses.dtype.element_ty))
     if WITH_GRADIENT:
         tl.debug_barrier()
         scale = tl.where(in_range, tl.load(p_scale + row * scale_stride), float("nan"))
@@ -153,10 +154,14 @@ def _long_rows(
 
 
 def launch_losses(
-    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Returns the loss of each row, in fp32 of shape (rows,). The arguments are as in `launch_gradient`."""
-    rows, losses = _rows_with_unit_stride(logits), _empty_losses(logits)
+    """Returns the loss of each row in a dtype, shape (rows,). The arguments are as in `launch_gradient`."""
+    rows, losses = _rows_with_unit_stride(logits), logits.new_empty(logits.shape[0], dtype=dtype)
     _launch(rows, None, target, None, losses, ignore_index, label_smoothing)
     return losses
 

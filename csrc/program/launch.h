@@ -19,8 +19,8 @@ using LaunchArgument = std::variant<at::Tensor*, std::string>;
 // kernels. `aligned` is launched if the addresses of the tensors at `aligned_positions` are divisible by 16, otherwise
 // `unaligned`, which may be the same kernel. Nothing is launched if a dimension of the grid is 0.
 //
-// The arguments must be as many and as large as the kernels' parameters, which gpipe_fast/fuse/compile_worker.py
-// compares with their types: a launch reads as many bytes as the kernel declares, whatever it is given.
+// The arguments must be as many and as large as the kernels' parameters, which gpipe_fast/fuse/cubin.py compares
+// with their types: a launch reads as many bytes as the kernel declares, whatever it is given.
 //
 // All tensors must be on the kernels' device when the step is executed. The step allocates nothing, because the
 // arguments are bound when it is built.

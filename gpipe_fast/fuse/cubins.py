@@ -1,38 +1,66 @@
-"""Machine code of kernels: from memory, from the cache on disk, or from worker processes that compile it."""
+"""Machine code of kernels: from memory, from Triton's disk cache, or from a helper that compiles it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import atexit
+import functools
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Hashable, Sequence
 
 from gpipe_fast import progress
-from gpipe_fast.fuse import cubin_cache
-from gpipe_fast.fuse.compile_pool import CompilePool, num_workers
-from gpipe_fast.fuse.compile_worker import compile_here, request
-from gpipe_fast.fuse.cubin import CompileFailure, Cubin, KernelSource
-from gpipe_fast.fuse.generated import generated_from
-from gpipe_fast.fuse.kernel_name import name_of, source_of
+from gpipe_fast.devices import available_processors
+from gpipe_fast.fuse.compile_helper import Result, compile_in_helper, job_of
+from gpipe_fast.fuse.cubin import (
+    FOLDER_VARIABLE,
+    CompileFailure,
+    Cubin,
+    KernelSource,
+    cache_folder,
+    cached,
+    compile_here,
+    refusal,
+)
 
 __all__ = ["CompileFailure", "Cubin", "KernelSource", "cubins"]
 
-_CONSTANT_TYPES = (bool, int, float, str, type(None))
+# The number of kernels to compile at once; 0 compiles in the process that asks.
+WORKERS_VARIABLE = "GPIPE_FAST_COMPILE_WORKERS"
+# A compilation takes up to 0.5 GB of memory, so that more of them are started only if the user says so.
+MAX_WORKERS = 16
 
 _log = logging.getLogger("gpipe_fast")
 _lock = threading.Lock()
-# Every result of this process by key, including failures, which are not kept on disk.
-_memory: dict[str, Cubin | CompileFailure] = {}
+# Every result of this process, including failures, which are not kept on disk.
+_memory: dict[Hashable, Cubin | CompileFailure] = {}
+
+
+def num_workers() -> int:
+    """Returns the number of kernels to compile at once.
+
+    Raises:
+        ValueError: the environment variable is no number.
+    """
+    named = os.environ.get(WORKERS_VARIABLE)
+    if named is None:
+        return min(available_processors(), MAX_WORKERS)
+    if not named.isdecimal():
+        raise ValueError(
+            f"the environment variable {WORKERS_VARIABLE} must be a number of processes, got {named!r}; "
+            "unset it for one per processor, or set 0 to compile in the main process"
+        )
+    return int(named)
 
 
 def cubins(sources: Sequence[KernelSource], capability: tuple[int, int]) -> list[Cubin | CompileFailure]:
     """Returns the machine code of kernels. Compiles what neither this process nor the disk has.
 
-    The folder of the cache is `$GPIPE_FAST_CACHE`, by default ``~/.cache/gpipe_fast/cubins``. At most
+    The disk cache is Triton's, in the folder `$GPIPE_FAST_CACHE` if that is set. At most
     `$GPIPE_FAST_COMPILE_WORKERS` processes compile at once, by default one per processor and at most 16; with
     0, this process compiles.
 
@@ -46,12 +74,13 @@ def cubins(sources: Sequence[KernelSource], capability: tuple[int, int]) -> list
     architecture = 10 * capability[0] + capability[1]
     with _lock:
         keys = [_key(source, architecture) for source in sources]
-        wanted = {key: source for key, source in zip(keys, sources, strict=True) if key not in _memory}
         missing = {}
-        for key, source in wanted.items():
-            if reason := _refusal(source):
+        for key, source in zip(keys, sources, strict=True):
+            if key in _memory or key in missing:
+                continue
+            if reason := refusal(source):
                 _memory[key] = CompileFailure(reason)
-            elif found := cubin_cache.load(key):
+            elif found := cached(source, architecture, cache_folder()):
                 _memory[key] = found
             else:
                 missing[key] = source
@@ -66,87 +95,54 @@ def forget() -> None:
         _memory.clear()
 
 
-def _refusal(source: KernelSource) -> str:
-    """Returns why a source cannot be compiled, if that is known beforehand."""
-    wrong = [f"{name} = {value!r}" for name, value in source.constants if type(value) not in _CONSTANT_TYPES]
-    if wrong:
-        return f"constants must be bool, int, float, str or None, got {', '.join(wrong)}"
-    return (
-        ""
-        if source_of(source.kernel)
-        else "Triton does not allow a function or variable that the kernel uses"
-    )
+def _key(source: KernelSource, architecture: int) -> Hashable:
+    # Texts, because 1, 1.0 and True are equal.
+    others = {name: value for name, value in vars(source).items() if name != "kernel"}
+    return source.kernel.fn, repr(others), architecture
 
 
-def _key(source: KernelSource, architecture: int) -> str:
-    """Returns a hash of everything that the machine code depends on."""
-    function = getattr(source.kernel, "fn", source.kernel)
-    parts = [
-        cubin_cache.FORMAT,
-        [function.__module__, function.__qualname__, source_of(source.kernel)],
-        [source.signature, source.constants, source.divisible],
-        [source.num_warps, source.num_stages, source.contracts],
-        architecture,
-        _compiler(architecture),
-    ]
-    return hashlib.sha256(json.dumps(parts, default=repr).encode()).hexdigest()
-
-
-_compilers: dict[int, list[Any]] = {}
-
-
-def _compiler(architecture: int) -> list[Any]:
-    """Returns what identifies Triton, its assembler and the variables that change its output."""
-    from triton import __version__
-    from triton._C import libtriton
-    from triton.backends.nvidia.compiler import get_ptxas_version
-
-    if architecture not in _compilers:
-        size = os.stat(libtriton.__file__).st_size  # builds from source share a version
-        _compilers[architecture] = [__version__, size, str(get_ptxas_version(architecture))]
-    return [*_compilers[architecture], sorted(libtriton.get_cache_invalidating_env_vars().items())]
-
-
-def _compile(missing: dict[str, KernelSource], architecture: int) -> None:
+def _compile(missing: dict[Hashable, KernelSource], architecture: int) -> None:
     """Compiles sources by key, and keeps each result as soon as it is there."""
-    total = len(missing)
+    folder, left = _writable_folder(cache_folder()), dict(missing)
+    with progress.working("compiling Triton kernels", ", once for this machine") as work:
+
+        def keep(key: Hashable, result: Cubin | CompileFailure) -> None:
+            _memory[key] = result
+            del left[key]
+            work.count(len(missing) - len(left), len(missing))
+
+        work.count(0, len(missing))
+        jobs = {key: job for key, source in missing.items() if (job := job_of(source)) is not None}
+        keys, workers = list(jobs), num_workers() if sys.executable else 0
+
+        def keep_found(result: Result) -> None:
+            if result[1] is not None:
+                keep(keys[result[0]], result[1])
+
+        if jobs and workers:
+            try:
+                compile_in_helper(list(jobs.values()), architecture, folder, workers, keep_found)
+            except OSError as error:
+                _log.info("kernels are compiled in this process: %s", error)
+        for key, source in list(left.items()):
+            keep(key, compile_here(source, architecture, folder))
+
+
+@functools.cache
+def _writable_folder(named: str) -> str:
+    """Returns a folder for Triton's disk cache: a temporary one, after a warning, if it cannot be written."""
     try:
-        with progress.working("compiling Triton kernels", ", once for this machine") as work:
-            work.count(0, total)
-            here = _compile_in_workers(missing, architecture, work)
-            for done, key in enumerate(here, total - len(here)):
-                work.count(done, total)
-                _keep(key, missing[key], compile_here(missing[key], architecture))
-    finally:
-        cubin_cache.trim()
-
-
-def _compile_in_workers(
-    missing: dict[str, KernelSource], architecture: int, work: progress.Work
-) -> list[str]:
-    """Compiles what worker processes can; returns the keys that this process must compile."""
-    names = {key: name_of(source.kernel) for key, source in missing.items()}
-    lines = {
-        key: request(name, missing[key], architecture) for key, name in names.items() if name is not None
-    }
-    keys, left = list(lines), dict.fromkeys(missing)
-    workers = min(num_workers(), len(keys)) if sys.executable else 0
-    if not workers:
-        return list(left)
-    try:
-        with CompilePool(workers) as pool:
-            for reply in pool.run(list(lines.values())):
-                if reply is not None and reply[1] is not None:
-                    _keep(keys[reply[0]], missing[keys[reply[0]]], reply[1])
-                    del left[keys[reply[0]]]
-                    work.count(len(missing) - len(left), len(missing))
-    except OSError as error:  # the system has no room for processes or their files
-        _log.info("kernels are compiled in this process: %s", error)
-    return list(left)
-
-
-def _keep(key: str, source: KernelSource, result: Cubin | CompileFailure) -> None:
-    _memory[key] = result
-    if isinstance(result, Cubin):
-        function = getattr(source.kernel, "fn", source.kernel)
-        cubin_cache.store(key, result, generated_from(function))
+        if named.startswith("~"):
+            raise FileNotFoundError("the user has no home folder")
+        os.makedirs(named, exist_ok=True)
+        tempfile.TemporaryFile(dir=named).close()
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels cannot be kept in {named} ({error}): every process compiles them again; "
+            f"set {FOLDER_VARIABLE} to a folder that can be written",
+            stacklevel=2,
+        )
+        temporary = tempfile.mkdtemp(prefix="gpipe_fast-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
+    return named

@@ -64,13 +64,15 @@ class Fused:
         return _positions(nodes) - self.fused_positions()
 
 
+# Returns why a launch's kernel is left out; None if it can be used.
+ReasonOf = Callable[[KernelLaunch], str | None]
 # Decides about a launch.
 Predicate = Callable[[KernelLaunch], bool]
 
 
 def fuse(
     graph: StageGraph,
-    usable: Predicate = lambda launch: True,
+    unfit: ReasonOf = lambda launch: None,
     unchecked: Predicate = lambda launch: False,
     kept: Container[int] = (),
     explain: bool = False,
@@ -79,7 +81,7 @@ def fuse(
 
     Args:
         graph: the graph.
-        usable: returns False for kernels that are left out: their nodes are not replaced.
+        unfit: returns why a kernel is left out, whose nodes are then not replaced; None for other kernels.
         unchecked: returns True for kernels that are to be compared with the nodes that they replace, the
             first time that they run.
         kept: positions, in the joint graph, of nodes that no region computes, and that are replaced only
@@ -89,7 +91,7 @@ def fuse(
     Returns:
         A graph that computes the same values, not bit for bit.
     """
-    pass_ = _Pass(graph, usable, unchecked, kept)
+    pass_ = _Pass(graph, unfit, unchecked, kept)
     families = cases(_dtypes(graph))
     pass_.run(families)
     pass_.replace_regions(explain)
@@ -118,12 +120,12 @@ class _Candidate:
 
 class _Pass:
     def __init__(
-        self, graph: StageGraph, usable: Predicate, unchecked: Predicate, kept: Container[int]
+        self, graph: StageGraph, unfit: ReasonOf, unchecked: Predicate, kept: Container[int]
     ) -> None:
         self.rewriter = Rewriter(graph)
         self.replaced: list[Replaced] = []
         self.reasons: dict[str, str] = {}  # by node, why it is left
-        self._usable = usable
+        self._unfit = unfit
         self._unchecked = unchecked
         self._kept = kept
 
@@ -146,7 +148,7 @@ class _Pass:
         late = self.rewriter.late_nodes()
         nodes = self.rewriter.in_order()
         if explain:
-            self.reasons = reasons_alone(nodes, late.__contains__, self._is_kept)
+            self.reasons = reasons_alone(nodes, late.__contains__, self._is_kept) | self.reasons
         regions = regions_of(nodes, late.__contains__, self._is_kept)
         # A region may compute again what an earlier one has computed, from values that nothing else reads.
         self.rewriter.reserve(access.node for region in regions for access in region.inputs)
@@ -155,6 +157,10 @@ class _Pass:
             if reason is not None:
                 self.reasons |= {unit.node.name: reason for unit in region.units}
         self.rewriter.release()
+
+    def _why_left_out(self, fragment: fx.Graph) -> str | None:
+        reason = next(filter(None, map(self._unfit, launches_in(fragment))), None)
+        return None if reason is None else KERNEL_LEFT_OUT + reason
 
     def _is_kept(self, node: fx.Node) -> bool:
         return any(position in self._kept for position in _positions([node]))
@@ -165,8 +171,8 @@ class _Pass:
             fragment = fragment_of(region)
         except CannotLaunch as reason:
             return str(reason)
-        if not all(map(self._usable, launches_in(fragment))):
-            return KERNEL_LEFT_OUT
+        if left_out := self._why_left_out(fragment):
+            return left_out
         inputs = [self.rewriter.current(access.node) for access in region.inputs]
         outputs = [access.node for access in region.outputs]
         if not _has_layouts_of(fragment, outputs):
@@ -198,7 +204,10 @@ class _Pass:
         if len({*outputs}) < len(outputs) or not all(n.meta["val"].numel() for n in (*inputs, *outputs)):
             return None
         fragment = case.fragment(match.numbers, [n.meta["val"] for n in inputs])
-        if fragment is None or not all(map(self._usable, launches_in(fragment))):
+        if fragment is None:
+            return None
+        if left_out := self._why_left_out(fragment):
+            self.reasons |= dict.fromkeys((n.name for n in outputs), left_out)
             return None
         if not _has_layouts_of(fragment, outputs):
             return None
@@ -236,7 +245,7 @@ class _Pass:
 def fuse_alike(
     forward: StageGraph,
     backward: StageGraph,
-    usable: Predicate,
+    unfit: ReasonOf,
     unchecked: Predicate,
     explain: bool = False,
 ) -> tuple[Fused, Fused]:
@@ -249,14 +258,14 @@ def fuse_alike(
     Args:
         forward: the forward.
         backward: the backward, which may recompute nodes of the forward.
-        usable: as in `fuse`.
+        unfit: as in `fuse`.
         unchecked: as in `fuse`.
         explain: as in `fuse`.
     """
     decisive = decisive_positions(forward) | decisive_positions(backward)
     kept: set[int] = set()
     while True:
-        first, second = (fuse(graph, usable, unchecked, kept, explain) for graph in (forward, backward))
+        first, second = (fuse(graph, unfit, unchecked, kept, explain) for graph in (forward, backward))
         differ = first.fused_positions() & second.other_positions()
         differ |= second.fused_positions() & first.other_positions()
         differ &= decisive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipe_fast.fuse.check import has_passed
 from gpipe_fast.fuse.fuse import Fused, fuse, fuse_alike
-from gpipe_fast.fuse.left_out import is_left_out, leave_out
+from gpipe_fast.fuse.left_out import leave_out, reason_of
 from gpipe_fast.fuse.loader import KernelLoader
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import StageGraph
@@ -41,11 +41,8 @@ class Fusion:
 
     def _fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool) -> list[Fused]:
         if backward is None:
-            return [fuse(forward, self._is_usable, self._is_unchecked, explain=explain)]
-        return list(fuse_alike(forward, backward, self._is_usable, self._is_unchecked, explain))
-
-    def _is_usable(self, launch: KernelLaunch) -> bool:
-        return not is_left_out(launch)
+            return [fuse(forward, reason_of, self._is_unchecked, explain=explain)]
+        return list(fuse_alike(forward, backward, reason_of, self._is_unchecked, explain))
 
     def _is_unchecked(self, launch: KernelLaunch) -> bool:
         return self._loader is not None and not has_passed(launch, self._loader.device)

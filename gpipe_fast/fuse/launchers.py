@@ -13,8 +13,9 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipe_fast.fuse.triton_types import number_type, pointer_type
+from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
+from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class _Recorder:
             kernel,
             tuple((name, _type_of(argument)) for name, argument in named),
             tuple(sorted({**constants, **config.blocks}.items())),
-            tuple(n for n, a in named if _is_divisible(a) and n not in _not_specialized(kernel)),
+            tuple(n for n, a in named if is_divisible(a) and n not in _not_specialized(kernel)),
             _three_dimensions(grid),
             config.num_warps,
             config.num_stages,
@@ -80,10 +81,6 @@ class _Recorder:
 def _three_dimensions(grid: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*grid, 1, 1)[:3]
     return x, y, z
-
-
-def _is_divisible(argument: Any) -> bool:
-    return isinstance(argument, int) and not isinstance(argument, bool) and argument % 16 == 0
 
 
 def _not_specialized(kernel: Any) -> Sequence[Any]:
@@ -117,7 +114,8 @@ def trace_launcher(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx
         A functional graph: launches are nodes that call `launch_kernel`. Its output is a tuple of nodes.
 
     Raises:
-        CannotLaunch: a tensor is read that no kernel has written, or a kernel's argument has no known type.
+        CannotLaunch: a tensor is read that no kernel has written, a kernel's argument has no known type, or a
+            result is computed from what kernels have written; it may only be a view of that.
     """
     recorder = _Recorder()
     with _fake_inputs(inputs) as fakes, kernel_launch.recording_launches(recorder):
@@ -144,10 +142,18 @@ def _functional(traced: fx.Graph, recorder: _Recorder) -> fx.Graph:
             uninitialized.add(node)
             continue
         if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], lambda n: _read(n, copies)))
+            _check_results(graph.output(fx.map_arg(node.args[0], lambda n: _read(n, copies))))
             continue
         copies[node] = graph.node_copy(node, lambda n: _read(n, copies))
     return graph
+
+
+def _check_results(output: fx.Node) -> None:
+    """Raises `CannotLaunch` if a check could not replace wrong results (gpipe_fast/fuse/check.py)."""
+    if launches_in(output.graph):
+        for node in output.all_input_nodes:
+            if source_of(node).base.target is not operator.getitem:
+                raise CannotLaunch(f"{node.name} is not what a kernel has written")
 
 
 def _read(node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:

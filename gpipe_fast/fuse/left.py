@@ -19,7 +19,7 @@ from gpipe_fast.lower.work import ATTENTION, is_product_or_attention
 PRODUCT = "matrix product"
 CONVOLUTION = "convolution"
 FUSED_ATTENTION = "fused attention"
-KERNEL_LEFT_OUT = "its kernel is left out, because it failed in this process"
+KERNEL_LEFT_OUT = "its kernel is left out: "
 OTHER_LAYOUT = "a kernel would store its result in another memory layout"
 UNKNOWN = "kernels do not compute this operator"
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from gpipe_fast.lower.launch import KernelLaunch
 
 _lock = threading.Lock()
-_kernels: set[Hashable] = set()
+_reasons: dict[Hashable, str] = {}
 _names: set[str] = set()
 # Warnings to issue, one per kernel; whoever issues them removes them.
 pending: list[str] = []
@@ -22,7 +22,7 @@ def leave_out(launch: KernelLaunch, reason: str) -> None:
         reason: what is wrong, as the end of the sentence "the fused kernel NAME is left out: ".
     """
     with _lock:
-        _kernels.add(launch.specialization)
+        _reasons.setdefault(launch.specialization, reason)
         if launch.name in _names:
             return
         _names.add(launch.name)
@@ -32,14 +32,14 @@ def leave_out(launch: KernelLaunch, reason: str) -> None:
         )
 
 
-def is_left_out(launch: KernelLaunch) -> bool:
-    """Returns whether a kernel is left out."""
-    return launch.specialization in _kernels
+def reason_of(launch: KernelLaunch) -> str | None:
+    """Returns why a kernel is left out; None for a kernel that is used."""
+    return _reasons.get(launch.specialization)
 
 
 def number_left_out() -> int:
     """Returns how many kernels are left out. A plan that was made with fewer may launch one of them."""
-    return len(_kernels)
+    return len(_reasons)
 
 
 def names() -> list[str]:
@@ -50,6 +50,6 @@ def names() -> list[str]:
 def forget() -> None:
     """Forgets which kernels are left out; for tests."""
     with _lock:
-        _kernels.clear()
+        _reasons.clear()
         _names.clear()
         pending.clear()

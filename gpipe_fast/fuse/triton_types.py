@@ -1,4 +1,4 @@
-"""Triton's names of the types of a kernel's arguments."""
+"""What Triton compiles for: the types of a kernel's arguments, and what they are divisible by."""
 
 from __future__ import annotations
 
@@ -43,3 +43,8 @@ def number_type(value: float) -> str:
     if -(2**31) <= value < 2**31:
         return "i32"
     return "i64" if value < 2**63 else "u64"
+
+
+def is_divisible(value: object) -> bool:
+    """Returns whether Triton's own launcher compiles for a number that is divisible by 16."""
+    return type(value) is int and value % 16 == 0

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from gpipe_fast.fuse.launchers import ALLOCATES
 from gpipe_fast.fuse.loader import KernelLoader
-from gpipe_fast.fuse.triton_types import number_type, pointer_type
+from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
@@ -29,7 +29,6 @@ from gpipe_fast.trace.joint_graph import JointGraph, PortNode
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
 
-_DIVISOR = 16
 _GRID_DIMS = 3
 
 
@@ -233,7 +232,7 @@ def _made(call: TritonCall, chosen: _Configuration, given: Mapping[str, Any]) ->
         tuple(
             p.name
             for p, value, may in zip(run_time, values, aligned, strict=True)
-            if may and type(value) is int and value % _DIVISOR == 0
+            if may and is_divisible(value)
         ),
         (*chosen.grid, *[1] * (_GRID_DIMS - len(chosen.grid))),
         chosen.num_warps,

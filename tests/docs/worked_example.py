@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.compiled import disassemble, resource_usage
-from gpipe_fast.fuse.compile_worker import compile_kernel
+from gpipe_fast.fuse.cubin import compile_kernel
 from gpipe_fast.fuse.generated import generated_from
 from gpipe_fast.fuse.launchers import launches_in
 from gpipe_fast.fuse.loader import sources_of

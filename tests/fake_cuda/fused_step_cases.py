@@ -28,6 +28,7 @@ from gpipe_fast.fuse.generated import generated_from, kernel_of
 from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
+from tests.fake_cuda.cubin_files import keep_cubins
 from tests.internals import pipeline_of
 from tests.unit.csrc.test_no_interpreter import C
 
@@ -52,6 +53,7 @@ wrong_sources: dict[str, tuple[str, str]] = {}
 
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads, and note its launches."""
+    keep_cubins()
     load, launch_of_runtime = loader.KernelLoader.load, interpreter._Interpreter._launch
 
     def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:

@@ -23,6 +23,7 @@ from gpipe_fast import GPipe, keyed_rng, replicate
 from gpipe_fast.fuse import loader
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
+from tests.fake_cuda.cubin_files import keep_cubins
 
 SIZE = Size(batch=4, length=16, width=32, heads=4, vocab=48)
 CHUNKS = 2
@@ -32,6 +33,7 @@ DEVICE = torch.device("cuda:0")
 
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads."""
+    keep_cubins()
     load = loader.KernelLoader.load
 
     def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:

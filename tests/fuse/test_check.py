@@ -19,7 +19,7 @@ from gpipe_fast.lower.launch import is_launch
 from tests.fuse.triton_kernels import double, products
 
 CPU = torch.device("cpu")
-ROWS, COLS, PROGRAMS = 4, 8, 3
+ROWS, COLS, PROGRAMS = 4, 8, 1
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = Config({"BLOCK": 32})
 
@@ -47,9 +47,9 @@ class WithResults(fx.Interpreter):
 
 
 class Products:
-    """A replacement with one kernel: x * y in bf16, its column sums in fp32, and the column sums of x.
+    """A replacement with one kernel: x * y in bf16, its column sums in fp32, the column sums of x, and flags.
 
-    The kernel writes the product and partial sums; PyTorch's operators add these.
+    The first and the third result are views of what the kernel writes.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,9 @@ class Products:
     @staticmethod
     def launcher(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         product, flags = torch.empty_like(x.view(-1)), torch.empty(ROWS, dtype=torch.bool)
-        sums, sums_of_x = (x.new_empty(PROGRAMS, COLS, dtype=FP32) for _ in range(2))
+        sums, sums_of_x = x.new_empty(COLS, dtype=FP32), x.new_empty(COLS)
         launch(products, (PROGRAMS,), CONFIG, x, y, product, sums, sums_of_x, flags)
-        product = product.view(ROWS, COLS)
-        low = sums_of_x.sum(0).to(BF16).view(1, COLS)
-        return product, sums.sum(0), low, flags, product.sum(0, dtype=FP32)
+        return product.view(ROWS, COLS), sums, sums_of_x.view(1, COLS), flags
 
     def reference(self) -> fx.Graph:
         graph = fx.Graph()
@@ -77,18 +75,14 @@ class Products:
         sums = graph.call_function(ops.sum.dim_IntList, (x, [0], True))
         total = graph.call_function(ops.sum.dim_IntList, (x, [1]))
         flags = graph.call_function(ops.gt.Scalar, (total, 0))
-        graph.output((product, wide, sums, flags, wide))
+        graph.output((product, wide, sums, flags))
         return graph
 
     def right(self) -> list[Tensor]:
         """Returns what the kernel writes."""
         x, y = (t.float() for t in self.inputs)
-        partial, partial_of_x = torch.zeros(PROGRAMS, COLS), torch.zeros(PROGRAMS, COLS)
         product = (x * y).to(BF16)
-        for row in range(ROWS):
-            partial[row % PROGRAMS] += product[row].float()
-            partial_of_x[row % PROGRAMS] += x[row]
-        return [product.view(-1), partial, partial_of_x, self.inputs[0].sum(1) > 0]
+        return [product.view(-1), product.float().sum(0), x.sum(0).to(BF16), self.inputs[0].sum(1) > 0]
 
     def outputs(self, results: Sequence[Tensor]) -> list[Tensor]:
         return [*WithResults(self.fragment, results).run(*self.inputs)]
@@ -125,10 +119,10 @@ SPOIL: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "an element of the product": (0, one(9.0)),
     "a NaN in the product": (0, one(float("nan"))),
     "infinity in the product": (0, one(float("inf"))),
-    "a partial sum": (1, one(9.0)),
-    "a NaN in a partial sum": (1, one(float("nan"))),
-    "infinity in a partial sum that is cast": (2, one(float("-inf"))),
-    "a partial sum that is cast": (2, one(9.0)),
+    "a sum": (1, one(9.0)),
+    "a NaN in a sum": (1, one(float("nan"))),
+    "infinity in a sum in bf16": (2, one(float("-inf"))),
+    "a sum in bf16": (2, one(9.0)),
     "nothing written": (1, lambda t: t.zero_()),
     "a flag": (3, lambda t: t.logical_not_()),
 }
@@ -143,7 +137,7 @@ def test_wrong_results_are_replaced_and_the_kernel_is_left_out(spoil: str) -> No
     expected = module(*case.inputs)
     for found, wanted in zip(case.outputs(results), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
-    assert left_out.is_left_out(case.launch)
+    assert "its error was" in (left_out.reason_of(case.launch) or "")
     assert not has_passed(case.launch, CPU)
     (message,) = left_out.pending
     assert message.startswith("the fused kernel triton_kernels.products is left out")
@@ -161,19 +155,6 @@ def test_several_wrong_results() -> None:
     case.check(case.inputs, results)
     for found, wanted in zip(case.outputs(results), case.outputs(case.right()), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
-
-
-def test_results_that_cannot_be_replaced_end_the_step() -> None:
-    class Sines(Products):
-        @staticmethod
-        def launcher(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            first, *rest = Products.launcher(x, y)
-            return (first.sin(), *rest)
-
-    case = Sines()
-    with pytest.raises(RuntimeError, match=r"gave wrong results \(sin\).* pass fuse=False"):
-        case.check(case.inputs, case.right())
-    assert left_out.is_left_out(case.launch)
 
 
 def test_overflow_is_no_error() -> None:

@@ -1,41 +1,42 @@
-"""Kernels are compiled once per machine, in processes that never outlive their parent."""
+"""Kernels are compiled once per machine, by a helper process that never outlives the one that asks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
-import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import triton
 
-from gpipe_fast.fuse import compile_pool, compile_worker, cubin_cache, cubins, kernel_name
+from gpipe_fast.fuse import compile_helper, cubin, cubins
+from gpipe_fast.fuse.compile_helper import job_of
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, KernelSource
 from gpipe_fast.lower.launch import NUMBER_TYPES
 from tests.fuse import triton_kernels
 
 ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
-SOME = Cubin(b"\x7fELF" + bytes(range(256)) * 8, "double", 4, 1, 2048, False, False)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Gives every test an empty cache."""
-    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cubins"))
+    monkeypatch.setenv(cubin.FOLDER_VARIABLE, str(tmp_path / "cubins"))
     cubins.forget()
     yield tmp_path / "cubins"
     cubins.forget()
@@ -43,14 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[KernelSource]:
-    """Replaces the compiler by one that returns `SOME`, in this process. Returns what it has compiled."""
+    """Makes this process compile. Returns what it has compiled."""
     calls: list[KernelSource] = []
 
-    def compile_here(source: KernelSource, capability: int) -> Cubin:
+    def compile_here(source: KernelSource, *others: Any) -> Cubin | CompileFailure:
         calls.append(source)
-        return SOME
+        return cubin.compile_here(source, *others)
 
-    monkeypatch.setenv(compile_pool.WORKERS_VARIABLE, "0")
+    monkeypatch.setenv(cubins.WORKERS_VARIABLE, "0")
     monkeypatch.setattr(cubins, "compile_here", compile_here)
     return calls
 
@@ -71,18 +72,36 @@ def module(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) 
 KERNEL = (
     "@triton.jit\ndef kernel(p_x, p_y, size, BLOCK: tl.constexpr):\n    tl.store(p_y, tl.load(p_x) + 1)\n"
 )
+# A module that ends the process that compiles its kernel.
+DEADLY = f"""
+import multiprocessing
+from gpipe_fast.fuse import cubin
+compile_kernel = cubin.compile_kernel
+
+def die(source, capability):
+    if multiprocessing.parent_process() and source.kernel is kernel:
+        os.write(2, b"out of registers\\n")
+        os.kill(os.getpid(), 11)
+    return compile_kernel(source, capability)
+
+cubin.compile_kernel = die
+{KERNEL}"""
+
+
+def entries(folder: Path) -> list[Path]:
+    """Returns the complete entries of the cache."""
+    return [path.parent for path in folder.glob("*/__grp__*")]
 
 
 # Compiling
 
 
-def test_workers_compile_and_survive_what_kernels_do_to_them(
+def test_the_helper_compiles_and_survives_what_kernels_do_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    killing = "os.environ.get('KILLED') and os.kill(os.getpid(), 11)\n"
-    deadly = module(tmp_path, "deadly_kernels", killing + KERNEL, monkeypatch)
-    monkeypatch.setenv("KILLED", "1")
-    monkeypatch.setenv(compile_pool.WORKERS_VARIABLE, "1")
+    monkeypatch.setattr(cubin, "compile_kernel", cubin.compile_kernel)  # the module changes it
+    deadly = module(tmp_path, "deadly_kernels", DEADLY, monkeypatch)
+    monkeypatch.setenv(cubins.WORKERS_VARIABLE, "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tuned = triton_kernels.tuned.fn  # without its autotuner
     asked = [
@@ -94,9 +113,11 @@ def test_workers_compile_and_survive_what_kernels_do_to_them(
         source(block=object()),
         dataclasses.replace(source(), signature=(("p_x", "*fp32"), ("p_y", "*fp32"))),
     ]
-    died, wrong, double, also, again, refused, untyped = cubins.cubins(asked, HOPPER)
-    assert isinstance(died, CompileFailure)
-    assert "signal 11 (SIGSEGV)" in died.reason
+    with mock.patch.object(cubins, "compile_here", None):
+        died, wrong, double, also, again, refused, untyped = cubins.cubins(asked, HOPPER)
+    assert died == CompileFailure(
+        "the process that compiled the kernel ended with signal 11 (SIGSEGV) (out of registers)"
+    )
     assert isinstance(wrong, CompileFailure)
     assert "arange's range must be a power of 2" in wrong.reason
     assert "\n" not in wrong.reason
@@ -109,10 +130,10 @@ def test_workers_compile_and_survive_what_kernels_do_to_them(
         f"constants must be bool, int, float, str or None, got BLOCK = {asked[5].constants[0][1]!r}"
     )
     assert untyped == CompileFailure("arguments without a type or a value: size")
-    assert len(list(folder.iterdir())) == 2
+    assert len(entries(folder)) == 2
 
     # From memory, with failures; then from disk, which keeps cubins alone.
-    monkeypatch.setattr(cubins, "CompilePool", None)
+    monkeypatch.setattr(cubins, "_compile", None)
     assert cubins.cubins(asked, HOPPER) == [died, wrong, double, also, again, refused, untyped]
     cubins.forget()
     assert cubins.cubins([source(), source(tuned)], HOPPER) == [double, also]
@@ -120,11 +141,12 @@ def test_workers_compile_and_survive_what_kernels_do_to_them(
 
 def test_every_cubin_is_compiled_once(compiled: list[KernelSource], folder: Path) -> None:
     asked = [source(), source(block=128), source()]
-    assert cubins.cubins(asked, HOPPER) == [SOME] * 3
-    assert len(compiled) == len(list(folder.iterdir())) == 2
-    cubins.cubins(asked, HOPPER)
+    found = cubins.cubins(asked, HOPPER)
+    assert all(isinstance(each, Cubin) for each in found)
+    assert len(compiled) == len(entries(folder)) == 2
+    assert cubins.cubins(asked, HOPPER) == found
     cubins.forget()
-    cubins.cubins(asked, HOPPER)
+    assert cubins.cubins(asked, HOPPER) == found
     assert len(compiled) == 2
 
 
@@ -142,8 +164,10 @@ def test_every_cubin_is_compiled_once(compiled: list[KernelSource], folder: Path
         ),
     ],
 )
-def test_sources_that_differ_have_own_entries(other: KernelSource, compiled: list[KernelSource]) -> None:
-    cubins.cubins([source(), other], HOPPER)
+def test_sources_that_differ_are_compiled_apart(other: KernelSource, compiled: list[KernelSource]) -> None:
+    for asked in (source(), other):
+        cubins.cubins([asked], HOPPER)
+        cubins.forget()  # the disk must tell them apart, too
     assert len(compiled) == 2
 
 
@@ -152,12 +176,10 @@ def test_devices_and_compilers_that_differ_have_own_entries(
 ) -> None:
     cubins.cubins([source()], HOPPER)
     cubins.cubins([source()], (8, 0))
-    monkeypatch.setattr(triton, "__version__", "99.0.0")
-    monkeypatch.setattr(cubins, "_compilers", {})
-    cubins.cubins([source()], HOPPER)
+    cubins.forget()
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton compiles other code
     cubins.cubins([source()], HOPPER)
-    assert len(compiled) == 4
+    assert len(compiled) == 3
 
 
 def test_a_kernel_of_an_edited_file_has_an_own_entry(
@@ -167,6 +189,18 @@ def test_a_kernel_of_an_edited_file_has_an_own_entry(
         kernel = module(tmp_path, "edited_kernels", text, monkeypatch).kernel
         cubins.cubins([source(kernel)], HOPPER)
     assert len(compiled) == 2
+
+
+def test_a_kernel_that_triton_cannot_hash_is_a_reason(
+    tmp_path: Path, compiled: list[KernelSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it has failed, Triton returns a hash that all kernels of one name share."""
+    kernel = module(tmp_path, "unhashed_kernels", KERNEL.replace("+ 1", "+ os.getpid()"), monkeypatch).kernel
+    for _ in range(2):
+        [made] = cubins.cubins([source(kernel)], HOPPER)
+        assert isinstance(made, CompileFailure)
+        cubins.forget()
+    assert not compiled
 
 
 def test_arguments_of_every_type_have_the_sizes_of_the_parameters(
@@ -180,12 +214,14 @@ def test_arguments_of_every_type_have_the_sizes_of_the_parameters(
     assert isinstance(made, Cubin), made
 
 
-def test_parameters_that_launches_do_not_pass_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_launches_do_not_pass_are_a_reason(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     other = dataclasses.replace(source(), signature=(("p_x", "*fp32"), ("p_y", "*fp32"), ("size", "i64")))
-    compiled = compile_worker.compile_kernel(other, 90)
-    monkeypatch.setattr(compile_worker, "compile_kernel", lambda source, capability: compiled)
-    assert isinstance(compile_worker.compile_here(other, 90), Cubin)
-    assert compile_worker.compile_here(source(), 90) == CompileFailure(
+    compiled = cubin.compile_kernel(other, 90)
+    monkeypatch.setattr(cubin, "compile_kernel", lambda source, capability: compiled)
+    assert isinstance(cubin.compile_here(other, 90, str(folder)), Cubin)
+    assert cubin.compile_here(source(), 90, str(folder)) == CompileFailure(
         "its parameters' sizes are [8, 8, 8, 8, 8] bytes, but launches pass [8, 8, 4, 8, 8]"
     )
 
@@ -198,7 +234,7 @@ def test_a_kernel_without_a_name_is_compiled_in_this_process() -> None:
     def local(p_x, p_y, size, BLOCK: triton.language.constexpr):
         triton.language.store(p_y, triton.language.load(p_x))
 
-    assert kernel_name.name_of(local) is None
+    assert job_of(source(local)) is None
     [made] = cubins.cubins([source(local)], HOPPER)
     if triton.knobs.runtime.interpret:
         assert isinstance(made, CompileFailure)
@@ -207,124 +243,85 @@ def test_a_kernel_without_a_name_is_compiled_in_this_process() -> None:
         assert made.name == "local"
 
 
-def test_names_lead_to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_lead_to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = module(tmp_path, "named_kernels", KERNEL, monkeypatch).kernel
-    name = kernel_name.name_of(kernel)
-    assert name is not None
-    assert kernel_name.find(name) is kernel
-    # A module that only its file leads to.
-    monkeypatch.delitem(sys.modules, "named_kernels")
-    sys.path.remove(str(tmp_path))
-    assert kernel_name.find(name).fn.__code__ == kernel.fn.__code__
-    # Another version of it.
+    job = job_of(source(kernel))
+    assert job is not None
+    found = job.find()
+    assert found is not None
+    assert found.kernel is kernel
+    # Another version of it, which must not be taken for this one.
     monkeypatch.delitem(sys.modules, "named_kernels")
     (tmp_path / "named_kernels.py").write_text(
         (tmp_path / "named_kernels.py").read_text() + "    tl.store(p_y, 1)\n"
     )
-    with pytest.raises(kernel_name.KernelNotFoundError, match="has changed since"):
-        kernel_name.find(name)
+    importlib.invalidate_caches()
+    assert job.find() is None
+    # A module that only this process can import.
+    monkeypatch.delitem(sys.modules, "named_kernels")
+    sys.path.remove(str(tmp_path))
+    assert job.find() is None
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_script_is_only_imported_if_it_expects_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
-) -> None:
-    guard = "if __name__ == '__main__':\n    RUN = True\n" if guarded else ""
-    (tmp_path / "script.py").write_text(f"import triton\nimport triton.language as tl\n{KERNEL}{guard}")
-    spec = importlib.util.spec_from_file_location("__main__", tmp_path / "script.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    script.__spec__ = None  # as Python sets it for a script
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    spec.loader.exec_module(script)
-    name = kernel_name.name_of(script.kernel)
-    if not guarded:
-        assert name is None
-        return
-    assert name is not None
-    assert kernel_name.find(name).fn.__code__ == script.kernel.fn.__code__
-    assert not hasattr(sys.modules[name.module], "RUN")
-    monkeypatch.delitem(sys.modules, name.module)
+SCRIPT = """
+    import sys
+    import triton
+    import triton.language as tl
+    from gpipe_fast.fuse.cubins import Cubin, KernelSource, cubins
+    from tests.fuse.test_cubins import source
+    print("run", flush=True)
+
+    @triton.jit
+    def kernel(p_x, p_y, size, BLOCK: tl.constexpr):
+        tl.store(p_y, tl.load(p_x) + 1)
+
+    print([isinstance(each, Cubin) for each in cubins([source(kernel), source()], (9, 0))])
+"""
 
 
-# The cache on disk
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    """It defines one kernel itself and imports another, which the helper compiles."""
+    done = started(tmp_path, SCRIPT)
+    assert done.communicate()[0].splitlines() == ["run", "[True, True]"]
 
 
-def entry(folder: Path) -> Path:
-    [path] = folder.glob("*.cubin")
+# Triton's disk cache
+
+
+def only(folder: Path, suffix: str) -> Path:
+    [path] = folder.glob(f"*/double.{suffix}")
     return path
 
 
-def with_header(contents: bytes, **changes: Any) -> bytes:
-    """Returns an entry with other fields and a correct checksum."""
-    _, header, image = contents.split(b"\n", 2)
-    rest = json.dumps({**json.loads(header), **changes}).encode() + b"\n" + image
-    return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-
-
-def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return damage
-
-
-def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
+def rewrite(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = only(folder, suffix)
         path.write_bytes(change(path.read_bytes()))
 
     return damage
 
 
-def flip(position: int) -> Callable[[bytes], bytes]:
-    return lambda c: c[:position] + bytes([c[position] ^ 1]) + c[position + 1 :]
-
-
-DAMAGES = {
-    "empty": rewrite(lambda c: b""),
-    "truncated": rewrite(lambda c: c[:-1]),
-    "longer": rewrite(lambda c: c + b"0"),
-    "no header": rewrite(lambda c: c[:65]),
-    "a bit of the checksum": rewrite(flip(3)),
-    "a bit of the header": rewrite(lambda c: c.replace(b'"shared": 2048', b'"shared": 2049')),
-    "a bit of the image": rewrite(flip(-10)),
-    "another format": rewrite(lambda c: with_header(c, format=99)),
-    "another key": rewrite(lambda c: with_header(c, key="0" * 64)),
-    "another size": rewrite(lambda c: with_header(c, size=1)),
-    "a wrong type": rewrite(lambda c: with_header(c, num_warps="4")),
-    "no JSON": rewrite(lambda c: b"\xff\x00\n" * 3),
-    "a pickle": rewrite(lambda c: b"\x80\x04cos\nsystem\n"),
-    "a directory": replace_by(Path.mkdir),
-    "a pipe": replace_by(os.mkfifo),
-    "a dangling link": replace_by(lambda path: path.symlink_to("nowhere")),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an empty image": rewrite("cubin", lambda c: b""),
+    "a truncated image": rewrite("cubin", lambda c: c[: len(c) // 2]),
+    "no image": lambda folder: only(folder, "cubin").unlink(),
+    "an empty description": rewrite("json", lambda c: b""),
+    "a truncated description": rewrite("json", lambda c: c[:-1]),
+    "no description": lambda folder: only(folder, "json").unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_entry_is_made_anew(
-    damage: Callable[[Path], None], compiled: list[KernelSource], folder: Path
+    damage: Callable[[Path], object], compiled: list[KernelSource], folder: Path
 ) -> None:
-    cubins.cubins([source()], HOPPER)
-    path, written = entry(folder), entry(folder).read_bytes()
-    damage(path)
-    cubins.forget()
+    made = cubins.cubins([source()], HOPPER)
+    damage(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cubins.cubins([source()], HOPPER) == [SOME]
-    assert len(compiled) == 2
-    assert entry(folder).read_bytes() == written
-    assert not path.is_symlink()
-    assert len(list(folder.iterdir())) == 1
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_an_unreadable_entry_is_made_anew(compiled: list[KernelSource], folder: Path) -> None:
-    cubins.cubins([source()], HOPPER)
-    entry(folder).chmod(0)
-    cubins.forget()
-    assert cubins.cubins([source()], HOPPER) == [SOME]
+        for _ in range(2):
+            cubins.forget()
+            assert cubins.cubins([source()], HOPPER) == made
     assert len(compiled) == 2
 
 
@@ -332,34 +329,51 @@ def test_a_folder_that_cannot_be_written_warns_once(
     compiled: list[KernelSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "file" / "cubins"))
+    monkeypatch.setenv(cubin.FOLDER_VARIABLE, str(tmp_path / "file" / "cubins"))
     with pytest.warns(UserWarning, match="cannot be kept") as caught:
-        assert cubins.cubins([source(), source(block=128)], HOPPER) == [SOME] * 2
+        made = [cubins.cubins([source(block=block)], HOPPER)[0] for block in (64, 128)]
+    assert all(isinstance(each, Cubin) for each in made)
     assert len(caught) == 1
+    assert len(compiled) == 2
 
 
-def test_the_folder_keeps_what_was_used_last(folder: Path) -> None:
-    for index, name in enumerate("abc"):
-        cubin_cache.store(name, SOME)
-        os.utime(folder / f"{name}.cubin", (index, index))
-    abandoned = folder / "x.partial"
-    abandoned.touch()
-    os.utime(abandoned, (0, 0))
-    assert cubin_cache.load("a") == SOME  # now the one that was used last
-    size = (folder / "a.cubin").stat().st_size
-    cubin_cache.trim(2 * size)
-    assert sorted(path.name for path in folder.iterdir()) == ["a.cubin", "c.cubin"]
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cubin.FOLDER_VARIABLE, "~/kernels")
+    assert cubin.cache_folder() == str(tmp_path / "kernels")
+
+
+def test_without_a_variable_the_folder_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cubin.FOLDER_VARIABLE)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/kernels/of/triton")
+    assert cubin.cache_folder() == "/kernels/of/triton"
+
+
+def test_without_a_home_folder_nothing_is_kept(
+    compiled: list[KernelSource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container may run as a user that its system does not know."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv(cubin.FOLDER_VARIABLE, "~/kernels")
+    monkeypatch.chdir(tmp_path)
+    with (
+        mock.patch.object(pwd, "getpwuid", side_effect=KeyError),
+        pytest.warns(UserWarning, match="cannot be kept in ~.* no home folder"),
+    ):
+        [made] = cubins.cubins([source()], HOPPER)
+    assert isinstance(made, Cubin)
+    assert not list(tmp_path.iterdir())
 
 
 # The processes
 
 
-def processes(text: str) -> list[int]:
-    """Returns the processes whose command line contains a text."""
+def helpers(folder: Path) -> list[int]:
+    """Returns the helper and its forks, whose temporary files are in a folder."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if text.encode() in path.read_bytes():
+            if f"TMPDIR={folder}/gpipe_fast-".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 
@@ -371,69 +385,76 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
+def started(tmp_path: Path, text: str, *words: str) -> subprocess.Popen[str]:
+    """Starts a script that compiles with one worker."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(text))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment |= {cubins.WORKERS_VARIABLE: "1", "GPIPE_FAST_PROGRESS": "0"}
+    return subprocess.Popen(
+        [sys.executable, script, *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
 def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool.tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(KeyboardInterrupt), compile_pool.CompilePool(2):
-        # Linux knows a command line shortly after the process has started.
-        assert eventually(lambda: len(processes(str(tmp_path))) == 2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupt(result: Any) -> None:
+        assert helpers(tmp_path)
         raise KeyboardInterrupt
-    assert not processes(str(tmp_path))
+
+    jobs = [job_of(source(block=block)) for block in (64, 128)]
+    with pytest.raises(KeyboardInterrupt):
+        compile_helper.compile_in_helper(jobs, 90, str(tmp_path / "cubins"), 2, interrupt)  # type: ignore[arg-type]
+    assert not helpers(tmp_path)
     assert not list(tmp_path.glob("gpipe_fast-*"))
 
 
-def test_workers_that_cannot_start_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_pool.WORKERS_VARIABLE, "2")
-    monkeypatch.setattr(compile_pool, "_PROGRAM", "raise ImportError('no such library')")
+@pytest.mark.parametrize("program", ["raise ImportError", "import os; os.kill(os.getpid(), 9)"])
+def test_without_a_helper_this_process_compiles(
+    program: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(compile_helper, "_PROGRAM", program)
     [made] = cubins.cubins([source()], HOPPER)
-    assert isinstance(made, CompileFailure)
-    assert "could start" in made.reason
-    assert "no such library" in made.reason
+    assert isinstance(made, Cubin)
+    assert len(entries(folder)) == 1
 
 
 COMPILE = """
     import sys
-    from gpipe_fast.fuse.cubins import Cubin, KernelSource, cubins
-    from tests.fuse import triton_kernels
+    from gpipe_fast.fuse.cubins import Cubin, cubins
     from tests.fuse.test_cubins import source
-    if __name__ == "__main__":
-        print("started", flush=True)
-        made = cubins([source(block=64 << i) for i in range(int(sys.argv[1]))], (9, 0))
-        print(sum(isinstance(each, Cubin) for each in made))
+    print("started", flush=True)
+    made = cubins([source(block=64 << i) for i in range(int(sys.argv[1]))], (9, 0))
+    print(sum(isinstance(each, Cubin) for each in made))
 """
 
 
-def compiling(tmp_path: Path, count: int) -> subprocess.Popen[str]:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(COMPILE))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    environment[compile_pool.WORKERS_VARIABLE] = "1"
-    return subprocess.Popen(
-        [sys.executable, script, str(count)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-
-
 @pytest.mark.extended
-def test_two_processes_fill_one_cache(tmp_path: Path, folder: Path) -> None:
-    both = [compiling(tmp_path, 3) for _ in range(2)]
+def test_two_processes_fill_one_cache(tmp_path: Path, folder: Path, compiled: list[KernelSource]) -> None:
+    both = [started(tmp_path, COMPILE, "3") for _ in range(2)]
     assert [process.communicate()[0].split()[-1] for process in both] == ["3", "3"]
-    assert len(list(folder.glob("*.cubin"))) == len(list(folder.iterdir())) == 3
+    assert len(entries(folder)) == len(list(folder.iterdir())) == 3
+    found = cubins.cubins([source(block=64 << i) for i in range(3)], HOPPER)
+    assert all(isinstance(each, Cubin) for each in found)
+    assert not compiled
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_ends_leaves_no_worker_and_a_usable_cache(
-    tmp_path: Path, number: int, folder: Path
+def test_a_process_that_ends_leaves_no_helper_and_a_usable_cache(
+    tmp_path: Path, number: int, folder: Path, compiled: list[KernelSource]
 ) -> None:
-    process = compiling(tmp_path, 8)
+    process = started(tmp_path, COMPILE, "8")
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    while not list(folder.glob("*.cubin")):
+    while not entries(folder):
         time.sleep(0.02)
     process.send_signal(number)
     assert process.wait(10) != 0
-    # A worker ends by becoming a process that deletes the folder; between the two it has no command line.
-    assert eventually(lambda: not list(tmp_path.glob("gpipe_fast-*")))
-    assert eventually(lambda: not processes(f"{tmp_path}/gpipe_fast-"))
-    kept = list(folder.glob("*.cubin"))
-    assert 0 < len(kept) < 8
-    assert all(cubin_cache.load(path.stem) for path in kept)
+    assert eventually(lambda: not helpers(tmp_path))
+    kept = len(entries(folder))
+    assert 0 < kept < 8
+    found = cubins.cubins([source(block=64 << i) for i in range(8)], HOPPER)
+    assert all(isinstance(each, Cubin) for each in found)
+    assert len(compiled) == 8 - kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_fast.fuse import compile_pool, cubin_cache, cubins, kernel_name
-from gpipe_fast.fuse.cubin import Cubin, KernelSource
+from gpipe_fast.fuse import cubins
+from gpipe_fast.fuse.compile_helper import job_of
+from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, Cubin, KernelSource
 from gpipe_fast.fuse.fuse import fuse
 from gpipe_fast.fuse.generated import MODULE, generated_from, kernel_of
 from gpipe_fast.fuse.loader import sources_of
@@ -28,8 +30,8 @@ HOPPER = (9, 0)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Returns an empty cache, which one other process fills."""
-    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cubins"))
-    monkeypatch.setenv(compile_pool.WORKERS_VARIABLE, "1")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cubins"))
+    monkeypatch.setenv(cubins.WORKERS_VARIABLE, "1")
     monkeypatch.setattr(cubins, "compile_here", None)
     cubins.forget()
     yield tmp_path / "cubins"
@@ -70,27 +72,23 @@ def test_a_name_tells_operators_and_source() -> None:
     assert {name.rpartition("_")[0] for name in names} == {"exp_sin"}
 
 
-def test_a_kernels_name_has_its_text() -> None:
+def test_a_job_has_the_text_of_a_kernel() -> None:
     launch = launch_of_region()
-    name = kernel_name.name_of(launch.kernel)
-    assert name is not None
-    assert (name.module, name.file, name.text) == (MODULE, "", generated_from(launch.kernel.fn))
-    assert name.source == kernel_name.source_of(launch.kernel)
-    assert name.source.startswith("text ")
-    assert kernel_name.find(name) is launch.kernel
+    job = job_of(sources_of(launch)[0])
+    assert job is not None
+    assert (job.module, job.text) == (MODULE, generated_from(launch.kernel.fn))
+    assert job.find() == sources_of(launch)[0]
 
 
 def test_another_text_is_another_kernel() -> None:
     launch = launch_of_region()
-    name = kernel_name.name_of(launch.kernel)
-    assert name is not None
-    changed = name.text.replace("tl.sin(", "tl.cos(")
-    other = kernel_of(name.qualname, changed)
+    job = job_of(sources_of(launch)[0])
+    assert job is not None
+    assert job.text is not None
+    changed = job.text.replace("tl.sin(", "tl.cos(")
+    other = kernel_of(job.qualname, changed)
     assert other is not launch.kernel
-    assert kernel_name.source_of(other) != name.source
-    stale = kernel_name.KernelName(**(vars(name) | {"text": changed}))
-    with pytest.raises(kernel_name.KernelNotFoundError, match="has changed since it was imported"):
-        kernel_name.find(stale)
+    assert replace(job, text=changed).find() is None, "the hash of its source differs"
 
 
 def source(number: int) -> KernelSource:
@@ -113,8 +111,8 @@ def test_kernels_with_another_text_have_own_cubins(folder: Path) -> None:
     assert first.name == second.name == "kernel"
     assert first.image != second.image
     assert again is first
-    assert len(list(folder.glob("*.cubin"))) == 2
-    texts = {path.read_text() for path in folder.glob("*.py")}
+    assert len(list(folder.glob("*/*.cubin"))) == 2
+    texts = {path.read_text() for path in folder.glob("*/kernel.py")}
     assert texts == {generated_from(source(each).kernel.fn) for each in (1, 20)}
 
 
@@ -126,4 +124,4 @@ def test_kernels_of_regions_are_compiled_in_another_process(folder: Path) -> Non
     for cubin in found:
         assert isinstance(cubin, Cubin)
         assert f"generated.{cubin.name}" == launch.name
-    assert len(list(folder.glob("*.cubin"))) == len({*sources_of(launch)}) == 2
+    assert len(list(folder.glob("*/*.cubin"))) == len({*sources_of(launch)}) == 2

@@ -160,10 +160,14 @@ def test_a_kernel_that_is_left_out_leaves_its_nodes() -> None:
     every = fuse(forward)
     assert len(every.replaced) == 2
     wrong = every.launches()[0]
-    found = fuse(forward, usable=lambda launch: launch.specialization != wrong.specialization)
+    found = fuse(
+        forward, lambda each: "NaN" if each.specialization == wrong.specialization else None, explain=True
+    )
     assert [r.kernels for r in found.replaced] == [every.replaced[1].kernels]
     assert operators_in(found.graph.module.graph) == ["exp", "sin", "addmm"]
-    assert fuse(forward, usable=lambda launch: False).replaced == ()
+    reason = "its kernel is left out: NaN"
+    assert [(left.operator, left.reason) for left in found.left[:2]] == [("exp", reason), ("sin", reason)]
+    assert fuse(forward, lambda launch: "NaN").replaced == ()
 
 
 def test_unchecked_kernels_are_compared_with_their_own_nodes() -> None:

@@ -7,29 +7,20 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from gpipe_fast.fuse import cubin_cache
-from gpipe_fast.fuse.compile_pool import WORKERS_VARIABLE, num_workers
-from gpipe_fast.fuse.cubin import Cubin
-from gpipe_fast.fuse.kernel_name import KernelName, find
+from gpipe_fast.fuse import cubins
 from gpipe_fast.lower.launch import launch_kernel
 from gpipe_fast.trace.triton_calls import call_triton_kernel
 from tests.unit.message_cases import case
 
 
 def set_workers(value: str) -> None:
-    with mock.patch.dict(os.environ, {WORKERS_VARIABLE: value}):
-        num_workers()
+    with mock.patch.dict(os.environ, {cubins.WORKERS_VARIABLE: value}):
+        cubins.num_workers()
 
 
-def store_where_a_file_is() -> None:
+def keep_where_a_file_is() -> None:
     with tempfile.NamedTemporaryFile() as file:
-        folder = str(Path(file.name) / "cubins")
-        with mock.patch.dict(os.environ, {cubin_cache.FOLDER_VARIABLE: folder}):
-            cubin_cache.store("key", Cubin(b"", "kernel", 4, 1, 0, False, False))
-
-
-def name(module: str, file: str) -> KernelName:
-    return KernelName(module, file, "name", "file 0")
+        cubins._writable_folder(str(Path(file.name) / "cubins"))
 
 
 OF_FUSION = [
@@ -39,12 +30,9 @@ OF_FUSION = [
         set_workers,
         "many",
     ),
-    case("name of no_module cannot be", "must compile it", find, name("no_module", "/no/file.py")),
     case("the node of a launch", "lowered, not called", launch_kernel, None, ()),
     case("the node of a kernel's launch", "replaced, not called", call_triton_kernel, None, (), ()),
-    case("/no/file is not a Python file", "must compile it", find, name("no_module", "/no/file")),
-    case("name of tests.unit.message_cases_of_fusion has", "must compile it", find, name(__name__, __file__)),
 ]
 WARNINGS_OF_FUSION = [
-    case("kernels cannot be kept in", "set GPIPE_FAST_CACHE", store_where_a_file_is),
+    case("kernels cannot be kept in", "set GPIPE_FAST_CACHE", keep_where_a_file_is),
 ]

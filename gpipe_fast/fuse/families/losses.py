@@ -191,9 +191,10 @@ class Loss:
         """Replaces `forward`."""
         rows, target = x.reshape(-1, x.shape[-1]), target.contiguous()
         ignore_index = numbers["ignore_index"]
-        losses = launch_losses(rows, target, ignore_index, self._label_smoothing(numbers, x))
+        dtype = self.form.stream if self.reduction == NONE else torch.float32
+        losses = launch_losses(rows, target, ignore_index, self._label_smoothing(numbers, x), dtype)
         if self.reduction == NONE:
-            return (losses.to(self.form.stream),)
+            return (losses,)
         is_mean = self.reduction == MEAN
         return (launch_loss(losses, target, ignore_index, is_mean, self.form.stream),)
 
