@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=TIERS,
         default="test",
         help="test (default): the tests of `make test`; rest: the longer tests, of which `make test-all` "
-        "runs a quarter; all: both; soak: both and the long runs of `make soak`",
+        "runs a tenth; all: both; soak: both and the long runs of `make soak`",
     )
     parser.addoption(
         "--share",

@@ -13,10 +13,10 @@ from tests.distributed.launch import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 
-def test_gradients_are_summed_in_the_order_of_replicas() -> None:
+@pytest.mark.parametrize("name", ["batch norm", "gpt", "dropout", "ties", "skips"])
+def test_gradients_are_summed_in_the_order_of_replicas(name: str) -> None:
     """Two replicas with 11 and 6 samples, of two stages each, equal two processes added up, bit for bit."""
-    names = ["batch norm", "gpt", "dropout", "ties", "skips"]
-    assert run_ranks(4, cases.same_sums, names, ["gpipe", "1f1b", "zb-h1"]) == [15] * 4
+    assert run_ranks(4, cases.same_sums, [name], ["gpipe", "1f1b", "zb-h1"]) == [3] * 4
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(3, "gpt"), (6, "ties")])

@@ -101,7 +101,7 @@ EXPLANATIONS = (
         ),
         "Outside of training, `rrelu_with_noise` calls `leaky_relu`, which the trace contains. It copies "
         "the noise, of which the backward then reads no element.",
-        modes=frozenset({"evaluation"}),
+        modes=frozenset({"evaluation", "inference"}),
         names="^RReLU",
     ),
     Explanation(
