@@ -232,23 +232,24 @@ def test_the_description_names_kernels_and_checks() -> None:
 LAYERS = [nn.Linear(COLS, COLS), nn.Tanh(), nn.Linear(COLS, COLS)]
 
 
-def test_a_check_precedes_what_reads_the_results_of_earlier_launches() -> None:
-    """The second launch waits for tanh; the sum of the first launch's partial sums waits with it."""
+def test_a_check_comes_between_the_last_launch_and_what_reads_its_results() -> None:
+    """The sum of the first launch's partial sums is for the second launch, and so for the check, too."""
 
     def launcher(early: Tensor, late: Tensor) -> tuple[Tensor, ...]:
         partial = early.new_empty(3, ROWS, COLS)
         launch(double, (1,), BLOCK, early, partial, 32)
-        return (partial.sum(0) * doubled(late)[0],)
+        return doubled(partial.sum(0) + late)
 
     inputs = (aten.exp.default, aten.tanh.default)
     for check in (False, True):
         graph = forward_of(lambda x: x.exp().sin() * x.cosh().sinh().tanh())
         program = lower(fused(graph, aten.sin.default, launcher, inputs, check))
-        kinds = [type(step) for step in program.steps]
         ops = [step.op._opname if isinstance(step, Call) else type(step).__name__ for step in program.steps]
-        assert kinds.count(Launch) == 2
-        assert (ops.index("sum") < ops.index("tanh")) != check
-        assert not check or ops.index("Check") < ops.index("sum")
+        assert ops.count("Launch") == 2
+        assert ops.index("sum") < ops.index("tanh") < ops.index("mul")
+        assert ops.count("Check") == check
+        if check:
+            assert len(ops) - ops[::-1].index("Launch") <= ops.index("Check") < ops.index("mul")
 
 
 def test_a_check_may_read_what_no_other_node_needs_any_more() -> None:
