@@ -194,7 +194,7 @@ def _made(name: str) -> tuple[Any, Any, Any, Any]:
     if not callable(make):
         raise _UsageError(f"{place} has no function {function!r}")
     found = make()
-    if isinstance(found, tuple) and isinstance(found[0], (GPipe, Pipelined)):
+    if isinstance(found, tuple) and found and isinstance(found[0], (GPipe, Pipelined)):
         if len(found) == 2:
             return (*found, None, None)
         if len(found) == 4 and isinstance(found[0], GPipe):
@@ -257,7 +257,10 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> float | list[float]:
-    found = [float(part) for part in text.split(",")]
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, such as 2 or 1,2.5, got {text!r}") from None
     return found[0] if len(found) == 1 else found
 
 

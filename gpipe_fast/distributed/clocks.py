@@ -27,7 +27,7 @@ class Trip(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What to add to the own clock for the other one, and how wrong that is at most, in nanoseconds."""
+    """The other clock minus the own one, and the maximum error of that, in nanoseconds."""
 
     offset: int
     error: int

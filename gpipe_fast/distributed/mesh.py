@@ -61,7 +61,7 @@ def grid_of(mesh: Mesh) -> list[list[int]]:
             "for replicas of them: make a mesh of these two; for layers that are sharded over processes, use "
             "torchtitan"
         )
-    # Of the other dimensions, which have size 1, nothing is left.
+    # The reshape drops the other dimensions, which have size 1.
     stages_last: list[list[int]] = (
         mesh.mesh.movedim(names.index(PIPELINE_DIM), -1).reshape(-1, sizes[PIPELINE_DIM]).tolist()
     )

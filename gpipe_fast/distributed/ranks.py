@@ -365,8 +365,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            if not self._has_reported:
-                self.fail(f"{type(error).__name__}: {error}")
+            if not self._has_reported and not self.fail(f"{type(error).__name__}: {error}"):
+                self._end()  # the run has succeeded in all ranks, which go on to the next
             raise
 
     def offer_losses(self, losses: Sequence[Tensor]) -> None:

@@ -122,7 +122,8 @@ def compile_in_helper(
         )
         requests, replies = _pipe(process.stdin), _pipe(process.stdout)
         try:
-            with contextlib.suppress(EOFError, BrokenPipeError):
+            # A helper that is killed may leave a part of a reply.
+            with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
                 pickle.dump((jobs, capability, folder, workers), requests)
                 requests.flush()
                 while True:
@@ -191,7 +192,7 @@ class _Fork:
     def result(self) -> Cubin | CompileFailure:
         """Returns what the process has made; a reason with the last lines of its standard error."""
         result: Cubin | CompileFailure | None = None
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, OSError):  # OSError: it ended while it sent
             result = self.receiver.recv()
         self._process.join()
         if result is None:

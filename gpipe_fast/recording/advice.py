@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, permutations
 from statistics import median
 from typing import Any, NamedTuple
@@ -183,11 +184,12 @@ class Costs:
             return found or 0.0
         stage, m = action.stage, action.microbatch
         parts = [self.seconds.get(Action(stage, kind, m), 0.0) for kind in (Kind.B, Kind.I, Kind.W)]
-        weights = sum(parts) * self._share_of_weights()
+        weights = sum(parts) * self._share_of_weights
         return {Kind.B: sum(parts), Kind.I: sum(parts) - weights, Kind.W: weights}.get(action.kind, 0.0)
 
+    @cached_property
     def _share_of_weights(self) -> float:
-        """Returns the share of weight gradients in the backwards that are split."""
+        """The share of weight gradients in the backwards that are split."""
         inputs, weights = (
             sum(s for action, s in self.seconds.items() if action.kind is kind) for kind in (Kind.I, Kind.W)
         )

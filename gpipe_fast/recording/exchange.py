@@ -19,8 +19,8 @@ from gpipe_fast.recording.report import StageSizes
 from gpipe_fast.recording.timeline import sender_of
 from gpipe_fast.schedule import TRANSFERS, Action
 
-# What a process adds to the times of its clock, and by how much that is wrong at most, in nanoseconds; and
-# what it passes.
+# The offset of a process's clock to that of the first and the maximum error of the offset, in nanoseconds;
+# and what the process passes.
 Part = tuple[tuple[int, int], Any]
 
 
@@ -48,7 +48,7 @@ def exchange_stages(
 
 
 def merge(recording: Recording, parts: Sequence[Part]) -> None:
-    """Gives a recording what all processes have passed. The last runs of all are one, and those before."""
+    """Gives a recording what all processes have passed. Matches their runs from the last one backwards."""
     runs = [sorted({values[4] for values in part["events"]}) for _, part in parts]
     total = max(map(len, runs))
     # Since a run that has failed may have begun in some processes only, runs are numbered from the last.

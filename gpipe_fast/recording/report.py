@@ -7,7 +7,7 @@ A stage's time is one of four, from the stamps of its events::
     waiting    it waits at a slot, or for its turn
     idle       none of these: before its first and after its last event, and between events
 
-`gpipe_fast.recording.blame` says what the rest is due to.
+`gpipe_fast.recording.blame` finds the causes of the time in which a stage is not busy.
 """
 
 from __future__ import annotations

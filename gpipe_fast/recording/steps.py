@@ -18,18 +18,18 @@ from torch import nn
 from gpipe_fast import progress
 from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.structure import flatten
-from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.recording.advice import (
     LEAST_GAIN,
     Costs,
     Measurements,
     as_code,
     improvements,
+    phases_for,
 )
 from gpipe_fast.recording.growth import with_growth
 from gpipe_fast.recording.recording import Recording
 from gpipe_fast.recording.report import Report
-from gpipe_fast.schedule import Schedule, schedule_for
+from gpipe_fast.schedule import Schedule
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 # The number of steps that are recorded for each setting, after one that is not.
@@ -250,20 +250,13 @@ class Steps:
             except Exception:  # a layer refuses micro-batches of this size
                 del found[0]
         if isinstance(model.schedule, str) and costs.has_backward:
-            report = with_growth(report, self._batch_size, model.checkpoint, self._schedule_for(report))
+            name = model.schedule if self._is_one_call else "gpipe"
+
+            def schedule(number: int) -> Schedule:
+                return phases_for(name, costs, number, model.checkpoint, is_step=True)[0]
+
+            report = with_growth(report, self._batch_size, model.checkpoint, schedule)
         return replace(report, advice=tuple(found))
-
-    def _schedule_for(self, report: Report) -> Callable[[int], Schedule]:
-        name = self._model.schedule if self._is_one_call else "gpipe"
-
-        def schedule(number: int) -> Schedule:
-            policy = checkpoint_policy(self._model.checkpoint, len(report.stages), training=True)
-            again = policy.recomputed(number)
-            return schedule_for(
-                name, len(report.stages), number, num_devices=report.num_ranks, recomputed=again
-            )
-
-        return schedule
 
     def _measure(self) -> tuple[Report, Costs]:
         """Returns the report of the median step, and its durations."""

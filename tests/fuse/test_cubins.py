@@ -458,3 +458,13 @@ def test_a_process_that_ends_leaves_no_helper_and_a_usable_cache(
     found = cubins.cubins([source(block=64 << i) for i in range(8)], HOPPER)
     assert all(isinstance(each, Cubin) for each in found)
     assert len(compiled) == 8 - kept
+
+
+def test_a_helper_that_is_killed_within_a_reply_leaves_out_its_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = "import os, pickle; os.write(1, pickle.dumps((0, bytes(200_000)))[:1000]); os.abort()"
+    monkeypatch.setattr(compile_helper, "_PROGRAM", program)
+    found: list[compile_helper.Result] = []
+    compile_helper.compile_in_helper([], 90, str(tmp_path), 1, found.append)
+    assert found == []

@@ -69,7 +69,7 @@ def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["simulate", "--forward=a"], "argument --forward: invalid"),
+        (["simulate", "--forward=a"], "argument --forward: expected numbers, such as 2 or 1,2.5, got"),
         (["simulate", "--forward=1,2"], "forward has 2 values for 4 stages"),
         (["simulate", "--csv", "missing.csv"], "No such file"),
         (["report", "missing.py:make"], "there is no file missing.py"),

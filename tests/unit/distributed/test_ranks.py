@@ -27,6 +27,19 @@ def rank_of(rank: int, layers: nn.Sequential, balance: list[int]) -> GPipe:
     return GPipe(layers, balance, mesh=ranks)  # type: ignore[arg-type]
 
 
+def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None:
+    store = dist.HashStore()
+    first, second = (Ranks(rank, 2, store, timeout=1.0) for rank in range(2))
+
+    def wait(*args: object) -> str:
+        second.succeed()
+        raise KeyboardInterrupt
+
+    with mock.patch.object(first, "_wait", wait), pytest.raises(KeyboardInterrupt), first.reporting():
+        first.succeed()
+    assert first._number == second._number == 1
+
+
 def on_meta(pipe: GPipe) -> list[bool]:
     return [parameter.is_meta for parameter in pipe.parameters()]
 
