@@ -525,7 +525,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
             chunks = self._chunks_of(inputs.batch_size)
             call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
-            return explain_call(planner, self._within_memory(planner, call), place)
+            # What is saved is chosen for the model's own devices, whose limits are known.
+            return explain_call(planner, self._within_memory(self._planner, call), place)
 
     def _stage_bytes(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class MemoryReport:
                 rows.append([*place, *map(_mib, own), _mib(state), _mib(own.total + state)])
         tables = [_table(headers, rows, form)]
         totals = [[device, "?" if size is None else _mib(size)] for device, size in self.totals.items()]
-        if len(totals) < len(self.stages) or len(totals) > 1:
+        if len(self.stages) > 1:
             tables.append(_table(["device", "total MiB"], totals, form))
         if self.measured:
             headers = ["stage", *(f"{name} measured" for name in StageMemory._fields)]
@@ -164,7 +165,9 @@ def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor]) ->
     if optimizer is None or not stand_ins:
         return 0
     if isinstance(optimizer, torch.optim.Optimizer):
-        made = type(optimizer)(stand_ins, **optimizer.defaults)
+        # Tensors without memory have no fused kernels, and some defaults are no arguments.
+        known = inspect.signature(type(optimizer)).parameters.keys() - {"fused"}
+        made = type(optimizer)(stand_ins, **{n: v for n, v in optimizer.defaults.items() if n in known})
     elif callable(optimizer):
         made = optimizer(stand_ins)
     else:

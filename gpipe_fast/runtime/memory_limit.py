@@ -8,6 +8,8 @@ plan is made, and counted as `GPipe.memory` does; if it needs more, the choice i
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +36,7 @@ from gpipe_fast.runtime.stage_memory import (
     stage_bytes,
 )
 from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
-from gpipe_fast.schedule.budget import Budget, Climb, Rung, StageCosts
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts
 from gpipe_fast.schedule.cuts import Partition, best_partitions
 from gpipe_fast.schedule.simulation import Simulation
 from gpipe_fast.trace.joint_graph import JointGraph, parameters_of
@@ -65,10 +67,13 @@ def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoin
     if known is not None:
         return known
     limited = _Limited(planner, call)
+    limited.calibrate()
     for _ in range(_MAX_ATTEMPTS):
         found = limited.choose(limits)
         if limited.fits(found, limits):
             break
+    else:
+        found = limited.everything_recomputed
     planner.within[key] = found
     return found
 
@@ -102,7 +107,7 @@ class _Limited:
     """The stages of a call, for which rungs are chosen.
 
     Attributes:
-        sizes: the size of each micro-batch, relative to the first.
+        sizes: the size of each micro-batch, relative to the largest.
     """
 
     def __init__(self, planner: Planner, call: Call) -> None:
@@ -111,14 +116,14 @@ class _Limited:
         self._compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, len(compiled) - 1)]
         self._number = len(call.microbatches)
         samples = [spec_bytes(call.microbatches[m].tensors) for m in range(self._number)]
-        self.sizes = [own / max(samples) for own in samples]
+        self.sizes = [own / max(1, *samples) for own in samples]
         self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
         graphs = [own.traced.joint for own in compiled[0]]
         self._saved = [_saved_bytes(joint) for joint in graphs]
         self._kept = Simulation.of(self._schedule(frozenset())).kept
         # For each stage, the scratch memory of the rungs whose programs are lowered.
         self._scratch = [dict[int, int]() for _ in graphs]
-        # For each stage, what the plans that were made need beside the costs.
+        # For each stage, what the plans that were made need beside the costs, which are estimates.
         self._beside = [0] * len(graphs)
         self._gradients = [
             gradient_bytes(own, {p for p in parameters_of(own.layers) if p.requires_grad})
@@ -135,10 +140,22 @@ class _Limited:
             replace(
                 own,
                 rungs=self._rungs(stage, own),
-                fixed={**own.fixed, "other tensors that wait": self._beside[stage]},
+                fixed={**own.fixed, UNDER_WAY: own.fixed[UNDER_WAY] + self._beside[stage]},
             )
             for stage, own in enumerate(self._times)
         ]
+
+    @property
+    def everything_recomputed(self) -> Checkpoint:
+        """The choice that needs least."""
+        return Checkpoint(((FULL_RECOMPUTE,),) * len(self._stages))
+
+    def calibrate(self) -> None:
+        """Makes the costs of recomputing everything those of its plan."""
+        call = replace(self._call, checkpoint=self.everything_recomputed)
+        needed = stage_bytes(self._stages, self._planner.plan(call), call)
+        least = Budget(self.costs, self.sizes, self._schedule).least()
+        self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
     def choose(self, limits: Limits) -> Checkpoint:
         """As `checkpoint_within`."""
@@ -202,10 +219,11 @@ class _Limited:
     def _costs_of(self, index: int, joint: JointGraph) -> StageCosts:
         stage, own = self._stages[index], self._compiled[0][index]
         rungs = Ladder.of(joint).rungs
-        nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and source_of(n).base is n]
         times = Counter[bool]()
-        for node in nodes:
-            times[is_backward(node)] += _time_of(node)
+        for node in joint.module.graph.nodes:
+            computes = node.op == "call_function" and node.target is not operator.getitem
+            if computes and source_of(node).base is node:
+                times[is_backward(node)] += _time_of(node)
         inputs, outputs = spec_bytes(own.inputs.tensors), spec_bytes(own.outputs.tensors)
         is_first = stage.first_layer == 0  # its inputs are parts of the caller's
         return StageCosts(
@@ -217,7 +235,7 @@ class _Limited:
                 "parameters": parameter_bytes(stage),
                 "buffers": buffer_bytes(stage),
                 "gradients": self._gradients[index],
-                "boundary tensors under way": self._under_way(index, inputs, outputs),
+                UNDER_WAY: self._under_way(index, inputs, outputs),
             },
             stage.device,
         )
@@ -249,16 +267,19 @@ class _Limited:
 
 
 def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]:
-    found = planner.compile(call)
-    if not isinstance(found, CompilationFailure):
-        return found
-    reason, stage = found.untraceable, planner.stages[found.stage_index]
-    where = f"stage {found.stage_index}"
-    if reason.layer is not None:
-        where = layer_title(stage.first_layer + reason.layer, stage.layers[reason.layer])
+    if planner.backend == "eager":
+        where, reason = "every layer", "backend='eager' or a global module hook demands it"
+    else:
+        found = planner.compile(call)
+        if not isinstance(found, CompilationFailure):
+            return found
+        layer, stage = found.untraceable.layer, planner.stages[found.stage_index]
+        where, reason = f"stage {found.stage_index}", found.untraceable.reason
+        if layer is not None:
+            where = layer_title(stage.first_layer + layer, stage.layers[layer])
     raise RuntimeError(
-        f"memory was passed, but {where} runs in Python, and what it needs is not known: {reason.reason}; "
-        "rewrite the layer, or pass checkpoint instead of memory"
+        f"memory was passed, but {where} runs in Python, and what it needs is not known: {reason}; "
+        "mend that, or pass checkpoint instead of memory"
     )
 
 
@@ -274,9 +295,9 @@ def _saved_bytes(joint: JointGraph) -> list[int]:
 
 def _fraction(saved: Sequence[int], rung: int) -> SavedFraction:
     """Returns a saved fraction whose furthest rung is this one: half way to the next one that saves more."""
-    if rung == len(saved) - 1:
+    if saved[rung] == saved[-1]:
         return NO_RECOMPUTE
-    if saved[rung] == 0 == rung:
+    if rung == 0 == saved[rung]:
         return FULL_RECOMPUTE
     following = next(size for size in saved[rung:] if size > saved[rung])
     return (saved[rung] + following) / 2 / saved[-1]

@@ -272,14 +272,18 @@ class _Walk:
 
 
 def scratch_bytes(lowered: LoweredStage, gradients: int) -> int:
-    """Returns the most that the programs of a stage need beside what they are given, keep and return.
+    """Returns the most that the programs of a stage need beside what they are given, save and return.
 
     Args:
         lowered: the programs.
         gradients: the bytes of the gradients of parameters, which do not count.
     """
     programs = [each for each in (lowered.forward, lowered.backward, lowered.weights) if each is not None]
-    beside = max(max(_peak(each, False), _peak(each, True) - gradients) for each in programs)
+    roles = (GraphRole.SAVED, GraphRole.BUFFER, GraphRole.OUTPUT)
+    results = set[int]().union(*(_results(lowered.forward, role) for role in roles))
+    beside = _peak(lowered.forward, False) - _value_bytes(lowered.forward, results)
+    for each in programs[1:]:
+        beside = max(beside, _peak(each, False), _peak(each, True) - gradients)
     return max(program.arena_bytes for program in programs) + beside
 
 

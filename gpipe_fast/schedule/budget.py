@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import COMPUTE, Action, Kind
 from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.simulation import Simulation, peak_of
 
@@ -82,6 +82,8 @@ class Climb:
 # A stage, the rung that it takes, and for which micro-batches.
 _Step = tuple[int, int, list[int]]
 
+# The fixed cost of a stage that is not the sum of its layers'.
+UNDER_WAY = "boundary tensors under way"
 # The maximum number of classes of a stage; if more micro-batches are kept at a time, a class has several.
 _MAX_CLASSES = 8
 
@@ -123,7 +125,8 @@ class Budget:
     ) -> None:
         self.costs, self.sizes, self._schedule_of = costs, sizes, schedule_of
         everything = schedule_of(frozenset(product(range(len(costs)), range(len(sizes)))))
-        self._actions = everything.stages
+        self._actions = [[action for action in row if action.kind in COMPUTE] for row in everything.stages]
+        self._known_bytes: dict[tuple[int, tuple[int, ...]], float] = {}
         # For each stage, the classes of micro-batches.
         self._classes = [
             [
@@ -191,7 +194,7 @@ class Budget:
         scratch = own.rungs[0].scratch
         boundary = needed - sum(own.fixed.values()) - scratch
         parts = {**own.fixed, "boundary tensors": boundary, "intermediates": scratch}
-        texts = [f"{_mib(size)} of {name}" for name, size in parts.items() if size]
+        texts = [f"{_mib(size)} of {name}" for name, size in parts.items() if size > 0]
         return f"stage {stage}: {', '.join(texts) or 'nothing'}"
 
     def _climb(self, limits: Mapping[Any, float], way: _Way) -> Climb:
@@ -232,9 +235,12 @@ class Budget:
 
     def _bytes(self, stage: int, row: Sequence[int]) -> float:
         """Returns the bytes of a stage."""
-        own = self.costs[stage]
-        scratch = max(own.rungs[rung].scratch for rung in row)
-        return sum(own.fixed.values()) + self._kept(stage, row) + scratch
+        key = stage, tuple(row)
+        if key not in self._known_bytes:
+            own = self.costs[stage]
+            scratch = max(own.rungs[rung].scratch for rung in row)
+            self._known_bytes[key] = sum(own.fixed.values()) + self._kept(stage, row) + scratch
+        return self._known_bytes[key]
 
     def _kept(self, stage: int, row: Sequence[int]) -> float:
         """Returns the most that a stage keeps for backwards at a time."""

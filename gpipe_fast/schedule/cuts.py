@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from gpipe_fast.schedule.budget import Budget, BudgetError, Climb, Rung, StageCosts
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Climb, Rung, StageCosts
 from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.simulation import Simulation
 
@@ -60,7 +60,8 @@ def stage_costs(layers: Sequence[StageCosts], device: Hashable) -> StageCosts:
     fixed: dict[str, float] = {}
     for layer in layers:
         for name, size in layer.fixed.items():
-            fixed[name] = fixed.get(name, 0.0) + size
+            known = fixed.get(name, 0.0)
+            fixed[name] = max(known, size) if name == UNDER_WAY else known + size
     return StageCosts(
         sum(x.forward for x in layers),
         sum(x.backward for x in layers),

@@ -53,6 +53,7 @@ def test_calls_within_a_memory_equal_the_plain_loop(name: str) -> None:
         assert needed(pipe, x) <= limit
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_within_a_memory_has_the_bits_of_any_step(schedule: str) -> None:
     found = []
@@ -127,6 +128,69 @@ def test_what_is_predicted_is_what_a_recording_counts() -> None:
     text = str(report)
     assert all(name in text for name in StageBytes._fields)
     assert "<table>" in report._repr_html_()
+
+
+def wide(**options: object) -> tuple[GPipe, Tensor]:
+    torch.manual_seed(SEED)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    pipe = GPipe(nn.Sequential(*layers), devices=["cpu"] * 2, **options)  # type: ignore[arg-type]
+    return pipe, torch.randn(64, 64)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_a_memory_that_is_enough_is_accepted_and_used(chunks: int) -> None:
+    """Everything between the least and the most that a step can use is used to within a tenth."""
+    ends = []
+    for checkpoint in ("always", "never"):
+        pipe, x = wide(balance=[4, 4], chunks=chunks, checkpoint=checkpoint)
+        ends.append(needed(pipe, x))
+    for share in (0.0, 0.5, 1.0):
+        limit = int(ends[0] + share * (ends[1] - ends[0]))
+        pipe, x = wide(balance=[4, 4], chunks=chunks, memory=limit)
+        assert 0.9 * limit <= needed(pipe, x) <= limit, share
+    pipe, x = wide(balance=[4, 4], chunks=chunks, memory=int(0.97 * ends[0]))
+    with pytest.raises(ValueError, match=f"at least {ends[0] / 2**20:.1f} MiB is needed"):
+        pipe(x)
+
+
+def test_cuts_need_no_more_than_the_partitions_that_they_make() -> None:
+    pipe, x = wide(balance=[4, 4], chunks=8, checkpoint="always")
+    limit = int(1.4 * needed(pipe, x))
+    pipe, x = wide(chunks=8, memory=limit)
+    pipe(x).sum().backward()
+    assert needed(pipe, x) <= limit
+
+
+def test_an_empty_batch_and_another_device_within_a_memory() -> None:
+    pipe, x = wide(balance=[4, 4], chunks=2, memory="100MiB")
+    assert pipe(x[:0]).shape == (0, 64)
+    assert len(pipe.explain(x, device="cuda").stages) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "per_element"),
+    [
+        (torch.optim.AdamW, 8),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 12),
+        (lambda p: torch.optim.Adam(p, fused=True), 8),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 4),
+        (lambda p: torch.optim.SGD(p, 0.1), 0),
+    ],
+)
+def test_the_state_of_an_optimizer_is_counted(make, per_element: int) -> None:
+    pipe, x = wide(balance=[4, 4], chunks=2)
+    report = pipe.memory(x, optimizer=make(list(pipe.parameters())))
+    elements = 4 * (64 * 64 + 64)
+    assert all(0 <= size - per_element * elements <= 8 * 8 for size in report.optimizer)
+
+
+def test_what_layers_in_python_need_is_not_known() -> None:
+    pipe, x = wide(balance=[4, 4], chunks=2, memory="100MiB", backend="eager")
+    with pytest.raises(
+        RuntimeError, match="every layer runs in Python, and what it needs is not known: backend"
+    ):
+        pipe(x)
 
 
 def test_layers_in_python_are_known_after_a_run() -> None:

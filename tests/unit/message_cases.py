@@ -363,6 +363,7 @@ REPORTS = [
     case("has no function 'make'", "", report_of_a_file, "x = 1"),
     case("failed: ZeroDivisionError", "", report_of_a_file, "make = lambda: 1 / 0"),
     case("too large", "", run_command, "simulate", "--forward=1e308", "--json"),
+    case("got 'one'", "such as 2 or 1,2.5", command._numbers, "one"),
     case("returned int", "must return (model, x)", report_of_a_file, "make = int"),
     case("returned a tuple of int", "must return (model, x)", report_of_a_file, "make = lambda: (1, 2)"),
     case(
