@@ -34,6 +34,7 @@ def test_saved_in_the_background(tmp_path: Path) -> None:
         assert whole(run_ranks(2, cases.loaded, "norms", "mesh", tmp_path / folder)) == expected
 
 
+@pytest.mark.extended
 def test_saved_by_a_model_that_is_not_sequential(tmp_path: Path) -> None:
     """Its names are those of the plain model, which loads it, too."""
     expected = whole(run_ranks(2, cases.saved, "from_model", "mesh", tmp_path))
@@ -44,7 +45,7 @@ def test_saved_by_a_model_that_is_not_sequential(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.extended) if n == "from_model" else n for n in cases.MODELS]
+    "name", [n if n == "ties" else pytest.param(n, marks=pytest.mark.extended) for n in cases.MODELS]
 )
 def test_saved_by_four_processes(name: str, tmp_path: Path) -> None:
     expected = whole(run_ranks(4, cases.saved, name, "mesh", tmp_path))

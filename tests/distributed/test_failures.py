@@ -63,7 +63,11 @@ def test_a_rank_with_the_store_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "error"), [("before a call", "no data"), ("before the backward", "no loss")]
+    ("place", "error"),
+    [
+        ("before the backward", "no loss"),
+        pytest.param("before a call", "no data", marks=pytest.mark.extended),
+    ],
 )
 def test_an_error_outside_of_calls(place: str, error: str) -> None:
     """The others, who wait, raise it; their timeout is longer than the test's."""

@@ -10,9 +10,10 @@ from tests.distributed.launch import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 
-def test_a_small_model() -> None:
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
+def test_a_small_model(num_ranks: int) -> None:
     """With ties of all stages, a frozen block, dropout, buffers and seven samples in four micro-batches."""
-    assert run_ranks(3, cases.same_bits, ["small"], ["1f1b"], [4]) == [1] * 3
+    assert run_ranks(num_ranks, cases.same_bits, ["small"], ["1f1b"], [4]) == [1] * num_ranks
 
 
 @pytest.mark.extended
