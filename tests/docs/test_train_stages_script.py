@@ -120,6 +120,7 @@ def test_the_script_trains_as_one_process_does(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
 
 
+@pytest.mark.extended
 def test_the_script_trains_replicas(tmp_path: Path) -> None:
     """It gives the weights of one process that adds up the gradients of both replicas."""
     script, _, replicas, *others = blocks()

@@ -84,7 +84,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[st
 
 
 @pytest.mark.xdist_group("torchrun")
-@pytest.mark.parametrize(("rank", "at", "in_save"), [(1, 5, False), (0, 6, True)])
+@pytest.mark.parametrize(
+    ("rank", "at", "in_save"), [pytest.param(1, 5, False, marks=pytest.mark.extended), (0, 6, True)]
+)
 def test_a_restart_after_a_kill(
     rank: int, at: int, in_save: bool, tmp_path: Path, uninterrupted: dict[int, list[str]]
 ) -> None:
