@@ -69,8 +69,7 @@ check: lint build  ## before every commit: lint, types, unit tests (4 minutes on
 test: lint build import  ## install, lint, build, import, test (16 to 32 minutes on two cores); lists omitted tests
 	$(PYTEST) $(ARGS)
 
-test-all: test smoke-reference  ## `make test`, a tenth of the longer tests, the oldest torch
-	$(PYTEST) --tier=rest --share=0.1 $(ARGS)
+test-all: test smoke-reference  ## in CI: `make test`, and smoke tests with the oldest torch
 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check

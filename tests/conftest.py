@@ -53,14 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; rest: the longer tests, of which `make test-all` "
-        "runs a tenth; all: both; soak: both and the long runs of `make soak`",
-    )
-    parser.addoption(
-        "--share",
-        type=float,
-        default=1.0,
-        help="run this share of the longer tests, always the same (default: 1)",
+        help="test (default): the tests of `make test`; rest: the longer tests; all: both; soak: both, and "
+        "the long runs of `make soak`",
     )
 
 
@@ -87,11 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = TIERS[config.getoption("--tier")]
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
         return  # tests named on the command line always run
-    longer = [item for item in items if _marker(item) == "extended"]
-    share = sample(longer, round(config.getoption("--share") * len(longer)), salt="share")
-    left_out = {item.nodeid for item in longer} - {item.nodeid for item in share}
-    deselected = [item for item in items if _marker(item) not in wanted or item.nodeid in left_out]
-    items[:] = [item for item in items if _marker(item) in wanted and item.nodeid not in left_out]
+    deselected = [item for item in items if _marker(item) not in wanted]
+    items[:] = [item for item in items if _marker(item) in wanted]
     config.hook.pytest_deselected(items=deselected)
     config.stash[DESELECTED] = Counter(map(_marker, deselected))
     if hasattr(config, "workeroutput"):

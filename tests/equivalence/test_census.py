@@ -42,7 +42,7 @@ def _check_layer(name: str, thorough: bool) -> None:
         assert verdict.inexact_formats == set(), f"{verdict.max_error_ratio} times the plain loop's error"
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_of_torch_nn_equals_the_plain_loop(name: str) -> None:
     _check_layer(name, thorough=False)

@@ -137,7 +137,7 @@ def pipe(request: pytest.FixtureRequest, case: ModelCase) -> GPipe:
     return GPipe(case.model, balance, chunks=CHUNKS, backend="aten")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_pipeline_equals_the_plain_loop_bit_for_bit(case: ModelCase, pipe: GPipe, checkpoint: str) -> None:
     pipe.checkpoint = checkpoint

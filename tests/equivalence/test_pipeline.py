@@ -62,7 +62,7 @@ def check_all_batches(make: Model, batch: Batch, num_stages: int, repetitions: i
                     assert unequal(pipeline_step(pipe, x), expected) == [], f"{context}, seed {seed}"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @every_model
 def test_a_pipeline_equals_the_plain_loop_bit_for_bit(make: Model, batch: Batch, num_stages: int) -> None:

@@ -2,7 +2,7 @@
 
 Triton selects the interpreter when it is imported, so these runs need separate processes; in pytest's own
 process the comparisons test the reference implementations. `make test` runs a sample in the interpreter,
-`make test-all` the rest.
+`make soak` the rest.
 """
 
 from __future__ import annotations

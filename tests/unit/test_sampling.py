@@ -75,11 +75,9 @@ def test_long():
 
 @pytest.mark.parametrize(
     ("options", "num_run"),
-    [(["--tier=rest", "--share=0.5"], 5), (["--tier=all", "--share=0.5"], 7), (["--tier=rest"], 10), ([], 2)],
+    [(["--tier=rest"], 10), (["--tier=all"], 12), (["--tier=soak"], 17), ([], 2)],
 )
-def test_a_share_of_the_longer_tests_runs(
-    options: list[str], num_run: int, pytester: pytest.Pytester, use_seed
-) -> None:
+def test_a_tier_runs(options: list[str], num_run: int, pytester: pytest.Pytester, use_seed) -> None:
     pytester.makeconftest("from tests.conftest import *")
     pytester.makepyfile(SUITE)
     use_seed("a")
