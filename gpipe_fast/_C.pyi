@@ -219,6 +219,7 @@ class Plan:
         given_skips: Sequence[int],
         given_dims: Sequence[int | None],
         num_threads: int,
+        parameter_names: Sequence[str],
         inputs: BoundaryForm,
         split_dims: Sequence[int | None],
         cat_dim: int,

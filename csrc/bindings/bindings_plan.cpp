@@ -301,6 +301,7 @@ void bind_plan(py::module_& m) {
   def_write_only(plan, "given_skips", &Plan::given_skips);
   def_write_only(plan, "given_dims", &Plan::given_dims);
   def_write_only(plan, "num_threads", &Plan::num_threads);
+  def_write_only(plan, "parameter_names", &Plan::parameter_names);
   def_write_only(plan, "inputs", &Plan::inputs);
   def_write_only(plan, "split_dims", &Plan::split_dims);
   def_write_only(plan, "cat_dim", &Plan::cat_dim);

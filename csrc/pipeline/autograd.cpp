@@ -17,6 +17,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace gpipe_fast {
 namespace {
@@ -89,6 +90,13 @@ class GPipeBackward final : public torch::autograd::Node {
   }
 
  private:
+  std::string name_of_input(size_t index) const {
+    if (index < num_inputs_) return "input " + std::to_string(index);
+    index -= num_inputs_;
+    const std::vector<std::string>& names = minibatch_->plan()->parameter_names;
+    return "parameter " + (index < names.size() ? names[index] : std::to_string(index));
+  }
+
   // Returns the mini-batch. Throws if it was freed, or if an input or a parameter was changed in place.
   std::shared_ptr<MiniBatch> checked_minibatch() {
     const std::lock_guard<std::mutex> lock(state_mutex_);
@@ -98,9 +106,8 @@ class GPipeBackward final : public torch::autograd::Node {
       TORCH_CHECK(
           !input.changed(),
           "one of the variables needed for gradient computation has been modified by an inplace operation: ",
-          i < num_inputs_ ? "input " : "parameter ", i < num_inputs_ ? i : i - num_inputs_, " [",
-          input.tensor.toString(), " ", input.tensor.sizes(), "] is at version ", input.tensor._version(),
-          "; expected version ", input.version, " instead");
+          name_of_input(i), " [", input.tensor.toString(), " ", input.tensor.sizes(), "] is at version ",
+          input.tensor._version(), "; expected version ", input.version, " instead");
     }
     return minibatch_;
   }

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -86,6 +87,7 @@ struct Plan {
   std::vector<int64_t> given_skips;
   std::vector<std::optional<int64_t>> given_dims;
   int num_threads = 1;  // intra-op threads of each stage; programs were lowered for this number
+  std::vector<std::string> parameter_names;  // of the module's parameters, for messages
   std::shared_ptr<const BoundaryForm> inputs;
   // The dimension along which each input is split; nullopt if every micro-batch gets the whole input.
   std::vector<std::optional<int64_t>> split_dims;

@@ -186,6 +186,7 @@ def make_plan(
         given_skips=given_skips(stages),
         given_dims=() if order is None else order.given_dims,
         num_threads=num_threads,
+        parameter_names=_parameter_names(stages),
         inputs=form_of(inputs),
         split_dims=dims.inputs,
         cat_dim=dims.outputs,
@@ -304,6 +305,16 @@ def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
         for stage in stages
         for own in [[] if stage.options.is_remote else stage.layers]
     ]
+
+
+def _parameter_names(stages: Sequence[Stage]) -> list[str]:
+    """Returns the names of all parameters, in their order."""
+    names: dict[int, str] = {}
+    for stage in stages:
+        for number, layer in enumerate(stage.layers, stage.first_layer):
+            for name, parameter in layer.named_parameters():
+                names.setdefault(id(parameter), f"{name!r} of {layer_title(number, layer)}")
+    return list(names.values())
 
 
 def _replicated_parameters(stage: Stage) -> list[int]:
