@@ -78,6 +78,7 @@ def test_graphs_use_living_memory(
     assert problems(libraries, tmp_path / "log", MODELS, devices, *words) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("devices", [ONE_DEVICE, TWO_DEVICES], ids=["one", "two"])
 @pytest.mark.parametrize("words", [(), ("frozen",), ("inference",)], ids=["train", "frozen", "inference"])
 def test_statistics_of_captured_forwards(

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "chosen",
     [
-        "test_cuda_steps or (test_training and except_last) or (test_forced and pinned and mlp)",
+        "(test_cuda_steps and not uncaptured) or (test_forced and pinned and mlp) "
+        "or (test_training and except_last and several and (skips or python))",
         pytest.param("test_cuda", marks=pytest.mark.soak),
     ],
     ids=["sample", "all"],

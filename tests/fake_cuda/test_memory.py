@@ -70,8 +70,7 @@ def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries:
 @pytest.mark.parametrize(
     ("model", "count"),
     [
-        ("uneven", "2"),
-        *(pytest.param(model, "2", marks=pytest.mark.extended) for model in MODELS[1:]),
+        *(pytest.param(model, "2", marks=pytest.mark.extended) for model in MODELS),
         *(pytest.param(model, "8", marks=pytest.mark.soak) for model in MODELS),
     ],
 )

@@ -27,8 +27,16 @@ pytestmark = [
 ]
 
 NUM_RANKS = 2
-MODELS = "batch norm/gpt/tuples/dropout/ties/skips"
-SCHEDULES = "gpipe/1f1b/zb-h1"
+several_models = pytest.mark.parametrize(
+    ("models", "schedules"),
+    [
+        ("skips", "1f1b"),
+        pytest.param(
+            "batch norm/gpt/tuples/dropout/ties/skips", "gpipe/1f1b/zb-h1", marks=pytest.mark.extended
+        ),
+    ],
+    ids=["one", "all"],
+)
 BACKENDS = [
     "gloo",
     pytest.param(
@@ -67,19 +75,25 @@ def logs(folder: Path) -> list[list[Line]]:
 
 
 @every_backend
-def test_bits_equal_those_of_one_process_without_races(backend: str, run: Runs, tmp_path: Path) -> None:
-    number = len(MODELS.split("/")) * len(SCHEDULES.split("/"))
-    assert run(backend, "same_bits", MODELS, SCHEDULES, "cuda:1", late=1) == [str(number)] * NUM_RANKS
+@several_models
+def test_bits_equal_those_of_one_process_without_races(
+    models: str, schedules: str, backend: str, run: Runs, tmp_path: Path
+) -> None:
+    number = len(models.split("/")) * len(schedules.split("/"))
+    assert run(backend, "same_bits", models, schedules, "cuda:1", late=1) == [str(number)] * NUM_RANKS
     assert [check(lines, may_wait=True) for lines in logs(tmp_path)] == [[], []]
 
 
-def test_deferred_work_keeps_the_bits(run: Runs) -> None:
+@several_models
+def test_deferred_work_keeps_the_bits(models: str, schedules: str, run: Runs) -> None:
     """A missing wait would give wrong bits, since work runs as late as streams and events allow."""
-    words = ("gloo", "same_bits", MODELS, SCHEDULES, "cuda")
-    assert run(*words, logged=False, defer=5, late=1) == ["18"] * NUM_RANKS
+    words = ("gloo", "same_bits", models, schedules, "cuda")
+    number = len(models.split("/")) * len(schedules.split("/"))
+    assert run(*words, logged=False, defer=5, late=1) == [str(number)] * NUM_RANKS
 
 
 @every_backend
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "schedule"), [("skips", "1f1b"), ("ties", "zb-h1")])
 def test_copies_go_through_pinned_memory_on_streams_of_their_own(
     model: str, schedule: str, backend: str, run: Runs, tmp_path: Path
@@ -139,6 +153,7 @@ def test_recordings_have_the_stages_of_both_ranks(backend: str, run: Runs) -> No
 
 
 @every_backend
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("action", ["0F1", "1I0"])
 def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str, run: Runs) -> None:
     """Groups of NCCL are aborted. The next step has new ones, and equals the first."""
@@ -147,7 +162,7 @@ def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str,
     assert other.startswith(f"RuntimeError: rank {action[0]} has failed, so no rank changed anything")
 
 
-@pytest.mark.parametrize("number", [9, pytest.param(34, marks=pytest.mark.extended), 64])
+@pytest.mark.parametrize("number", [9, *(pytest.param(n, marks=pytest.mark.extended) for n in (34, 64))])
 def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> None:
     """No process aborts, as it would if memory that several streams use were freed on a failed device."""
     first, second = run("gloo", "losing_the_device", str(number), late=1)
