@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gpipe_fast.torch_private.modules import parse_to
+
 Device = torch.device | int | str
 
 
@@ -130,7 +132,7 @@ def casts_of(
     Raises:
         TypeError: the device asked for is not that of every stage.
     """
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     stages = dict.fromkeys(own)
     if device is not None and any(devices_differ(stage, device) for stage in stages):
         raise TypeError(

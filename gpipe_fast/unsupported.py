@@ -15,35 +15,34 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
-from torch.nn.modules import module as _modules
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gpipe_fast.torch_private.autograd import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+from gpipe_fast.torch_private.fake_tensors import FakeTensor
+from gpipe_fast.torch_private.modes import (
+    DeviceContext,
+    disable_current_modes,
+    dispatch_modes,
+    function_modes,
+    is_of_a_tracer,
+    num_dispatch_modes,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
+from gpipe_fast.torch_private.modules import global_hooks
+from gpipe_fast.torch_private.transforms import has_dual_level, innermost_transform, jit_trace
 from gpipe_fast.user_warning import warn_user
 
 _ADVICE = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
 
 
-# Fallbacks for functions that a version of PyTorch lacks.
-def _return_none(*_: Any) -> Any:
-    return None
-
-
-def _return_zero() -> int:
-    return 0
-
-
-_functorch = getattr(torch._C, "_functorch", None)
-_functorch_interpreter = getattr(_functorch, "peek_interpreter_stack", _return_none)
-_jit_trace = getattr(torch._C, "_get_tracing_state", _return_none)
-_num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _return_zero)
-_num_function_modes = getattr(torch._C, "_len_torch_function_stack", _return_zero)
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _return_none)
 _HOOKS: tuple[dict[int, Callable[..., Any]], ...] = tuple(
-    getattr(_modules, f"_global_{kind}_hooks", {})
-    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    global_hooks(f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
 _forward_hooks, _forward_pre_hooks, _backward_hooks, _backward_pre_hooks = _HOOKS
 
@@ -63,18 +62,18 @@ def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Mo
     Raises:
         RuntimeError: the call is inside a ``torch.func`` transform or a tracer, or has dual numbers.
     """
-    transform = _functorch_interpreter()
+    transform = innermost_transform()
     if transform is not None:
         name = transform.key().name.lower()
         _refuse(f"torch.func.{name}" + (" (which vjp and jacrev use)" if name == "grad" else ""))
-    if _jit_trace() is not None:
+    if jit_trace() is not None:
         _refuse("torch.jit.trace")
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if has_dual_level():
         _refuse_tangents(inputs, modules())
     if any(type(tensor) is not Tensor and isinstance(tensor, FakeTensor) for tensor in inputs):
         _refuse_tracer("FakeTensorMode")
     observed = bool(_forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks)
-    if _num_dispatch_modes() or _num_function_modes() or _saved_tensors_hooks(True) is not None:
+    if num_dispatch_modes() or num_function_modes() or top_saved_tensors_hooks(True) is not None:
         for kind, verb in _blind_observers():
             observed = True
             if kind not in _warned and not kind.startswith("gpipe_fast."):
@@ -88,15 +87,15 @@ def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Mo
 
 def _blind_observers() -> Iterator[tuple[str, str]]:
     """Yields the full name of each active mode or hook that cannot observe a pipeline, with its verb."""
-    for mode in _dispatch_modes():
-        if getattr(mode, "_mode_key", None) is not None:  # PyTorch's tracers
+    for mode in dispatch_modes():
+        if is_of_a_tracer(mode):  # PyTorch's tracers
             own = type(mode).__module__.startswith("gpipe_fast.")
             _refuse_tracer("another GPipe's tracing" if own else type(mode).__name__)
         yield _full_name(type(mode), getattr(mode, "counter", None)), "sees"
-    for mode in _function_modes():
+    for mode in function_modes():
         if not isinstance(mode, DeviceContext):
             yield _full_name(type(mode)), "sees"
-    hooks = _saved_tensors_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     if hooks is not None:
         own = _full_name(hooks[0]).startswith("gpipe_fast.")
         yield ("gpipe_fast.hooks" if own else "torch.saved_tensors_hooks"), "(such as save_on_cpu) see"
@@ -107,14 +106,6 @@ def _full_name(what: Any, counter: object = None) -> str:
     if type(counter).__module__.startswith("gpipe_fast."):
         what = type(counter)
     return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)}"
-
-
-def _dispatch_modes() -> list[Any]:
-    return [torch._C._get_dispatch_stack_at(i) for i in range(_num_dispatch_modes())]
-
-
-def _function_modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(i) for i in range(_num_function_modes())]
 
 
 def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
@@ -129,7 +120,7 @@ def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> 
 
 
 def _refuse_tracer(mode: str) -> NoReturn:
-    _refuse("torch.export" if getattr(torch.compiler, "is_exporting", _return_zero)() else mode)
+    _refuse("torch.export" if torch.compiler.is_exporting() else mode)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -165,7 +156,7 @@ def without_observers(
     with contextlib.ExitStack() as stack:
         for disable in (
             _no_module_hooks,
-            _disable_current_modes,
+            disable_current_modes,
             _no_function_modes,
             _no_saved_tensors_hooks,
         ):
@@ -189,7 +180,7 @@ def _no_module_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_function_modes() -> Iterator[None]:
-    modes = _function_modes()
+    modes = function_modes()
     devices = [mode for mode in modes if isinstance(mode, DeviceContext)]
     _replace_function_modes(devices)
     try:
@@ -199,20 +190,20 @@ def _no_function_modes() -> Iterator[None]:
 
 
 def _replace_function_modes(modes: Iterable[Any]) -> None:
-    while _num_function_modes():
-        torch._C._pop_torch_function_stack()
+    while num_function_modes():
+        pop_function_mode()
     for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+        push_function_mode(mode)
 
 
 @contextlib.contextmanager
 def _no_saved_tensors_hooks() -> Iterator[None]:
     kept = []
-    while (hooks := _saved_tensors_hooks(True)) is not None:
+    while (hooks := top_saved_tensors_hooks(True)) is not None:
         kept.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(kept):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_tensors_hooks(pack, unpack)

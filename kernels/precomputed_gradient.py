@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpipe_fast.kernels import reference
 from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, uses_kernels
+from gpipe_fast.torch_private.autograd import keeps_graph
 
 # Programs that share the rows of one block of columns.
 ROW_PROGRAMS = 64
@@ -136,7 +137,7 @@ def scale_gradient(gradient: Tensor, g: Tensor) -> Tensor:
         )
     # The saved tensor may be overwritten only in the last backward of its graph, and not while the backward
     # is traced, because the saved tensor may also be an output of the trace.
-    if type(gradient) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
+    if type(gradient) is not Tensor or keeps_graph():
         return (gradient * (g if g.dim() == 0 else g.unsqueeze(-1))).to(gradient.dtype)
     _scale_(gradient, g)
     return gradient

@@ -25,7 +25,7 @@ from gpipe_fast.runtime.eviction import Eviction
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import Schedule
-from gpipe_fast.trace import torch_private
+from gpipe_fast.trace import joint_export
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template
 
@@ -224,5 +224,5 @@ def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
 @contextmanager
 def with_autocast_cache() -> Iterator[None]:
     """Enables autocast's weight cache during tracing."""
-    with mock.patch.object(torch_private, "_autocast_cache_disabled", nullcontext):
+    with mock.patch.object(joint_export, "_autocast_cache_disabled", nullcontext):
         yield

@@ -16,7 +16,6 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_fast import devices as _devices
@@ -26,6 +25,7 @@ from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import BatchDim, Inputs, LayerSequence, Structure, call_unpacked, flatten
 from gpipe_fast.progress import working
+from gpipe_fast.torch_private.modes import TorchDispatchMode
 
 # The minimum number of timed rounds over all layers, and the number that fits into the timeout if no layer is
 # slow.

@@ -7,7 +7,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe_fast.torch_private.modules import AnyBatchNorm
 
 # Buffers that torchgpipe's deferred batch norm has in addition to those of a batch norm.
 _SUM_BUFFERS = ("sum", "sum_squares")
@@ -45,4 +46,4 @@ def _is_batch_norm(module: nn.Module, path: str, attribute: str) -> bool:
         found = module.get_submodule(path)
     except AttributeError:
         return False
-    return isinstance(found, _BatchNorm) and not hasattr(found, attribute)
+    return isinstance(found, AnyBatchNorm) and not hasattr(found, attribute)

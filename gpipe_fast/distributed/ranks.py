@@ -61,6 +61,7 @@ from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.torch_private.environment import default_store
 from gpipe_fast.trace.joint_graph import parameters_of
 
 if TYPE_CHECKING:
@@ -204,8 +205,7 @@ class Ranks:
         device = own_device(devices, default_kind(mesh), index, size)
         check_replicas(len(grid), device)
         name = f"gpipe_fast/{'-'.join(map(str, members))}"
-        # Not public: the store of a group is known only to C++.
-        store = _within(f"{name}/{_numbers[name]}", dist.distributed_c10d._get_default_store())
+        store = _within(f"{name}/{_numbers[name]}", default_store())
         _numbers[name] += 1
         by_nccl = device.type == "cuda" and uses_nccl(mesh)
         return cls(index, size, store, timeout, device, by_nccl, replica, len(grid))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from gpipe_fast import progress, switches
 from gpipe_fast.devices import Device, parse_device
@@ -24,6 +23,7 @@ from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.trace.absent_device import backward_without_gpu
 
 _ON_CPU = (

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from gpipe_fast.torch_private import pytree
 
 
 class Refused(RuntimeError):

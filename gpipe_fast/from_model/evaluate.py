@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpipe_fast.from_model.batch import at_sizes
 from gpipe_fast.from_model.dataflow import Call, Dataflow, Device, Nested, Owned, Ref, Refused, Slice
+from gpipe_fast.torch_private import pytree
 
 
 class Unknown(Exception):
@@ -106,7 +107,7 @@ class Evaluation:
             returned = (
                 self._draw(call) if call.draws and self._draw else self.call(call.target, call.arguments)
             )
-        leaves = torch.utils._pytree.tree_leaves(returned)
+        leaves = pytree.tree_leaves(returned)
         for leaf, value in zip(call.result.leaves, leaves, strict=True):
             if isinstance(leaf, Ref):
                 self._values[leaf.index] = value

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gpipe_fast.from_model.batch import at_sizes, batch_dims
 from gpipe_fast.from_model.dataflow import Dataflow, Device, Nested, Owned, Ref, Refused, Slice
 from gpipe_fast.from_model.losses import Rule, combine, concatenates, find_rule
+from gpipe_fast.torch_private import pytree
 
 LOSSES = ("exact", "per-microbatch")
 

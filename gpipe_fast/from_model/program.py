@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils import _pytree as pytree
 
 from gpipe_fast.from_model.cut import cut
 from gpipe_fast.from_model.dataflow import Dataflow, Owned, Ref, Refused
@@ -21,6 +20,7 @@ from gpipe_fast.from_model.losses import Rule
 from gpipe_fast.from_model.outputs import Output, outputs_of, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
+from gpipe_fast.torch_private import pytree
 from gpipe_fast.training.losses import Loss
 from gpipe_fast.training.step import Losses
 from gpipe_fast.training.update import StageUpdates

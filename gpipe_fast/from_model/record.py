@@ -22,16 +22,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.from_model.dataflow import (
     Call,
@@ -48,6 +40,19 @@ from gpipe_fast.from_model.dataflow import (
     Value,
 )
 from gpipe_fast.randomness.random import is_random
+from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from gpipe_fast.torch_private.modes import (
+    TorchDispatchMode,
+    disabled_torch_function,
+    pop_function_mode_temporarily,
+)
+from gpipe_fast.torch_private.tensors import make_wrapper_subclass
 
 # Values that a recorded call may have beside tensors.
 _CONSTANTS = (
@@ -86,7 +91,7 @@ class StandIn(Tensor):
     @staticmethod
     def of(fake: Tensor, number: int) -> StandIn:
         """Returns a stand-in for a value."""
-        found: StandIn = Tensor._make_wrapper_subclass(
+        found: StandIn = make_wrapper_subclass(
             StandIn,
             fake.shape,
             strides=fake.stride(),
@@ -100,7 +105,7 @@ class StandIn(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(<{self.number}>, {tuple(self.shape)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -323,7 +328,7 @@ class Recorder(TorchFunctionMode):
         state = random.getstate()
         self.is_in_module = True
         try:
-            with torch.overrides._pop_mode_temporarily():
+            with pop_function_mode_temporarily():
                 yield
         finally:
             self.is_in_module = False

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from gpipe_fast.lower.alias import Source, is_view_op, source_of
 from gpipe_fast.lower.gradients import is_dense
 from gpipe_fast.lower.split import parameter_uses
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.graphs import graph_module
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def hoist_parameter_casts(joint: JointGraph) -> JointGraph:
             copies[node] = _view_of(placeholders[cast.port], cast)
     return replace(
         joint,
-        module=torch_private.graph_module(joint.module, graph),
+        module=graph_module(joint.module, graph),
         inputs=(
             *(PortNode(port, copies[node]) for port, node in joint.inputs),
             *(PortNode(port, node) for port, node in placeholders.items()),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from gpipe_fast.fuse.regions import composites, operators
 from gpipe_fast.fuse.regions.operators import DTYPES
@@ -15,6 +14,7 @@ from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.launch import is_launch
 from gpipe_fast.lower.split import StageGraph
 from gpipe_fast.lower.work import ATTENTION, is_product_or_attention
+from gpipe_fast.torch_private.operators import OpOverload
 
 PRODUCT = "matrix product"
 CONVOLUTION = "convolution"

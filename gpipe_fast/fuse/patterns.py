@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipe_fast.lower.operators import schema_order_arguments
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+from gpipe_fast.torch_private.graphs import make_fx
+from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from gpipe_fast.fuse.check import results_of
 from gpipe_fast.fuse.patterns import strip
 from gpipe_fast.lower.alias import is_read_once, is_view_op, source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private.graphs import graph_module
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphRole
 
 # The parts of a node's meta that describe its place in the model; a replacement takes them over.
@@ -242,7 +242,7 @@ class Rewriter:
         assert isinstance(results, (list, tuple))
         inputs = tuple(port._replace(node=copies[self._copies[port.node]]) for port in old.inputs)
         outputs = tuple(port._replace(node=node) for port, node in zip(old.outputs, results, strict=True))
-        module = torch_private.graph_module(old.module, graph)
+        module = graph_module(old.module, graph)
         return replace(old, module=module, inputs=inputs, outputs=outputs)
 
     def in_order(self) -> list[fx.Node]:

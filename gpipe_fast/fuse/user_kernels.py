@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from gpipe_fast.fuse.launchers import ALLOCATES
 from gpipe_fast.fuse.loader import KernelLoader
@@ -24,7 +23,8 @@ from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private.graphs import graph_module
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import JointGraph, PortNode
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
@@ -257,7 +257,7 @@ def _replaced(joint: JointGraph, launches: Mapping[fx.Node, _Launch]) -> JointGr
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return replace(
         joint,
-        module=torch_private.graph_module(joint.module, graph),
+        module=graph_module(joint.module, graph),
         inputs=tuple(PortNode(port, copies[node]) for port, node in joint.inputs),
         outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
     )

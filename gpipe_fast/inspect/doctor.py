@@ -14,6 +14,7 @@ from gpipe_fast.inspect.architectures import describe_code
 from gpipe_fast.inspect.fused import fused_lines
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.runtime.connections import describe_connections
+from gpipe_fast.torch_private.environment import cuda_driver_version
 
 
 def doctor(model: GPipe | None = None) -> str:
@@ -105,8 +106,7 @@ def _driver() -> str:
     """Returns the newest CUDA version that the driver supports, as a suffix for the line on versions."""
     if not torch.cuda.is_available():
         return ", no GPU found"
-    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # private; torch's own errors use it
-    version = 0 if get_version is None else get_version()
+    version = cuda_driver_version()
     return f", driver supports CUDA up to {version // 1000}.{version % 1000 // 10}" if version else ""
 
 

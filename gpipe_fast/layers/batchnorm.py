@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.torch_private.modules import AnyBatchNorm
 
 # Indices of mean, variance and number of mini-batches among a stage's buffers; and the momentum.
 Statistics = tuple[int, int, int, float | None]
@@ -43,7 +43,7 @@ def _is_deferring() -> bool:
     return _deferring.now
 
 
-class _DeferredBatchNorm(_BatchNorm):
+class _DeferredBatchNorm(AnyBatchNorm):
     """A batch norm that accumulates statistics inside a deferring pipeline and is unchanged elsewhere."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def check_can_defer(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
                     f"{layer_title(name, module)} synchronises its statistics between processes for each "
                     "micro-batch; deferred_batch_norm=True supports BatchNorm1d, 2d, 3d"
                 )
-            not_deferred = isinstance(module, _BatchNorm) and not isinstance(module, _DeferredBatchNorm)
+            not_deferred = isinstance(module, AnyBatchNorm) and not isinstance(module, _DeferredBatchNorm)
             if not_deferred and module.track_running_stats and type(module) not in _DEFERRED_CLASSES:
                 raise ValueError(
                     f"{layer_title(name, module)} has a custom class, whose statistics cannot be deferred "

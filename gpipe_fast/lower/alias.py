@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten

@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpipe_fast.lower.work import ATTENTION
 from gpipe_fast.strides import span
+from gpipe_fast.torch_private.modes import DisableAutocast
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # Operations and bytes in a nanosecond, for estimates; and the nanoseconds that any call takes.
@@ -100,7 +101,7 @@ def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None
     with contextlib.ExitStack() as held:
         held.enter_context(torch.inference_mode(False))
         held.enter_context(torch.no_grad())
-        held.enter_context(torch._C._DisableAutocast())
+        held.enter_context(DisableAutocast())
         try:
             args, kwargs = _examples(arguments, device)
             least, runs = None, 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

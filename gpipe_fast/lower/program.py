@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout
 from gpipe_fast._extension import Program as NativeProgram
@@ -29,6 +28,7 @@ from gpipe_fast.lower.steps import (
     Step,
     is_written,
 )
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort
 
 # Loads a launch's kernel: for pointers that are divisible by 16, and for any pointers.

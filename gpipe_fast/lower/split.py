@@ -18,7 +18,7 @@ from gpipe_fast.lower.checkpoint import (
     has_recompute,
 )
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, read_by_backward
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -203,7 +203,7 @@ def _extract(
     graph.output(tuple(copies[n.node] for n in outputs))
     return StageGraph(
         name,
-        torch_private.graph_module(joint.module, graph),
+        graph_module(joint.module, graph),
         tuple(PortNode(port, copies[node]) for node, port in given.items() if node in copies),
         tuple(PortNode(n.port, copies[n.node]) for n in outputs),
         parameter_uses(joint),

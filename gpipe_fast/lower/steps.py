@@ -6,12 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._ops import OpOverload
-
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast._extension import Value as NativeValue
 from gpipe_fast.lower.launch import CheckFunction, KernelLaunch
+from gpipe_fast.torch_private.operators import Argument, OpOverload
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def native(argument: Any) -> Any:
     return argument
 
 
-def is_written(argument: torch._C.Argument) -> bool:
+def is_written(argument: Argument) -> bool:
     """Returns whether the operator's schema says that the operator writes this argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 

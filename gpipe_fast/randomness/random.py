@@ -25,13 +25,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.randomness.random_rules import RULES
+from gpipe_fast.torch_private.autograd import top_saved_tensors_hooks
+from gpipe_fast.torch_private.modes import TorchDispatchMode
+from gpipe_fast.torch_private.operators import OpOverload, call_composite, has_kernel
 
 # The layer index of random ops outside of all layers; larger than any stage's number of layers.
 NO_LAYER = 0xFFFF
@@ -169,7 +170,7 @@ class KeyedRandomMode(TorchDispatchMode):
             # In inference mode composite ops reach this mode undecomposed, with the random ops inside. This
             # does not call `decompose`, because PyTorch's Python decomposition of LSTM omits the dropout.
             with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+                return call_composite(func, *args, **kwargs)
         if rule is None:
             if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
                 return self._draw_unkeyed(func, args, kwargs)
@@ -234,8 +235,8 @@ def _is_composite(func: OpOverload[Any, Any]) -> bool:
     """Returns whether an operator is composed of other operators on every device."""
     if func.namespace == "prim":  # not registered with the dispatcher
         return False
-    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
-    return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU") and not has_kernel("CUDA")
+    has = functools.partial(has_kernel, func.name())
+    return has("CompositeImplicitAutograd") and not has("CPU") and not has("CUDA")
 
 
 class _UnfusedAttention(TorchFunctionMode):
@@ -282,7 +283,7 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 def _inside_checkpoint() -> bool:
     # Non-reentrant checkpointing sets a pair of saved-tensor hooks; PyTorch has no other way to detect it.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

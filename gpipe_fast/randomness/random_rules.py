@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
 
 from gpipe_fast import _extension  # noqa: F401, registers torch.ops.gpipe_fast
+from gpipe_fast.torch_private.operators import OpOverload
 
 _keyed = torch.ops.gpipe_fast
 

@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from gpipe_fast.torch_private.autograd import preserve_version_counter
 
 _Result = TypeVar("_Result")
 
@@ -63,7 +64,7 @@ def run_with_buffers(buffers: Sequence[BufferSnapshot], run: Callable[[], _Resul
         BufferSnapshot(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None
     ]
     tensors = {id(snapshot.buffer): snapshot.buffer for snapshot in (*buffers, *current)}
-    versions = _unsafe_preserve_version_counter(tuple(tensors.values()))  # autograd checks them
+    versions = preserve_version_counter(tuple(tensors.values()))  # autograd checks them
 
     def run_restored() -> _Result:
         for snapshot in buffers:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _pop_mode
 
 from gpipe_fast.layers import phase
 from gpipe_fast.layers.batchnorm import deferring
@@ -27,6 +26,8 @@ from gpipe_fast.runtime.python_generators import PythonGenerators
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
+from gpipe_fast.torch_private.autograd import is_multithreading_enabled
+from gpipe_fast.torch_private.modes import num_dispatch_modes, pop_dispatch_mode
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.repeatable import LayersState
 
@@ -387,8 +388,8 @@ class PythonLayers:
 
 def _leave_interrupted_modes() -> None:
     """Leaves the dispatch modes that a ``KeyboardInterrupt`` has kept this worker from leaving."""
-    while torch._C._len_torch_dispatch_stack():
-        _pop_mode()
+    while num_dispatch_modes():
+        pop_dispatch_mode()
 
 
 def _grad(
@@ -408,7 +409,7 @@ def _grad(
     names = ("_backward_hooks", "grad") if reentrant else ("_backward_hooks",)
     before = [(source, name, getattr(source, name)) for source in sources for name in names]
     # Autograd's threads for GPUs may be waiting in the pipeline's backward.
-    threads = torch._C._is_multithreading_enabled() and all(root.device.type == "cpu" for root in outputs)
+    threads = is_multithreading_enabled() and all(root.device.type == "cpu" for root in outputs)
 
     def run() -> Gradients:
         for source, name, value in before:

@@ -3,6 +3,4 @@
 The input is the layers of a stage and a description of the stage's input tensors; the result is a joint
 forward-and-backward ATen graph (`JointGraph`), or the reason why the stage cannot be traced faithfully
 (`Untraceable`). The package imports `layers` and `randomness`; only `lower` and `runtime` import it.
-`torch_private` and `fake` call PyTorch's private tracing API, and `symbolic` uses PyTorch's fake tensors; no
-other file does.
 """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import run_backward
+from gpipe_fast.torch_private.autograd import engine, set_engine
 
 
 @contextlib.contextmanager
@@ -19,16 +20,15 @@ def backward_without_gpu() -> Iterator[None]:
 
     Autograd's engine asks CUDA for the streams of the tensors' device, and fails.
     """
-    variable: Any = torch.autograd.Variable
-    engine = variable._execution_engine
-    if torch.cuda.is_available() or isinstance(engine, _Engine):
+    original = engine()
+    if torch.cuda.is_available() or isinstance(original, _Engine):
         yield
         return
-    variable._execution_engine = _Engine(engine)
+    set_engine(_Engine(original))
     try:
         yield
     finally:
-        variable._execution_engine = engine
+        set_engine(original)
 
 
 class _Engine:
@@ -94,7 +94,7 @@ def choose_attention(
     Returns:
         The result; None for products and a softmax.
     """
-    aten, get = torch.ops.aten, torch._C
+    aten, enabled = torch.ops.aten, torch.backends.cuda
     tensors, size = (query, key, value), query.shape[-1]
     if (
         dropout_p > 0
@@ -109,15 +109,15 @@ def choose_attention(
         nothing = torch.zeros((), dtype=query.dtype, device=query.device)
         bias = torch.where(attn_mask, nothing, float("-inf"))
     square = value.shape[-1] == size and query.shape[-2] > 1 and key.shape[-2] > 1
-    if half and get._get_cudnn_sdp_enabled() and square and size <= 128 and size % 8 == 0:
+    if half and enabled.cudnn_sdp_enabled() and square and size <= 128 and size % 8 == 0:
         found = aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
         )
-    elif half and get._get_flash_sdp_enabled() and bias is None and size <= 256 and size % 8 == 0 and square:
+    elif half and enabled.flash_sdp_enabled() and bias is None and size <= 256 and size % 8 == 0 and square:
         found = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
-    elif get._get_mem_efficient_sdp_enabled() and size % (8 if half else 4) == 0:
+    elif enabled.mem_efficient_sdp_enabled() and size % (8 if half else 4) == 0:
         if bias is not None:
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
         found = aten._scaled_dot_product_efficient_attention(

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
 
 from gpipe_fast import progress, switches
 from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
 from gpipe_fast.trace.layer_states import LayerState
 

@@ -2,9 +2,7 @@
 
 The guards are conditions under which the graph holds: on the layer's attributes, on global variables, and on
 everything else that forward has read. Conditions on the layer's arguments are left out, because callers
-compare those themselves. No other file uses Dynamo's private parts, except `unguarded`.
-
-Read off PyTorch 2.11 to 2.14.
+compare those themselves. `gpipe_fast.torch_private.dynamo` has the parts of Dynamo that are used here.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import random
 import re
 import sys
 import types
-import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,32 +25,15 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
-import torch._dynamo.config as dynamo_config
-import torch._dynamo.symbolic_convert as symbolic_convert
-import torch._dynamo.variables.torch as dynamo_torch
-import torch.fx.traceback as fx_traceback
-import torch.utils._triton as torch_triton
 from torch import Tensor, fx, nn
-from torch._dynamo import convert_frame, exc
-from torch._dynamo.guards import CheckFunctionManager
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import (
-    AttrSource,
-    RandomValueSource,
-    TensorPropertySource,
-    get_local_source_name,
-)
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
-from torch._functorch.autograd_function import autograd_function_apply
-from torch._guards import Guard, GuardsSet, Source
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._ordered_set import OrderedSet
 
 from gpipe_fast.layers.phase import ASKS_PHASE
 from gpipe_fast.layers.skip import STASHED, Skippable, outer_skips, skip_scope
+from gpipe_fast.torch_private import dynamo, graphs, modes
+from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
+from gpipe_fast.torch_private.fake_tensors import is_traced
+from gpipe_fast.torch_private.symbolic_shapes import ShapeEnv
+from gpipe_fast.torch_private.transforms import DisableTransforms
 from gpipe_fast.trace.facts import IMMUTABLE, Read
 
 # The user's settings of Dynamo, or its later defaults, must not change what is captured.
@@ -79,8 +58,7 @@ _CONFIG: dict[str, Any] = {
 _LOG_ONCE = ("warning_once", "info_once", "warning_advice")
 
 # Questions to which a layer must get the answers of eager mode: whether it is being compiled.
-_QUESTIONS: dict[Any, Any] = dynamo_torch.tracing_state_functions()
-_ANSWERS = {function: False for function, answer in _QUESTIONS.items() if answer is True}
+_ANSWERS = {function: False for function, answer in dynamo.tracing_questions.items() if answer is True}
 
 Scope = Mapping[str, Any]
 Check = Callable[[Scope], bool]
@@ -152,7 +130,7 @@ class Captured:
         self.constants = tuple(constants.values())
         self._constant_inputs = frozenset(constants)
         self._replace: ReplaceConstant | None = None
-        self._device: torch.device | None = torch.utils._device.CURRENT_DEVICE
+        self._device = modes.default_device()
         environment = found.graph_capture_output.get_runtime_env()
         self._module, backend_id = None, "_none"
         self._conditions: list[sympy.Basic] = []
@@ -161,7 +139,7 @@ class Captured:
             shape_env = found.graph_capture_output.output_graph.shape_env
             self._conditions = _size_conditions(shape_env)
             self._sizes = {
-                symbol: compile(_name_of(shape_env.var_to_sources[symbol][0]), "<size>", "eval")
+                symbol: compile(shape_env.var_to_sources[symbol][0].name, "<size>", "eval")
                 for condition in self._conditions
                 for symbol in condition.free_symbols
                 if symbol in shape_env.var_to_sources
@@ -232,14 +210,14 @@ def _annotated(module: fx.GraphModule) -> fx.GraphModule:
     backward = {
         str(node.args[1].target)
         for node in module.graph.nodes
-        if node.target is autograd_function_apply and isinstance(node.args[1], fx.Node)
+        if node.target is dynamo.autograd_function_apply and isinstance(node.args[1], fx.Node)
     }
     copy = fx.GraphModule(module, module.graph)
     for name, child in nested.items():
         graph = fx.Graph()
         graph.output(graph.graph_copy(child.graph, {}))
         for node in graph.nodes:
-            node.meta["custom"] = fx_traceback.current_meta.get("custom", {})
+            node.meta["custom"] = graphs.current_annotations()
             if name in backward:
                 node.meta["partitioner_tag"] = "is_backward"
         setattr(copy, name, _annotated(fx.GraphModule(child, graph)))
@@ -297,7 +275,7 @@ def capture(
     scope = (layer, tuple(args), dict(kwargs), tuple(popped))
     with _capturing() as observed, skip_scope({}):
         try:
-            found = convert_frame.preserve_global_state(convert_frame.fullgraph_capture)(entry, scope)
+            found = dynamo.capture_whole(entry, scope)
             output = found.graph_capture_output
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
@@ -311,12 +289,12 @@ def capture(
     if module is not None:
         _check_operators(module)
         _check_custom_functions(module, output.traced_code, layer)
-    if any(_name_of(source).endswith("()") for source in sources):
+    if any(source.name.endswith("()") for source in sources):
         raise Refused("it reads a tensor through a weak reference")
     constants = {
         index: _reader(source, entry)
         for index, source in enumerate(sources)
-        if not _is_own_tensor(source) and not _is_size(source)
+        if not _is_own_tensor(source) and not dynamo.is_size(source)
     }
     _check_constants(constants.values(), layer)
     _check_unchanged(module, constants)
@@ -397,143 +375,54 @@ class _Observed:
 def _capturing() -> Iterator[_Observed]:
     """Prepares a capture in a block, and observes it."""
     observed = _Observed()
-    symbolic_convert._import_module.cache_clear()  # a module may have been imported anew
+    dynamo.forget_imports()
     random_state = random.getstate()  # a capture draws from `random` where the layer does
-    logger = logging.getLogger("torch._dynamo")
-    disabled = logger.disabled
+    disabled = dynamo.logger.disabled
     with (
-        convert_frame.compile_lock,
-        torch._C._DisableFuncTorch(),
-        mock.patch.dict(_QUESTIONS, _ANSWERS),
-        # Dynamo knows users' Triton kernels only where there is a GPU.
-        mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package),
-        mock.patch.object(
-            SideEffects, "_get_modified_vars", lambda each: _effective_changes(each, observed.changes)
-        ),
+        dynamo.compile_lock,
+        DisableTransforms(),
+        mock.patch.dict(dynamo.tracing_questions, _ANSWERS),
+        dynamo.triton_kernels_known(),
+        dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
-        _settings(),
-        get_metrics_context(),
-        dynamo_timed("gpipe_capture"),
-        torch_function_mode_stack_state_mgr,
+        dynamo.settings(_CONFIG, _logging_functions()),
+        dynamo.get_metrics_context(),
+        dynamo.dynamo_timed("gpipe_capture"),
+        dynamo.torch_function_mode_stack_state_mgr,
     ):
         try:
-            logger.disabled = True  # a refused layer runs in Python, which is not an error
+            dynamo.logger.disabled = True  # a refused layer runs in Python, which is not an error
             yield observed
         finally:
-            logger.disabled = disabled
+            dynamo.logger.disabled = disabled
             random.setstate(random_state)
 
 
-@contextlib.contextmanager
-def _caught_lookups_refused(observed: _Observed) -> Iterator[None]:
+def _caught_lookups_refused(observed: _Observed) -> contextlib.AbstractContextManager[None]:
     """Refuses layers that catch errors of lookups in a block, whose results Dynamo does not guard.
 
     ``Mapping.get`` may catch a ``KeyError``; the keys of dictionaries are compared then.
     """
-    translator = symbolic_convert.InstructionTranslatorBase
-    original = translator.exception_handler
     known = (_TORCH, inspect.__file__)  # their lookups are of classes and functions
 
-    def exception_handler(self: Any, raised: exc.ObservedException) -> None:
-        is_311 = sys.version_info >= (3, 11)
-        handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
-        stack = self.exn_vt_stack
-        latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
-        error = latest().python_type()
+    def look(error: type, code: types.CodeType) -> None:
         is_lookup = issubclass(error, (AttributeError, LookupError, NameError, ImportError))
-        if handler and issubclass(error, KeyError) and self.f_code is Mapping.get.__code__:
+        if issubclass(error, KeyError) and code is Mapping.get.__code__:
             observed.looked_for_keys = True
-        elif handler and is_lookup and not self.f_code.co_filename.startswith(known):
+        elif is_lookup and not code.co_filename.startswith(known):
             raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
-        original(self, raised)
 
-    with mock.patch.object(translator, "exception_handler", exception_handler):
-        yield
-
-
-@contextlib.contextmanager
-def _settings() -> Iterator[None]:
-    """Sets Dynamo's configuration in a block; some versions warn about settings that will go."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        settings = dynamo_config.patch(**_known_settings(), ignore_logging_functions=_logging_functions())
-        with settings:
-            yield
-
-
-def _known_settings() -> dict[str, Any]:
-    known: dict[str, Any] = dynamo_config._config  # type: ignore[attr-defined]
-    return {name: value for name, value in _CONFIG.items() if name in known}
+    return dynamo.caught_exceptions_shown(look)
 
 
 def _logging_functions() -> set[Any]:
-    once = {vars(logging.Logger)[name] for name in _LOG_ONCE if name in vars(logging.Logger)}
-    found: set[Any] = set(dynamo_config.ignore_logging_functions) | once
-    return found
-
-
-_all_modified_vars = SideEffects._get_modified_vars
-
-
-def _effective_changes(side_effects: Any, names: list[str]) -> list[Any]:
-    """Returns Dynamo's modified variables, without those that are as they were before.
-
-    ``self.buffer += 1`` changes a tensor in place, which the graph shows, and then stores the same tensor.
-    And a table of skip tensors is empty before and after a layer.
-
-    Args:
-        side_effects: Dynamo's side effects.
-        names: the variables' names are stored here.
-    """
-    found = [
-        variable
-        for variable in _all_modified_vars(side_effects)
-        if not _stores_same_buffers(variable) and not _is_empty_again(variable)
-    ]
-    names[:] = [
-        f"{_name_of(source)}.{attribute}" if attribute else _name_of(source)
-        for variable in found
-        if (source := getattr(variable, "source", None)) is not None
-        for attribute in side_effects.store_attr_mutations.get(variable) or [""]
-    ]
-    return found
-
-
-def _is_empty_again(variable: Any) -> bool:
-    if getattr(variable, "source", None) is None:
-        return False
-    return getattr(variable, "original_items", None) == {} and getattr(variable, "items", None) == {}
-
-
-def _stores_same_buffers(variable: Any) -> bool:
-    source = getattr(variable, "source", None)
-    if not isinstance(source, AttrSource) or source.member != "_buffers":
-        return False
-    before, now = getattr(variable, "original_items", None), getattr(variable, "items", None)
-    if before is None or now is None or len(before) != len(now):
-        return False
-    return all(_is_same_tensor(before.get(key.vt), value) for key, value in now.items())
-
-
-def _is_same_tensor(before: Any, now: Any) -> bool:
-    if before is None:
-        return False
-    before, now = before.realize(), now.realize()
-    if before is now:
-        return True
-    examples = [
-        variable.as_proxy().node.meta.get("example_value")
-        for variable in (before, now)
-        if type(variable).__name__ == "TensorVariable"
-    ]
-    return len(examples) == 2 and examples[0] is not None and examples[0] is examples[1]
+    return {vars(logging.Logger)[name] for name in _LOG_ONCE if name in vars(logging.Logger)}
 
 
 def _sources(output: Any) -> list[Source]:
     """Returns the source of each input of the graph."""
-    by_index = output.output_graph.export_metadata.graph_input_idx_to_local_source
-    found = [source for _, source in sorted(by_index.items())]
-    if any(isinstance(source, RandomValueSource) for source in found):
+    found = dynamo.input_sources(output)
+    if any(map(dynamo.is_random_value, found)):
         raise Refused("it draws from Python's random numbers")
     return found
 
@@ -541,7 +430,7 @@ def _sources(output: Any) -> list[Source]:
 def _is_own_tensor(source: Source) -> bool:
     """Returns whether a source is an argument, or a registered parameter or buffer of the layer."""
     return get_local_source_name(source) in ("args", "kwargs", "popped") or bool(
-        _REGISTERED.fullmatch(_name_of(source))
+        _REGISTERED.fullmatch(source.name)
     )
 
 
@@ -549,13 +438,8 @@ _ITEM = r"\['[^']*'\]"
 _REGISTERED = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
 
 
-def _is_size(source: Source) -> bool:
-    """Returns whether a source is a symbol for a size of another input."""
-    return isinstance(source, TensorPropertySource)
-
-
 def _reader(source: Source, entry: types.FunctionType) -> Callable[[nn.Module], Tensor]:
-    code = compile(_name_of(source), "<source>", "eval")
+    code = compile(source.name, "<source>", "eval")
     namespace = entry.__globals__
 
     def read(layer: nn.Module) -> Tensor:
@@ -572,9 +456,8 @@ _COMPARED_BY_CALLERS = (
 
 
 def _is_compared_by_callers(guard: Guard) -> bool:
-    return guard.create_fn_name() in _COMPARED_BY_CALLERS or "_torch_function_mode_stack" in _name_of(
-        guard.originating_source
-    )
+    name = guard.originating_source.name
+    return guard.create_fn_name() in _COMPARED_BY_CALLERS or "_torch_function_mode_stack" in name
 
 
 _ENVIRONMENT_CODE = {os.getenv.__code__} | {
@@ -599,10 +482,12 @@ def _guards(
                 on_layer.append(guard)
         elif root is None and not _is_compared_by_callers(guard):
             ambient.append(guard)
-    check_layer, check_ambient = (_manager(graph, entry, guards) for guards in (on_layer, ambient))
+    check_layer, check_ambient = (
+        dynamo.check_of(graph, entry.__code__, guards) for guards in (on_layer, ambient)
+    )
     reads = _reads([*on_layer, *ambient], entry, layer, looked_for_keys)
     stable = {read.name for read in reads if read.is_stable}
-    deep = [guard for guard in on_layer if _name_of(guard.originating_source) not in stable]
+    deep = [guard for guard in on_layer if guard.originating_source.name not in stable]
     classes = {type(module) for module in layer.modules()}
     for guard in (*on_layer, *ambient):
         cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
@@ -610,7 +495,7 @@ def _guards(
             classes.add(cls)
     return Guards(
         check_layer,
-        _manager(graph, entry, deep) if deep else None,
+        dynamo.check_of(graph, entry.__code__, deep) if deep else None,
         check_ambient,
         _conditions(on_layer),
         _conditions(ambient),
@@ -645,7 +530,7 @@ def _reads(
         Refused: a place holds an object whose changes no guard can see.
     """
     found: list[Read] = []
-    for name in dict.fromkeys(_name_of(guard.originating_source) for guard in guards):
+    for name in dict.fromkeys(guard.originating_source.name for guard in guards):
         try:
             read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, with_keys)
             value = read.value(layer)
@@ -704,36 +589,6 @@ def _is_immutable(value: Any) -> bool:
     return type(value) in IMMUTABLE
 
 
-def _name_of(source: Source) -> str:
-    name: Any = source.name
-    return str(name if isinstance(name, str) else name())
-
-
-class _Checks(CheckFunctionManager):
-    """Guards whose memory is released with them.
-
-    PyTorch's finalizers, which invalidate its own cached code, would keep the guards and their graph as long
-    as the objects that they compare: for modules and classes, until the process ends.
-    """
-
-    def id_ref(self, obj: object, obj_str: str) -> int:
-        with contextlib.suppress(TypeError):  # as for a bool
-            self._weakrefs.setdefault(id(obj), weakref.ref(obj))
-        return id(obj)
-
-
-def _manager(graph: Any, entry: types.FunctionType, guards: Sequence[Guard]) -> Check:
-    """Builds the check of some of a graph's guards."""
-    before, graph._guards = graph._guards, GuardsSet(OrderedSet(guards))
-    skips, graph.skip_guards_check = graph.skip_guards_check, True  # the check would also measure its time
-    try:
-        manager = _Checks(entry.__code__, graph).guard_manager
-    finally:
-        graph._guards, graph.skip_guards_check = before, skips
-    check: Check = manager.root.check
-    return check
-
-
 def _conditions(guards: Sequence[Guard]) -> frozenset[str]:
     return frozenset(
         _NUMBERED_NAME.sub("", text)
@@ -748,11 +603,7 @@ _NUMBERED_NAME = re.compile(r"(?<=__builtins_dict__)_\d+")
 
 def _is_real(value: Any) -> bool:
     """Returns whether a value is a tensor with elements, not one that a trace follows."""
-    return (
-        isinstance(value, Tensor)
-        and not isinstance(value, (FakeTensor, FunctionalTensor))
-        and not torch._is_functional_tensor(value)
-    )
+    return isinstance(value, Tensor) and not is_traced(value)
 
 
 def _size_conditions(shape_env: ShapeEnv) -> list[sympy.Basic]:
@@ -801,7 +652,7 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
     if ASKS_PHASE in text:
         return Refused(ASKS_PHASE)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    if not isinstance(error, exc.Unsupported):
+    if not isinstance(error, dynamo.Unsupported):
         return Refused(f"tracing raised {type(error).__name__}: {first}")
     if "numpy" in first:
         return Refused("PyTorch cannot trace functions of NumPy faithfully")

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gpipe_fast.strides import span
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+from gpipe_fast.torch_private.modes import disable_current_modes
+from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from gpipe_fast.torch_private.symbolic_shapes import ShapeEnv
 from gpipe_fast.trace.fast_fakes import fast_fake
 
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.
@@ -51,7 +51,7 @@ class RealLayouts(FakeTensorMode):
         if any(0 in map(hint, t.shape) for t in tensors if not (t.dim() == 1 and _is_batch_norm(func))):
             return fake
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 real = func(*_real_arguments(args), **_real_arguments(kwargs or {}))
         except Exception:  # zeros need not be valid arguments; then the fake results are kept
             return fake

@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+from gpipe_fast.torch_private.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    from_meta,
+    in_kernel_invocation_manager,
+)
 
 aten = torch.ops.aten
 
@@ -57,8 +62,7 @@ def _is_plain(tensor: Tensor, mode: FakeTensorMode) -> bool:
 
 def _fake(mode: FakeTensorMode, result: _Result, device: torch.device) -> Tensor:
     meta = torch.empty(result.shape, dtype=result.dtype, device="meta")
-    found: Tensor = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
-    return found
+    return from_meta(mode, meta, device)
 
 
 def _slice(
@@ -74,7 +78,7 @@ def _slice(
     shape[dim] = end - start
     with in_kernel_invocation_manager(mode):
         meta = x.as_strided(shape, x.stride(), x.storage_offset() + start * x.stride(dim))
-    return mode.fake_tensor_converter.from_meta_and_device(mode, meta, x.device)
+    return from_meta(mode, meta, x.device)
 
 
 def _is_ordered(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private.graphs import annotate
 from gpipe_fast.trace.capture_layers import FindState
 from gpipe_fast.trace.dynamo import Captured, ReplaceConstant
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
@@ -122,7 +122,7 @@ class LayersFunction(nn.Module):
             mode.enter_layer(index)
             args, kwargs = arguments_of(value)
             stashes, pops = outer_skips(layer)
-            with mode, torch_private.annotate({"layer": index}):
+            with mode, annotate({"layer": index}):
                 value, stashed = captured.run(layer, args, kwargs, take_stashed(skips, pops), self._replace)
             skips.update(zip(stashes, stashed, strict=True))
             if mode.unfused_attention:

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
+from gpipe_fast.torch_private.graphs import graph_module
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
-from gpipe_fast.trace.torch_private import graph_module
 
 _KEYED_LAYER = 1  # the position of the layer among the arguments of a keyed random operator
 
@@ -181,4 +181,4 @@ def _needed_nodes(joint: JointGraph) -> set[fx.Node]:
 
 
 def _is_keyed(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and str(node.target).startswith("gpipe_fast.keyed_")
+    return isinstance(node.target, OpOverload) and str(node.target).startswith("gpipe_fast.keyed_")

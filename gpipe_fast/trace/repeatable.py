@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
 from gpipe_fast.layers.skip import Skippable, pop, stash
+from gpipe_fast.torch_private import modules
+from gpipe_fast.torch_private.operators import function_names
 from gpipe_fast.trace.traceability import HOOKS
 
 # The maximum number of functions and containers to follow, and the maximum size of a container.
@@ -66,9 +67,9 @@ _KNOWN_NAMES = {
 )
 # Special methods that Python does not call in a forward.
 _NOT_IN_FORWARD = ("__annotate__", "__annotate_func__", "__init__")
-_CALLS = [nn.Module.__call__, nn.Module._call_impl, nn.Module._wrapped_call_impl]
+_CALLS = list(modules.CALLS)
 _TABLES = ("_parameters", "_buffers", "_modules")
-_GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS]
+_GLOBAL_HOOKS = [modules.global_hooks(name) for name in HOOKS]
 _IMMUTABLE: set[type] = {type(None), type(...), bool, int, float, complex, str, bytes, range, CodeType}
 _IMMUTABLE |= {torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _ASKS = _words("is_checkpointing is_recomputing")
@@ -93,7 +94,7 @@ def _pure_values() -> Iterator[Any]:
     yield from (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
     yield from (torch.is_tensor, torch.is_floating_point, torch.is_grad_enabled, torch.get_default_dtype)
     yield from (torch.tensor, torch.as_tensor)
-    for name in (*dir(torch._C._VariableFunctions), *torch.functional.__all__):
+    for name in (*function_names(), *torch.functional.__all__):
         if not name.startswith("_") and hasattr(torch, name):
             yield getattr(torch, name)
     for namespace in (F, torch.linalg, torch.fft, torch.special):

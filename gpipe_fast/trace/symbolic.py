@@ -20,15 +20,16 @@ from typing import Any
 import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from gpipe_fast.strides import span
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
+from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.ports import PortTensor, TracedPorts
+from gpipe_fast.trace.symbols import Symbols
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
-from gpipe_fast.trace.torch_private import Symbols, graph_module
 from gpipe_fast.trace.triton_calls import is_triton_call
 
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
@@ -223,7 +224,7 @@ class _FakeTensors:
         if offset:
             memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
             meta = memory.as_strided(sizes, strides, offset)
-        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, meta, value.device)
+        return from_meta(self._mode, meta, value.device)
 
 
 class _Writer:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
-from gpipe_fast.trace import torch_private
+from gpipe_fast.torch_private import aot, fake_tensors
+from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
@@ -32,8 +31,10 @@ from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_between_contexts
+from gpipe_fast.trace.joint_export import export_joint
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import describe
+from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
 from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
@@ -71,7 +72,7 @@ class TraceMode:
             fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         return fake.requires_grad_(requires_grad)
 
-    def symbols(self) -> torch_private.Symbols | None:
+    def symbols(self) -> Symbols | None:
         """Returns the symbols after the traces; None if there are none, or if a size depends on data."""
         return None
 
@@ -90,11 +91,11 @@ class SymbolicMode(TraceMode):
             inputs: real tensors.
             varying: for each size of each input, whether it is a symbol.
         """
-        self._symbolic = torch_private.SymbolicInputs((_empty_key(), *inputs), [(False,), *varying])
+        self._symbolic = SymbolicInputs((_empty_key(), *inputs), [(False,), *varying])
         self.key, *self.inputs = self._symbolic.inputs
         self.mode = self._symbolic.mode
 
-    def symbols(self) -> torch_private.Symbols | None:
+    def symbols(self) -> Symbols | None:
         """As for `TraceMode.symbols`."""
         return self._symbolic.symbols()
 
@@ -157,7 +158,7 @@ def trace(
                 constants.stand_in,
                 copy_inputs,
             )
-            module = torch_private.export_joint(stage, (mode.key, *inputs), mode.mode, attention)
+            module = export_joint(stage, (mode.key, *inputs), mode.mode, attention)
         constants.restore(module)
         return _checked_joint(module, layers, stage)
     except Exception as error:
@@ -238,7 +239,7 @@ def _tag_backward(graph: fx.Graph) -> None:
     backward = {
         node
         for node in graph.find_nodes(op="placeholder")
-        if isinstance(node.meta["desc"], torch_private.TangentAOTInput)
+        if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and not backward.isdisjoint(node.all_input_nodes):
@@ -260,7 +261,7 @@ class _Constants:
         """Returns a tensor for a trace to use in place of a constant."""
         found = self._stand_ins.get(id(constant))
         if found is None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 found = torch.empty_strided(
                     constant.shape, constant.stride(), dtype=constant.dtype, device=constant.device
                 ).requires_grad_(constant.requires_grad)
@@ -282,13 +283,12 @@ class _Constants:
 @contextlib.contextmanager
 def _logging_disabled() -> Iterator[None]:
     """Keeps PyTorch from logging a failed trace: the layer then runs in Python, which is not an error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    before = fake_tensors.logger.disabled
+    fake_tensors.logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        fake_tensors.logger.disabled = before
 
 
 def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: TraceMode) -> None:
@@ -331,28 +331,26 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
 
     def port(desc: object) -> GraphPort:
         match desc:
-            case torch_private.ParamAOTInput():
+            case aot.ParamAOTInput():
                 return GraphPort(GraphRole.PARAMETER, parameters[desc.target])
-            case torch_private.BufferAOTInput():
+            case aot.BufferAOTInput():
                 return GraphPort(GraphRole.BUFFER, buffers[desc.target])
-            case torch_private.PlainAOTInput():
+            case aot.PlainAOTInput():
                 return GraphPort(GraphRole.INPUT, desc.idx - 1) if desc.idx else GraphPort(GraphRole.KEY, 0)
-            case torch_private.TangentAOTInput(output=torch_private.PlainAOTOutput() as output):
+            case aot.TangentAOTInput(output=aot.PlainAOTOutput() as output):
                 return GraphPort(GraphRole.TANGENT, output.idx)
             case (
-                torch_private.InputMutationAOTOutput(mutated_input=torch_private.PlainAOTInput())
-                | torch_private.TangentAOTInput(
-                    output=torch_private.InputMutationAOTOutput(mutated_input=torch_private.PlainAOTInput())
-                )
+                aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput())
+                | aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput()))
             ):
                 raise InputMutated
-            case torch_private.PlainAOTOutput():
+            case aot.PlainAOTOutput():
                 return GraphPort(GraphRole.OUTPUT, desc.idx)
-            case torch_private.InputMutationAOTOutput(mutated_input=torch_private.BufferAOTInput() as buffer):
+            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer):
                 return GraphPort(GraphRole.BUFFER, buffers[buffer.target])
-            case torch_private.GradAOTOutput(grad_of=torch_private.ParamAOTInput() as parameter):
+            case aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter):
                 return GraphPort(GraphRole.PARAMETER_GRADIENT, parameters[parameter.target])
-            case torch_private.GradAOTOutput(grad_of=torch_private.PlainAOTInput() as plain):
+            case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return GraphPort(GraphRole.INPUT_GRADIENT, plain.idx - 1)
         raise UntraceableError(
             f"the trace has {desc}, which is not a parameter, buffer, input, output or gradient"

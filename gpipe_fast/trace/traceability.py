@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 
 from gpipe_fast.strides import share_memory
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
 
 

@@ -1,28 +1,27 @@
 """Users' Triton kernels in a trace: `torch.library.wrap_triton` makes a kernel's launch a node of the graph.
 
 PyTorch's node refers to side tables, whose indices differ between equal traces. `read_triton_calls` replaces
-it by a call of `call_triton_kernel`, which holds everything itself. Only this file uses PyTorch's private
-operator.
+it by a call of `call_triton_kernel`, which holds everything itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._higher_order_ops import triton_kernel_wrap
-from torch._higher_order_ops.triton_kernel_wrap import (
+
+from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.torch_private.triton_wrap import (
+    arguments_added,
     kernel_side_table,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
 )
-
-from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.trace.fake import RealLayouts
 
 
@@ -123,26 +122,14 @@ def _identity(kernel: Any) -> str:
     return f"{id(_function_of(kernel))} {configurations}"
 
 
-@contextlib.contextmanager
-def default_arguments_known() -> Iterator[None]:
+def default_arguments_known() -> contextlib.AbstractContextManager[None]:
     """Makes PyTorch, which looks which tensors a kernel writes, know the defaults of its other arguments.
 
     Otherwise it assumes that a kernel with defaults writes every tensor that it gets, parameters included.
     """
-    original = triton_kernel_wrap.get_mutated_tensors
-
-    def get_mutated_tensors(
-        kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any], tma_descriptor_metadata: Any
-    ) -> list[str]:
-        function = _function_of(kernel_side_table.get_kernel(kernel_idx))
-        known = {p.name: p.default for p in function.params if p.has_default} | kwargs
-        return original(kernel_idx, constant_args_idx, known, tma_descriptor_metadata)
-
-    triton_kernel_wrap.get_mutated_tensors = get_mutated_tensors
-    try:
-        yield
-    finally:
-        triton_kernel_wrap.get_mutated_tensors = original
+    return arguments_added(
+        lambda kernel: {p.name: p.default for p in _function_of(kernel).params if p.has_default}
+    )
 
 
 def pass_launches_through(mode: type, around: Callable[[Any], Any]) -> None:

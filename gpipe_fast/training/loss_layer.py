@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gpipe_fast.layers.skip import GIVEN, Skippable, pop, skippable
 from gpipe_fast.layers.structure import Structure
+from gpipe_fast.torch_private import pytree
 from gpipe_fast.training.losses import Loss
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.optim.optimizer as _of_all
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.torch_private.modules import has_global_optimizer_hooks
+from gpipe_fast.torch_private.operators import foreach_norm
 
 # The norm of a gradient: the numbers of its group and of its parameter, its dtype, and its exact value.
 _Norm = tuple[int, int, str, str]
@@ -109,7 +110,7 @@ class Update(NamedTuple):
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    norm = torch._foreach_norm([parameter.grad])[0]
+                    norm = foreach_norm([parameter.grad])[0]
                     dtype = str(norm.dtype).removeprefix("torch.")
                     found.append((number, self.order[parameter], dtype, float(norm).hex()))
         return found
@@ -276,10 +277,10 @@ def _check_drain(optimizer: Optimizer | None, *functions: Any) -> None:
             f"optimizer_in='drain' updates parameters stage by stage, and {kind.__name__} may compute with "
             f"all of them together: only optimizers of torch.optim but LBFGS can do so; {advice}"
         )
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooks += [_of_all._global_optimizer_pre_hooks, _of_all._global_optimizer_post_hooks]
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     step = vars(optimizer).get("step")
-    if any(hooks) or not (step is None or hasattr(step, "_wrapped_by_lr_sched")):
+    is_replaced = not (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+    if has_hooks or has_global_optimizer_hooks() or is_replaced:
         raise ValueError(
             "optimizer_in='drain' does not call hooks of optimizers, nor another function in place of "
             f"optimizer.step, of which there are some; {advice}"

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.modes import DisableTorchFunctionSubclass
+from gpipe_fast.torch_private.tensors import make_subclass, swap_tensor_impl
 from gpipe_fast.weights.entry import Entry
 
 
@@ -76,8 +78,8 @@ def replace(target: Tensor, data: Tensor) -> None:
     last step of `torch.utils.swap_tensors`, which refuses tensors with weak references, as those of recurrent
     layers, or that a graph holds. Here, such references follow the object, and no graph has used the data.
     """
-    other: Tensor = Tensor._make_subclass(type(target), data, target.requires_grad)
-    torch._C._swap_tensor_impl(target, other)
+    other: Tensor = make_subclass(type(target), data, target.requires_grad)
+    swap_tensor_impl(target, other)
 
 
 # Functions that read no element.
@@ -114,7 +116,7 @@ class LazyTensor(Tensor):
         """Reads the tensor, unless `func` needs its metadata only."""
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in (Tensor.copy_, Tensor.module_load) and type(args[0]) is not cls:
             args[1].targets.copy(args[0], args[1].read)

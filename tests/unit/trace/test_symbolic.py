@@ -19,7 +19,7 @@ from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
-from gpipe_fast.trace.torch_private import Symbols
+from gpipe_fast.trace.symbols import Symbols
 from tests.internals import compiler_of, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 

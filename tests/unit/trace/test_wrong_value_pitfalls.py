@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import gpipe_fast.runtime.equal_layers
 from gpipe_fast import GPipe
 from gpipe_fast.lower import operators
-from gpipe_fast.trace import function, torch_private, trace
+from gpipe_fast.trace import function, joint_export, trace
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from gpipe_fast.trace.traceability import Untraceable
 from tests.internals import with_autocast_cache
@@ -169,7 +169,7 @@ def test_upsampling_equals_the_plain_loop(mode: str) -> None:
 @pytest.mark.parametrize("mode", UPSAMPLING)
 def test_upsampling_through_python_decompositions_is_wrong(mode: str) -> None:
     model = nn.Sequential(nn.Upsample(scale_factor=1.7, mode=mode))
-    with mock.patch.object(torch_private, "without_python_decompositions", contextlib.nullcontext):
+    with mock.patch.object(joint_export, "without_python_decompositions", contextlib.nullcontext):
         assert wrong_results(model, batch(*UPSAMPLING[mode])) != []
 
 

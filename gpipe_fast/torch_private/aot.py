@@ -1,0 +1,76 @@
+"""The ahead-of-time tracer: the joint export, the descriptors of its ports, and patches for a trace.
+
+Read in PyTorch 2.11.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+
+@contextlib.contextmanager
+def patched_reserve_size() -> Iterator[None]:
+    """Makes the size of cuDNN's reserve space for batch norms 0 in a block; programs accept any size.
+
+    cuDNN reports the size only for integer sizes, not for symbols, and only on a GPU.
+    """
+    name = "_get_cudnn_batch_norm_reserve_space_size"
+    original = getattr(torch._C, name, None)
+    setattr(torch._C, name, lambda input, training: 0)
+    try:
+        yield
+    finally:
+        if original is None:  # CPU-only builds may lack the function
+            delattr(torch._C, name)
+        else:
+            setattr(torch._C, name, original)
+
+
+@contextlib.contextmanager
+def fused_attention_allowed() -> Iterator[None]:
+    """Lets nn.MultiheadAttention call its fused operator, which it does not if it detects a trace."""
+    module = torch.nn.modules.activation
+    original_check = module._is_make_fx_tracing
+    module._is_make_fx_tracing = lambda: False
+    try:
+        yield
+    finally:
+        module._is_make_fx_tracing = original_check
+
+
+def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Traces the backward outside of the autocast region of the forward, in a block."""
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
+    return patched
+
+
+__all__ = [
+    "BufferAOTInput",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "TracingContext",
+    "aot_export_joint_with_descriptors",
+    "backward_without_autocast",
+    "fused_attention_allowed",
+    "patched_reserve_size",
+    "tracing",
+]

@@ -1,0 +1,240 @@
+"""Dynamo: the capture of a function, what it records of side effects, its guards, and its settings.
+
+Read in PyTorch 2.11.0 and 2.14.1, which differ where a comment says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch._dynamo.config as dynamo_config
+import torch._dynamo.symbolic_convert as symbolic_convert
+import torch._dynamo.variables.torch as dynamo_torch
+import torch.utils._triton as torch_triton
+from torch._dynamo import convert_frame
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._guards import Guard, GuardsSet, Source
+from torch.utils._ordered_set import OrderedSet
+
+logger = logging.getLogger("torch._dynamo")
+
+# Functions such as `torch.compiler.is_compiling`, with the answers that Dynamo gives.
+tracing_questions: dict[Any, Any] = dynamo_torch.tracing_state_functions()
+
+
+def capture_whole(function: types.FunctionType, arguments: tuple[Any, ...]) -> Any:
+    """Captures a call of a function as one graph."""
+    return convert_frame.preserve_global_state(convert_frame.fullgraph_capture)(function, arguments)
+
+
+def forget_imports() -> None:
+    """Makes Dynamo look up the modules that guards refer to, since one may have been imported anew."""
+    symbolic_convert._import_module.cache_clear()
+
+
+def triton_kernels_known() -> contextlib.AbstractContextManager[Any]:
+    """Makes Dynamo know users' Triton kernels in a block; it does so itself only where there is a GPU."""
+    return mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package)
+
+
+@contextlib.contextmanager
+def settings(wanted: Mapping[str, Any], ignored_logging: set[Any]) -> Iterator[None]:
+    """Sets Dynamo's configuration in a block; some versions warn about settings that will go.
+
+    Args:
+        wanted: the settings; those that a version lacks are left out.
+        ignored_logging: functions that log, whose calls Dynamo leaves out.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        known: dict[str, Any] = dynamo_config._config  # type: ignore[attr-defined]
+        ignored = set(dynamo_config.ignore_logging_functions) | ignored_logging
+        patched = dynamo_config.patch(
+            **{name: value for name, value in wanted.items() if name in known},
+            ignore_logging_functions=ignored,
+        )
+        with patched:
+            yield
+
+
+@contextlib.contextmanager
+def caught_exceptions_shown(look: Callable[[type, types.CodeType], None]) -> Iterator[None]:
+    """Shows each exception that the captured code raises where a handler may catch it, in a block.
+
+    Args:
+        look: called with the class of the exception and the code that raises it.
+    """
+    translator = symbolic_convert.InstructionTranslatorBase
+    original = translator.exception_handler
+
+    def exception_handler(self: Any, raised: Any) -> None:
+        is_311 = sys.version_info >= (3, 11)
+        handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
+        stack = self.exn_vt_stack
+        latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
+        error = latest().python_type()
+        if handler:
+            look(error, self.f_code)
+        original(self, raised)
+
+    with mock.patch.object(translator, "exception_handler", exception_handler):
+        yield
+
+
+# Side effects
+
+_all_modified_vars = SideEffects._get_modified_vars
+
+
+@contextlib.contextmanager
+def effective_changes_only(names: list[str]) -> Iterator[None]:
+    """Makes Dynamo leave out, in a block, modified variables that are as they were before.
+
+    ``self.buffer += 1`` changes a tensor in place, which the graph shows, and then stores the same tensor.
+    And a table of skip tensors is empty before and after a layer.
+
+    Args:
+        names: the names of the variables that were modified are stored here.
+    """
+
+    def modified_vars(side_effects: Any) -> list[Any]:
+        found = [
+            variable
+            for variable in _all_modified_vars(side_effects)
+            if not _stores_same_buffers(variable) and not _is_empty_again(variable)
+        ]
+        names[:] = [
+            f"{source.name}.{attribute}" if attribute else source.name
+            for variable in found
+            if (source := getattr(variable, "source", None)) is not None
+            for attribute in side_effects.store_attr_mutations.get(variable) or [""]
+        ]
+        return found
+
+    with mock.patch.object(SideEffects, "_get_modified_vars", modified_vars):
+        yield
+
+
+def _is_empty_again(variable: Any) -> bool:
+    if getattr(variable, "source", None) is None:
+        return False
+    return getattr(variable, "original_items", None) == {} and getattr(variable, "items", None) == {}
+
+
+def _stores_same_buffers(variable: Any) -> bool:
+    source = getattr(variable, "source", None)
+    if not isinstance(source, AttrSource) or source.member != "_buffers":
+        return False
+    before, now = getattr(variable, "original_items", None), getattr(variable, "items", None)
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(_is_same_tensor(before.get(key.vt), value) for key, value in now.items())
+
+
+def _is_same_tensor(before: Any, now: Any) -> bool:
+    if before is None:
+        return False
+    before, now = before.realize(), now.realize()
+    if before is now:
+        return True
+    examples = [
+        variable.as_proxy().node.meta.get("example_value")
+        for variable in (before, now)
+        if type(variable).__name__ == "TensorVariable"
+    ]
+    return len(examples) == 2 and examples[0] is not None and examples[0] is examples[1]
+
+
+# Guards
+
+
+def input_sources(output: Any) -> list[Source]:
+    """Returns the source of each input of a captured graph."""
+    by_index = output.output_graph.export_metadata.graph_input_idx_to_local_source
+    return [source for _, source in sorted(by_index.items())]
+
+
+def is_random_value(source: Source) -> bool:
+    """Returns whether a source is a number drawn from Python's `random`."""
+    return isinstance(source, RandomValueSource)
+
+
+def is_size(source: Source) -> bool:
+    """Returns whether a source is a symbol for a size of another input."""
+    return isinstance(source, TensorPropertySource)
+
+
+class _Checks(CheckFunctionManager):
+    """Guards whose memory is released with them.
+
+    PyTorch's finalizers, which invalidate its own cached code, would keep the guards and their graph as long
+    as the objects that they compare: for modules and classes, until the process ends.
+    """
+
+    def id_ref(self, obj: object, obj_str: str) -> int:
+        with contextlib.suppress(TypeError):  # as for a bool
+            self._weakrefs.setdefault(id(obj), weakref.ref(obj))
+        return id(obj)
+
+
+def check_of(
+    graph: Any, code: types.CodeType, guards: Sequence[Guard]
+) -> Callable[[Mapping[str, Any]], bool]:
+    """Builds the check of some of the guards of a captured graph.
+
+    Args:
+        graph: the graph, with Dynamo's records of its capture.
+        code: the code of the captured function.
+        guards: the guards.
+
+    Returns:
+        A function of the captured function's local variables.
+    """
+    before, graph._guards = graph._guards, GuardsSet(OrderedSet(guards))
+    skips, graph.skip_guards_check = graph.skip_guards_check, True  # the check would also measure its time
+    try:
+        manager = _Checks(code, graph).guard_manager
+    finally:
+        graph._guards, graph.skip_guards_check = before, skips
+    check: Callable[[Mapping[str, Any]], bool] = manager.root.check
+    return check
+
+
+__all__ = [
+    "Guard",
+    "Source",
+    "Unsupported",
+    "autograd_function_apply",
+    "capture_whole",
+    "caught_exceptions_shown",
+    "check_of",
+    "compile_lock",
+    "dynamo_timed",
+    "effective_changes_only",
+    "forget_imports",
+    "get_local_source_name",
+    "get_metrics_context",
+    "input_sources",
+    "is_random_value",
+    "is_size",
+    "logger",
+    "settings",
+    "torch_function_mode_stack_state_mgr",
+    "tracing_questions",
+    "triton_kernels_known",
+]

@@ -1,0 +1,46 @@
+"""Fake tensors, and the tensors of functionalization.
+
+Read in PyTorch 2.11.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    in_kernel_invocation_manager,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+# Where a fake mode reports an operator that raised.
+logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def from_meta(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
+    """Returns a fake tensor on a device with the metadata of a meta tensor."""
+    found: Tensor = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
+    return found
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Returns whether a tensor is one that a trace follows, fake or functional."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
+
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "enable_python_dispatcher",
+    "from_meta",
+    "in_kernel_invocation_manager",
+    "is_traced",
+    "logger",
+]

@@ -1,0 +1,134 @@
+"""The joint export: traces a module to one graph of its forward and backward, of ATen operators."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gpipe_fast.torch_private import aot
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+from gpipe_fast.torch_private.graphs import preserve_node_meta, use_lazy_graph_module
+from gpipe_fast.torch_private.operators import DispatchKey, patched_kernel, without_python_decompositions
+from gpipe_fast.trace.fake import RealLayouts
+
+
+def _cudnn_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Calls cuDNN's batch norm by operators whose schemas declare that the running statistics change.
+
+    The schema of `cudnn_batch_norm` does not declare this, so that a trace would lose the new statistics.
+    PyTorch's Python decomposition calls the native kernel, which rounds differently. The operator called here
+    instead selects its kernel at run time, with the function that eager mode uses
+    (`_select_batch_norm_backend`); so does the operator's backward.
+    """
+    aten = torch.ops.aten
+    if training and running_mean is not None:
+        found: tuple[Tensor, ...] = aten._batch_norm_with_update(
+            input, weight, bias, running_mean, running_var, momentum, eps
+        )
+        return found
+    # Without running statistics, or in eval mode, `cudnn_batch_norm` is functional.
+    with _patched_cudnn_batch_norm(None):
+        found = aten.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return found
+
+
+def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the present kernel."""
+    op = torch.ops.aten.cudnn_batch_norm.default
+    return patched_kernel(op, DispatchKey.Autograd, kernel)
+
+
+@contextlib.contextmanager
+def _replaced_attention(attention: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Replaces ``scaled_dot_product_attention`` in a trace, except where the replacement returns None."""
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    key = DispatchKey.AutogradCUDA
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        found = attention(*args, **kwargs)
+        if found is None:
+            with patched_kernel(op, key, None):
+                found = op(*args, **kwargs)
+        result: Tensor = found
+        return result
+
+    with patched_kernel(op, key, kernel):
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_cache_disabled() -> Iterator[None]:
+    # With the cache, all uses of a weight within one autocast region share one cast, and its gradient. A
+    # pipeline computes the bits of a loop without the cache, which differ.
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def export_joint(
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    mode: FakeTensorMode | None = None,
+    attention: Callable[..., Tensor | None] | None = None,
+) -> fx.GraphModule:
+    """Traces ``module(*inputs)`` and, if gradients are enabled and required, the backward.
+
+    Args:
+        module: called once, on fake tensors with the shapes, dtypes and strides of ``inputs``.
+        inputs: real tensors, whose contents are never read, or fake tensors of ``mode``.
+        mode: the fake mode; a new `RealLayouts` by default.
+        attention: replaces ``scaled_dot_product_attention``, unless it returns None.
+
+    Returns:
+        A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
+    """
+    context = aot.TracingContext(mode or RealLayouts())
+    with (
+        contextlib.ExitStack() as stack,
+        use_lazy_graph_module(True),
+        preserve_node_meta(),
+        aot.tracing(context),
+        without_python_decompositions(),
+        _patched_cudnn_batch_norm(_cudnn_batch_norm),
+        aot.patched_reserve_size(),
+        aot.fused_attention_allowed(),
+        _autocast_cache_disabled(),
+        _anomalies_ignored(),
+        contextlib.nullcontext() if attention is None else _replaced_attention(attention),
+        aot.backward_without_autocast(),  # as loss.backward() runs
+    ):
+        # The metadata mode only records names, but like any function mode it would keep
+        # nn.MultiheadAttention from its fused operator.
+        joint = aot.aot_export_joint_with_descriptors(
+            stack, module, inputs, _disable_torch_fn_metadata_mode=True
+        )
+        traced: fx.GraphModule = joint.graph_module
+    return traced
+
+
+@contextlib.contextmanager
+def _anomalies_ignored() -> Iterator[None]:
+    """Ignores reports of backwards that cannot be traced: PyTorch turns anomaly mode on for a trace."""
+    if torch.is_anomaly_enabled():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error detected in ")
+        yield

@@ -1,0 +1,101 @@
+"""Symbols for the sizes of a trace's inputs, and the guards on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import Tensor
+
+from gpipe_fast.torch_private.symbolic_shapes import (
+    ConstantSource,
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from gpipe_fast.trace.fake import RealLayouts
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The symbols of a trace.
+
+    Attributes:
+        sizes: the sizes of each input: symbols or numbers.
+        strides: the strides of each input: symbols or numbers, or None where they follow from the sizes.
+        guards: conditions on the symbols; where they hold, a new trace would give the same graph.
+        ranges: the smallest and the largest value of each symbol.
+    """
+
+    sizes: tuple[tuple[sympy.Symbol | int | None, ...], ...]
+    strides: tuple[tuple[sympy.Symbol | int | None, ...], ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: dict[sympy.Symbol, tuple[int, float]]
+
+    def solve(
+        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    ) -> dict[sympy.Symbol, int] | None:
+        """Returns the symbols' values for inputs of these shapes and strides; None if the guards fail."""
+        values: dict[sympy.Symbol, int] = {}
+        own = chain(chain.from_iterable(self.sizes), chain.from_iterable(self.strides))
+        given = chain(chain.from_iterable(shapes), chain.from_iterable(strides))
+        for symbol, value in zip(own, given, strict=True):
+            known = symbol if isinstance(symbol, int) else value
+            if isinstance(symbol, sympy.Symbol):
+                known = values.setdefault(symbol, value)
+            if known != value:
+                return None
+        for symbol, (least, most) in self.ranges.items():
+            if symbol not in values or not least <= values[symbol] <= most:
+                return None
+        replaced = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        holds = all(guard.xreplace(replaced) == sympy.true for guard in self.guards)
+        return values if holds else None
+
+
+class SymbolicInputs:
+    """Fake inputs with symbols for some sizes.
+
+    Attributes:
+        mode: the fake mode.
+        inputs: the inputs.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
+        self._env = ShapeEnv()
+        self.mode = RealLayouts(self._env)
+        self.inputs = tuple(map(self._fake, range(len(inputs)), inputs, varying))
+        self._sizes = tuple(tuple(map(_symbol, fake.shape)) for fake in self.inputs)
+        self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)
+
+    def _fake(self, index: int, tensor: Tensor, varying: Sequence[bool]) -> Tensor:
+        if not tensor.dim():  # PyTorch would make the element of an integer a symbol, too
+            with self.mode:
+                scalar = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            return scalar.requires_grad_(tensor.requires_grad)
+        return self.mode.from_tensor(
+            tensor,
+            static_shapes=False,
+            source=ConstantSource(f"input_{index}"),
+            symbolic_context=StatelessSymbolicContext(
+                [DimDynamic.DUCK if varies else DimDynamic.STATIC for varies in varying]
+            ),
+        )
+
+    def symbols(self) -> Symbols | None:
+        """Returns the symbols and their guards after the trace; None if a size depends on data."""
+        env = self._env
+        known = set(chain.from_iterable(self._sizes + self._strides))
+        if env.deferred_runtime_asserts or not set(env.var_to_range) <= known:
+            return None
+        ranges = {s: (int(r.lower), float(r.upper)) for s, r in env.var_to_range.items()}
+        return Symbols(self._sizes, self._strides, tuple(guard.expr for guard in env.guards), ranges)
+
+
+def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:
+    if isinstance(size, torch.SymInt):
+        return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
+    return size
