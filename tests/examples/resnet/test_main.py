@@ -98,6 +98,7 @@ def run_and_check(*arguments: str) -> str:
     return output
 
 
+@pytest.mark.extended
 def test_the_command_with_one_step() -> None:
     run_and_check("--steps=1")
 

@@ -77,6 +77,7 @@ def test_the_command_with_quick(name: str, tmp_path: Path) -> None:
 
 
 @both
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_a_step_equals_the_plain_model(example: ModuleType, checkpoint: str) -> None:
     args, model = tiny(example, "--checkpoint", checkpoint)

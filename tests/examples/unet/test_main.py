@@ -40,6 +40,7 @@ def test_bad_arguments_are_refused(arguments: str, message: str, capsys: pytest.
     assert message in refusal(example.parse_arguments, arguments.split(), capsys)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("balance", [[8], [2, 3, 3], [1] * 8], ids=len)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_step_equals_the_plain_unet(
