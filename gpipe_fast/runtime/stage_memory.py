@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from gpipe_fast.lower.steps import AdoptAsAccumulator, Release, values_written
 from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.runtime.stage import Stage, TensorSpec
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.schedule.actions import Action, Kind
 from gpipe_fast.strides import span
 from gpipe_fast.trace.joint_graph import GraphRole, parameters_of
@@ -296,26 +296,26 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
     stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
     saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
-    sent = [_results(forward, GraphRole.OUTPUT, {i}) - saved for i in range(len(compiled.outputs.tensors))]
-    kept = set().union(*sent[out.num_plain :])
-    gradients = [
-        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.INPUT_GRADIENT, {i}))
-        for i in range(len(compiled.inputs.tensors))
+    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, saved)
+    made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs)
+    arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
+    tangents = [
+        spec_bytes([TensorSpec.of(arriving[i], True)]) if i in arriving else 0
+        for i in range(len(compiled.outputs.tensors))
     ]
-    tangents = [spec_bytes([spec]) * spec.requires_grad for spec in compiled.outputs.tensors]
     return _Sizes(
         spec_bytes(plain.tensors),
         dict(zip(pops, (spec_bytes([spec]) for spec in popped if spec is not None), strict=True)),
         _value_bytes(forward, saved),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
         _unread(lowered),
-        _value_bytes(forward, set().union(*sent[: out.num_plain]) - kept),
+        sent,
         spec_bytes(out.tensors),
-        dict(zip(stashes, (_value_bytes(forward, own) for own in sent[out.num_plain :]), strict=True)),
+        dict(zip(stashes, stashed_bytes, strict=True)),
         sum(tangents[: out.num_plain]),
         dict(zip(stashes, tangents[out.num_plain :], strict=True)),
-        sum(gradients[: plain.num_plain]),
-        dict(zip(pops, gradients[plain.num_plain :], strict=True)),
+        made,
+        dict(zip(pops, pop_gradients, strict=True)),
         max(program.arena_bytes for program in programs),
         _peak(forward, False),
         {
@@ -365,6 +365,29 @@ def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None
         if is_own and port.role is role and (indices is None or port.index in indices):
             found.add(base)
     return found
+
+
+def _result_bytes(
+    program: ProgramIR | None, role: GraphRole, boundary: BoundarySpec, counted: Set[int] = frozenset()
+) -> tuple[int, list[int]]:
+    """Returns the bytes of the plain results of a role, and of the results of each skip connection.
+
+    A skip connection's tensors are freed last, so memory that they share with plain results is theirs.
+
+    Args:
+        program: the program; None if there are no results.
+        role: outputs, or gradients of inputs.
+        boundary: the specs of the outputs or of the inputs.
+        counted: values that are counted elsewhere.
+    """
+    if program is None:
+        return 0, [0] * sum(boundary.skips)
+    found = [_results(program, role, {i}) - counted for i in range(len(boundary.tensors))]
+    plain, skips = found[: boundary.num_plain], found[boundary.num_plain :]
+    shared = set[int]().union(*skips)
+    return _value_bytes(program, set[int]().union(*plain) - shared), [
+        _value_bytes(program, own) for own in skips
+    ]
 
 
 def _peak(program: ProgramIR, is_first: bool) -> int:
