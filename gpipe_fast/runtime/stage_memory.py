@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from functools import cache
 from typing import NamedTuple
 
@@ -15,10 +15,12 @@ from gpipe_fast.lower.steps import AdoptAsAccumulator, Release, values_written
 from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.runtime.stage import Stage, TensorSpec
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.schedule.actions import Action, Kind
 from gpipe_fast.strides import span
 from gpipe_fast.trace.joint_graph import GraphRole, parameters_of
+
+_Actions = Set[tuple[int, Kind]]  # of a stage, all of a kind
 
 
 class StageBytes(NamedTuple):
@@ -32,8 +34,8 @@ class StageBytes(NamedTuple):
         saved: other tensors that are kept for backwards.
         intermediates: the scratch memory of its programs, and what the running one allocates beside it.
         under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
-        waiting: what is needed in addition if the stages beside it run as far ahead as the schedule lets
-            them, or as far behind, so that tensors wait for it or for them.
+        waiting: what is needed in addition if tensors that arrive are as early as the schedule lets them, and
+            those that other stages fetch from it, of skip connections, are fetched as late.
     """
 
     parameters: int
@@ -116,10 +118,31 @@ def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[
         fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0, waiting=0))
     found = []
     for index in range(len(stages)):
-        ends = [_Walk(stages, plan, sizes, fixed, early).peak(index) for early in (False, True)]
-        least, most = sorted(ends, key=lambda end: end.total)
+        ends = [
+            [_Walk(stages, plan, sizes, fixed, waiting).peak(index, early) for early in choices]
+            for waiting, choices in zip((False, True), _early_actions(stages, index), strict=True)
+        ]
+        least = min(ends[0], key=lambda end: end.total)
+        most = max(ends[1], key=lambda end: end.total)
         found.append(least._replace(waiting=most.total - least.total))
     return found
+
+
+def _early_actions(stages: Sequence[Stage], index: int) -> tuple[list[_Actions], list[_Actions]]:
+    """Returns which actions of others may be early when a stage needs least, and when it needs most.
+
+    It needs least if others fetch early and send late. But skip connections make each depend on the other: a
+    stage that sends a gradient early has fetched what it pops. So there are several choices.
+    """
+    own = stages[index]
+    popping = {s for s, other in enumerate(stages) if set(other.pops) & set(own.stashes)}
+    stashing = {s for s, other in enumerate(stages) if set(other.stashes) & set(own.pops)}
+    fetches = {(s, Kind.F) for s in popping}, {(s, kind) for s in stashing for kind in (Kind.B, Kind.I)}
+    sends = {(index - 1, Kind.SEND_F)}, {(index + 1, Kind.SEND_B)}
+    if not popping and not stashing:
+        return [set()], [sends[0] | sends[1]]
+    least, most = (list[_Actions]([set(), one, other, one | other]) for one, other in (fetches, sends))
+    return least, most
 
 
 def parameter_bytes(stage: Stage) -> int:
@@ -145,8 +168,7 @@ class _Walk:
         plan: the plan.
         sizes: for each stage, the bytes of each micro-batch.
         fixed: what each stage needs at all times; the gradients only from its first backward on.
-        early: whether other stages are early, and a tensor stays after its copy until the next one is sent;
-            else they are late, and it is freed at once.
+        waiting: whether a tensor stays after its copy until the next one is sent; else it is freed at once.
     """
 
     def __init__(
@@ -155,7 +177,7 @@ class _Walk:
         plan: PlannedCall,
         sizes: Sequence[Sequence[_Sizes]],
         fixed: Sequence[StageBytes],
-        early: bool,
+        waiting: bool,
     ) -> None:
         self._stages, self._sizes, self._plan = stages, sizes, plan
         self._gradients = [own.gradients for own in fixed]
@@ -163,12 +185,12 @@ class _Walk:
         self._most = list(self._now)
         self._stash_of = {number: s for s, own in enumerate(stages) for number in own.stashes}
         self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
-        self._early = early
+        self._waiting = waiting
         self._sent: dict[tuple[int, Kind], int] = {}
 
-    def peak(self, stage: int) -> StageBytes:
-        """Returns what a stage needs when it needs most."""
-        order = self._plan.schedule.order_around(stage, early=self._early)
+    def peak(self, stage: int, early: _Actions) -> StageBytes:
+        """Returns what a stage needs when it needs most, if some actions of others are early."""
+        order = self._plan.schedule.order_around(stage, lambda action: action[:2] in early)
         last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
         forwards = 0
         for action in order:
@@ -251,7 +273,7 @@ class _Walk:
         """Frees what a stage has sent."""
         key = stage, kind
         self._add(stage, under_way=-self._sent.get(key, 0))
-        self._sent[key] = size if self._early and self._copies(stage, receiver) else 0
+        self._sent[key] = size if self._waiting and self._copies(stage, receiver) else 0
         if not self._sent[key]:
             self._add(stage, under_way=-size)
 
@@ -296,26 +318,26 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
     stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
     saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
-    sent = [_results(forward, GraphRole.OUTPUT, {i}) - saved for i in range(len(compiled.outputs.tensors))]
-    kept = set().union(*sent[out.num_plain :])
-    gradients = [
-        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.INPUT_GRADIENT, {i}))
-        for i in range(len(compiled.inputs.tensors))
+    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, saved)
+    made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs)
+    arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
+    tangents = [
+        spec_bytes([TensorSpec.of(arriving[i], True)]) if i in arriving else 0
+        for i in range(len(compiled.outputs.tensors))
     ]
-    tangents = [spec_bytes([spec]) * spec.requires_grad for spec in compiled.outputs.tensors]
     return _Sizes(
         spec_bytes(plain.tensors),
         dict(zip(pops, (spec_bytes([spec]) for spec in popped if spec is not None), strict=True)),
         _value_bytes(forward, saved),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
         _unread(lowered),
-        _value_bytes(forward, set().union(*sent[: out.num_plain]) - kept),
+        sent,
         spec_bytes(out.tensors),
-        dict(zip(stashes, (_value_bytes(forward, own) for own in sent[out.num_plain :]), strict=True)),
+        dict(zip(stashes, stashed_bytes, strict=True)),
         sum(tangents[: out.num_plain]),
         dict(zip(stashes, tangents[out.num_plain :], strict=True)),
-        sum(gradients[: plain.num_plain]),
-        dict(zip(pops, gradients[plain.num_plain :], strict=True)),
+        made,
+        dict(zip(pops, pop_gradients, strict=True)),
         max(program.arena_bytes for program in programs),
         _peak(forward, False),
         {
@@ -365,6 +387,29 @@ def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None
         if is_own and port.role is role and (indices is None or port.index in indices):
             found.add(base)
     return found
+
+
+def _result_bytes(
+    program: ProgramIR | None, role: GraphRole, boundary: BoundarySpec, counted: Set[int] = frozenset()
+) -> tuple[int, list[int]]:
+    """Returns the bytes of the plain results of a role, and of the results of each skip connection.
+
+    A skip connection's tensors are freed last, so memory that they share with plain results is theirs.
+
+    Args:
+        program: the program; None if there are no results.
+        role: outputs, or gradients of inputs.
+        boundary: the specs of the outputs or of the inputs.
+        counted: values that are counted elsewhere.
+    """
+    if program is None:
+        return 0, [0] * sum(boundary.skips)
+    found = [_results(program, role, {i}) - counted for i in range(len(boundary.tensors))]
+    plain, skips = found[: boundary.num_plain], found[boundary.num_plain :]
+    shared = set[int]().union(*skips)
+    return _value_bytes(program, set[int]().union(*plain) - shared), [
+        _value_bytes(program, own) for own in skips
+    ]
 
 
 def _peak(program: ProgramIR, is_first: bool) -> int:

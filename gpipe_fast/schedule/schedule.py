@@ -32,6 +32,19 @@ def _no_time(action: Action) -> float:
     return 0.0
 
 
+def _each_after(neighbours: Sequence[Sequence[int]], starts: Iterable[int]) -> list[int]:
+    """Returns the nodes that are reached from each start in turn, each after its neighbours."""
+    found: dict[int, None] = {}
+    for start in starts:
+        path = [start]
+        while path:
+            missing = [j for j in neighbours[path[-1]] if j not in found]
+            path.extend(missing)
+            if not missing:
+                found.setdefault(path.pop())
+    return list(found)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every rank, in the order in which it runs them. Every instance is valid.
@@ -189,31 +202,27 @@ class Schedule:
         """
         return tuple(self._actions[i] for i in self._order)
 
-    def order_around(self, stage: int, *, early: bool) -> tuple[Action, ...]:
+    def order_around(self, stage: int, early: Callable[[Action], bool]) -> tuple[Action, ...]:
         """Returns all actions in an order that the waits allow, with those of other stages early or late.
 
         Args:
             stage: the stage.
-            early: whether the others are as far ahead as this one lets them; else they run only what it waits
-                for.
+            early: whether an action of another stage, with all that it waits for, comes as soon as this stage
+                lets it; others come when an action of this stage or an early one waits for them.
         """
         firsts = set(accumulate(map(len, self.ranks), initial=0))
-        before: list[list[int]] = [[] for _ in self._actions]  # if early, what comes after
+        before: list[list[int]] = [[] for _ in self._actions]
+        after: list[list[int]] = [[] for _ in self._actions]
         for i, waited in enumerate(self._waits(self.slots)):
             for j in (waited, -1 if i in firsts else i - 1):
                 if j >= 0:
-                    before[j if early else i].append(i if early else j)
+                    before[i].append(j)
+                    after[j].append(i)
         every = range(len(self._actions))
         own = [i for i in every if self._actions[i].stage == stage]
-        found: dict[int, None] = {}
-        for i in chain(reversed(own) if early else own, every):
-            path = [i]
-            while path:
-                missing = [j for j in before[path[-1]] if j not in found]
-                path.extend(missing)
-                if not missing:
-                    found.setdefault(path.pop())
-        return tuple(self._actions[i] for i in (reversed(found) if early else found))
+        earliest = reversed(_each_after(after, chain(reversed(own), every)))
+        chosen = (i for i in earliest if self._actions[i].stage == stage or early(self._actions[i]))
+        return tuple(self._actions[i] for i in _each_after(before, chain(chosen, every)))
 
     def forward_part(self) -> Schedule:
         """Returns the forwards, to run before the loss.

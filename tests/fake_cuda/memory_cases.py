@@ -91,16 +91,20 @@ def counted(pipe: GPipe, x: Tensor, schedule: str, before: list[int]) -> list[in
                 torch.cuda.reset_peak_memory_stats(stage)
         step(pipe, x, schedule)
     given = [x.nbytes, *[0] * (len(pipe.balance) - 1)]
-    return [
-        torch.cuda.max_memory_allocated(i) - b - g for i, (b, g) in enumerate(zip(before, given, strict=True))
-    ]
+    return [requested(i, "peak") - b - g for i, (b, g) in enumerate(zip(before, given, strict=True))]
+
+
+def requested(stage: int, when: str) -> int:
+    """Returns the bytes that are allocated on a device, without those that the allocator rounds up to."""
+    found: int = torch.cuda.memory_stats(stage).get(f"requested_bytes.all.{when}", 0)
+    return found
 
 
 def empty(num_stages: int) -> list[int]:
     """Returns what is allocated on each device, after a collection."""
     gc.collect()
     torch.cuda.empty_cache()
-    return [torch.cuda.memory_allocated(stage) for stage in range(num_stages)]
+    return [requested(stage, "current") for stage in range(num_stages)]
 
 
 def predicted(name: str, schedule: str, stages: str, microbatches: str, settings: str) -> list[str]:

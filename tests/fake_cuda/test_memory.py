@@ -61,10 +61,16 @@ def test_memory_is_predicted_in_every_setting(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("model", "stages"), [("resnet", "1,2"), ("unet", "1")])
+@pytest.mark.parametrize(("model", "stages"), [("resnet", "1,2"), ("unet", "1,2")])
 def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries: tuple[Path, Path]) -> None:
     number = sum(map(int, stages.split(",")))
     assert check_predictions(libraries, model, "", stages, "4", "always,never,0.5") == 3 * number
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
+def test_memory_of_skip_connections_is_predicted(schedule: str, libraries: tuple[Path, Path]) -> None:
+    assert check_predictions(libraries, "unet", schedule, "2,4", "1,4", "always,never,0.5") == 6 * 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ gpipe_fast.schedule
     of(ranks: Iterable[Iterable[Action]], num_microbatches: int | None = None, *,
         slots: int | None = None, recomputed: Recomputed | None = None) -> Schedule
     order(self) -> tuple[Action, ...]
-    order_around(self, stage: int, *, early: bool) -> tuple[Action, ...]
+    order_around(self, stage: int, early: Callable[[Action], bool]) -> tuple[Action, ...]
     parse(text: str, *, slots: int | None = None) -> Schedule
     slots_needed(self, seconds: Callable[[Action], float] = tick) -> int
     times(self, seconds: Callable[[Action], float] = tick,

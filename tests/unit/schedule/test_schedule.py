@@ -200,8 +200,10 @@ def test_orders_around_a_stage_are_the_two_ends_of_all_orders(seed: int) -> None
     schedule, ran = random_schedule(random.Random(seed))
     edges = list(constraints(schedule))
     for stage in range(schedule.num_stages):
-        late, early = (schedule.order_around(stage, early=early) for early in (False, True))
-        for order in (late, early):
+        late = schedule.order_around(stage, lambda action: False)
+        early = schedule.order_around(stage, lambda action: True)
+        mixed = schedule.order_around(stage, lambda action: action.stage == 0)
+        for order in (late, early, mixed):
             assert sorted(map(str, order)) == sorted(map(str, ran))
             rank = {action: i for i, action in enumerate(order)}
             assert all(rank[before] < rank[after] for before, after in edges)
@@ -216,6 +218,7 @@ def test_orders_around_a_stage_are_the_two_ends_of_all_orders(seed: int) -> None
             assert set(early[early.index(own) :]) >= after
             first = schedule.stages[stage][0]
             assert own != first or set(early[early.index(own) :]) == after
+            assert {a for a in mixed[mixed.index(own) :] if a.stage == 0} <= after
 
 
 @pytest.mark.parametrize("seed", range(20))
