@@ -26,9 +26,8 @@ def test_gradients_are_summed_in_the_order_of_replicas(name: str) -> None:
     assert run_ranks(4, cases.same_sums, [name], ["gpipe", "1f1b", "zb-h1"]) == [3] * 4
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "name"), [(3, "gpt"), pytest.param(6, "ties", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("num_ranks", "name"), [(3, "gpt"), (6, "ties")])
 def test_three_replicas_get_the_same_bits(num_ranks: int, name: str) -> None:
     """All replicas of a stage do, and all stages that share a parameter; the next step gets them, too."""
     found = run_ranks(num_ranks, cases.equal_bits, name)
