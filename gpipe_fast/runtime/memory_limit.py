@@ -151,7 +151,7 @@ class _Limited:
         return Checkpoint(((FULL_RECOMPUTE,),) * len(self._stages))
 
     def calibrate(self) -> None:
-        """Makes the costs of recomputing everything those of its plan."""
+        """Corrects the costs so that recomputing everything needs what its plan needs."""
         call = replace(self._call, checkpoint=self.everything_recomputed)
         needed = stage_bytes(self._stages, self._planner.plan(call), call)
         least = Budget(self.costs, self.sizes, self._schedule).least()

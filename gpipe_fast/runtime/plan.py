@@ -308,7 +308,7 @@ def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
 
 
 def _parameter_names(stages: Sequence[Stage]) -> list[str]:
-    """Returns the names of all parameters, in their order."""
+    """Returns the name of each parameter of the model, with its layer, for messages."""
     names: dict[int, str] = {}
     for stage in stages:
         for number, layer in enumerate(stage.layers, stage.first_layer):

@@ -34,8 +34,8 @@ class StageBytes(NamedTuple):
         saved: other tensors that are kept for backwards.
         intermediates: the scratch memory of its programs, and what the running one allocates beside it.
         under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
-        waiting: what is needed in addition if tensors that arrive are as early as the schedule lets them, and
-            those that other stages fetch from it, of skip connections, are fetched as late.
+        waiting: what is needed in addition in the worst order that the schedule allows: tensors arrive early
+            and wait, and other stages fetch tensors of skip connections late.
     """
 
     parameters: int
@@ -131,8 +131,8 @@ def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[
 def _early_actions(stages: Sequence[Stage], index: int) -> tuple[list[_Actions], list[_Actions]]:
     """Returns which actions of others may be early when a stage needs least, and when it needs most.
 
-    It needs least if others fetch early and send late. But skip connections make each depend on the other: a
-    stage that sends a gradient early has fetched what it pops. So there are several choices.
+    A stage needs least if others fetch from it early and send to it late. Both are not always possible: a
+    stage that sends a gradient early has fetched what it pops. So several choices are compared.
     """
     own = stages[index]
     popping = {s for s, other in enumerate(stages) if set(other.pops) & set(own.stashes)}

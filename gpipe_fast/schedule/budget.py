@@ -82,7 +82,7 @@ class Climb:
 # A stage, the rung that it takes, and for which micro-batches.
 _Step = tuple[int, int, list[int]]
 
-# The fixed cost of a stage that is not the sum of its layers'.
+# Stages have the maximum of their layers' costs of this name, and the sum of the others.
 UNDER_WAY = "boundary tensors under way"
 # The maximum number of classes of a stage; if more micro-batches are kept at a time, a class has several.
 _MAX_CLASSES = 8
