@@ -18,7 +18,7 @@ from gpipe_fast.recording import Report
 from gpipe_fast.schedule import simulate
 
 WIDTH = 4
-MICROBATCHES, FORWARD = 8, (0.02, 0.04, 0.02)
+MICROBATCHES, FORWARD = 8, (0.1, 0.2, 0.1)
 STEPS, ROUNDS = 10, 60
 
 
@@ -138,10 +138,10 @@ def problems() -> dict[str, Callable[[], tuple[Report, str, float]]]:
 
     def in_python() -> tuple[Report, str, float]:
         def model(seconds: float) -> GPipe:
-            first, second = (nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))) for _ in range(2))
-            return model_of([first, BusyInPython(seconds, 1024), second], [1, 2], 8)
+            first, second = blocks(2, 128, 4)
+            return model_of([first, BusyInPython(seconds, 128), second], [1, 2], 8)
 
-        x, y = torch.randn(256, 1024), torch.zeros(256, 1024)
+        x, y = torch.randn(16, 64, 128), torch.randn(16, 64, 128)
         found = model(0.01).report(x, target=y, loss_fn=F.mse_loss)
         named = next((each.what for each in found.advice if not each.settings), "none")
         return found, named, model(0.0).report(x, target=y, loss_fn=F.mse_loss).step
@@ -158,15 +158,15 @@ def problems() -> dict[str, Callable[[], tuple[Report, str, float]]]:
         return found, advice.code, model.report(x, target=y, loss_fn=F.mse_loss).step
 
     return {
-        "a slow stage": lambda: settings(model_of(sleepers(6, 0.005), [1, 1, 4], 8), 8, "balance"),
+        "a slow stage": lambda: settings(model_of(sleepers(6, 0.02), [1, 1, 4], 8), 8, "balance"),
         "too few micro-batches": lambda: settings(
-            model_of(sleepers(4, 0.001, 0.002), [1] * 4, 2), 32, "chunks"
+            model_of(sleepers(4, 0.005, 0.01), [1] * 4, 2), 32, "chunks"
         ),
         "too many micro-batches": lambda: settings(
             model_of(sleepers(2, 0.01, 0.001), [1] * 2, 32), 32, "chunks"
         ),
         "needless recompute": lambda: settings(
-            model_of(sleepers(3, 0.01), [1] * 3, 8, checkpoint="always"), 8, "checkpoint"
+            model_of(sleepers(3, 0.04), [1] * 3, 8, checkpoint="always"), 8, "checkpoint"
         ),
         "too many threads": threads,
         "a layer in Python": in_python,
