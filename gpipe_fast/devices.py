@@ -76,6 +76,22 @@ def parse_device(device: Device, argument: str) -> torch.device:
         ) from None
 
 
+def absent_gpu(device: Device) -> torch.device:
+    """Returns a GPU that the machine need not have.
+
+    Raises:
+        TypeError: as for `parse_device`.
+        ValueError: as for `parse_device`; or it is no CUDA device.
+    """
+    found = parse_device(device, "device")
+    if found.type != "cuda":
+        raise ValueError(
+            f"device names a GPU, which this machine need not have, got {str(found)!r}; pass device='cuda', "
+            "or leave the argument out for the model's own devices"
+        )
+    return torch.device("cuda", found.index or 0)
+
+
 def checked_devices(devices: Sequence[torch.device] | None, num_partitions: int) -> list[torch.device]:
     """Returns one device for each partition; the CPU if `devices` is None.
 

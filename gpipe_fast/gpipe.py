@@ -30,7 +30,7 @@ from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.call_preparation import CallPreparation, with_memory
 from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
-from gpipe_fast.devices import Device, silence_stream_warning
+from gpipe_fast.devices import Device, absent_gpu, silence_stream_warning
 from gpipe_fast.distributed.mesh import (
     check_backend,
     check_balance,
@@ -41,7 +41,7 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.explanation import Explanation
-from gpipe_fast.explanation.explain import explain_call, named_device
+from gpipe_fast.explanation.explain import explain_call, on_absent_devices
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.make import make_pipelined
 from gpipe_fast.fuse import left_out
@@ -52,6 +52,7 @@ from gpipe_fast.lower.checkpoint import CheckpointChoice, checkpoint_policy
 from gpipe_fast.recording.exchange import exchange_stages
 from gpipe_fast.recording.recording import Recording, kernel_names, record, stage_sizes
 from gpipe_fast.reporting import Reporting
+from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, checkpoint_within, partitions_within
@@ -62,6 +63,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.schedule import ScheduleChoice
+from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
 from gpipe_fast.stages import checked_placement, partitions_of, resolve_balance, resolve_devices, stages_of
 from gpipe_fast.streaming import Streaming
@@ -516,11 +518,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             ValueError: As for `forward`; or ``device`` is no CUDA device.
             RuntimeError: A stage cannot be traced and ``backend='aten'``, or another thread runs layers.
         """
-        place = None if device is None else named_device(device)
+        place = None if device is None else absent_gpu(device)
         inputs = self._checked_inputs(args, kwargs)
         with TRACING_LOCK:
             self._detect_changes()
-            planner = self._planner if place is None else self._absent_planner(place)
+            planner = self._planner if place is None else self._absent_planner([place] * len(self._balance))
             training = self.training and torch.is_grad_enabled()
             checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
             chunks = self._chunks_of(inputs.batch_size)
@@ -535,6 +537,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         target: Any,
         loss_fn: Callable[..., Any] | None,
         normalizer: Any,
+        devices: Sequence[torch.device] | None,
     ) -> Sequence[StageBytes | None]:
         """As for `Reporting._stage_bytes`."""
         if not len(self):
@@ -549,12 +552,28 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             pipeline, given = self._planned_step(inputs, targets, loss_fn, normalizer)
         with TRACING_LOCK:
             call = pipeline._describe(inputs, given)  # may choose the balance
-            planner = pipeline._planner
-            call = pipeline._within_memory(planner, call)
-            plan = planner.plan(call)
-            if plan.compiled is None:
-                return [None] * len(self._stages)
-            return stage_bytes(pipeline._stages, plan, call)
+            call = pipeline._within_memory(pipeline._planner, call)
+            if devices is not None:
+                found = pipeline._stage_bytes_on(devices, call)
+            else:
+                compiled = pipeline._planner.plan(call).compiled
+                found = None if compiled is None else stage_bytes(pipeline._stages, compiled, call)
+            return [None] * len(self._stages) if found is None else found
+
+    def _stage_bytes_on(self, devices: Sequence[torch.device], call: Call) -> list[StageBytes] | None:
+        """Returns what each stage needs on devices that the machine need not have.
+
+        None if a layer runs in Python.
+        """
+        planner = self._absent_planner(devices)
+        if planner.backend == "eager":
+            return None
+        with on_absent_devices(call, devices) as absent:
+            absent.state.update_key()  # under these modes
+            compiled = planner.compile(absent)
+            if isinstance(compiled, CompilationFailure):
+                return None
+            return stage_bytes(planner.stages, compiled, absent)
 
     def _stage_parameters(self) -> list[list[Tensor]]:
         """As for `Reporting._stage_parameters`."""
@@ -566,9 +585,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             found.append(own)
         return found
 
-    def _absent_planner(self, device: torch.device) -> Planner:
-        """Returns a planner for the stages on a device that the machine need not have."""
-        devices = [device] * len(self._balance)
+    def _absent_planner(self, devices: Sequence[torch.device]) -> Planner:
+        """Returns a planner for the stages on devices that the machine need not have."""
         options = self._deferred_batch_norm, self.grad_dtype, self._fuse
         stages = stages_of(self._layers, self._balance, devices, *options, is_absent=True)
         return Planner(stages, self.backend, self._python_workers)
@@ -710,10 +728,22 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self._take_balance(found)
 
     def _balance_within_memory(self, limits: Limits, inputs: Inputs) -> None:
-        """Repartitions the layers such that a step that fits into the memory is fastest."""
-        found = self._partitions_within(limits, inputs, self._chunks_of(inputs.batch_size))[0]
+        """Repartitions the layers such that a step that fits into the memory is fastest.
+
+        If no partition fits by its costs, which are estimates, the plan of the smallest one decides.
+        """
+        before = self._balance
+        try:
+            found = self._partitions_within(limits, inputs, self._chunks_of(inputs.batch_size))[0]
+            self._take_balance(list(found.balance))
+        except BudgetError as error:
+            self._take_balance(list(error.balance))
+            try:
+                checkpoint_within(self._planner, self._call_of(inputs, None), limits)
+            except BudgetError:
+                self._take_balance(before)
+                raise
         self._balance_pending = False
-        self._take_balance(list(found.balance))
 
     def _partitions_within(self, limits: Limits, inputs: Inputs, chunks: int) -> list[Partition]:
         """Returns the fastest partitions with so many micro-batches that fit into the memory."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.balance.profile import interpreter_seconds, profile
+from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked
@@ -111,6 +112,7 @@ class Reporting(LayerSequence):
         normalizer: Any = None,
         optimizer: OptimizerChoice = None,
         measure: bool = False,
+        device: Device | None = None,
         **kwargs: Any,
     ) -> MemoryReport:
         """Returns what a step needs on each stage, in bytes, from shapes alone; runs no layer.
@@ -132,21 +134,34 @@ class Reporting(LayerSequence):
             optimizer: An optimizer, or a function that makes one of a list of parameters, such as
                 ``torch.optim.AdamW``; its state is counted.
             measure: Whether to record some steps, too, as `report` does, which runs the layers.
+            device: ``"cuda"`` for stages that are on a GPU each, which the machine need not have; the layers
+                may then be on the meta device. By default the model's own devices.
             kwargs: The first layer's keyword arguments.
 
         Raises:
-            TypeError: As for `step`; or ``optimizer`` is none.
-            ValueError: As for `step`; or the model has no layers.
+            TypeError: As for `step`; or ``optimizer`` is none; or ``device`` is neither a name, a number
+                nor a device.
+            ValueError: As for `step`; or the model has no layers; or ``device`` is no CUDA device, or is
+                passed with ``measure``.
             RuntimeError: As for `forward`.
         """
-        found = self._stage_bytes(args, kwargs, target, loss_fn, normalizer)
+        absent = None
+        if device is not None:
+            first = absent_gpu(device)
+            if measure:
+                raise ValueError(
+                    f"measure=True runs the layers on their own devices, got device={str(first)!r}, too; "
+                    "leave one of them out"
+                )
+            absent = [torch.device(first.type, stage) for stage in range(len(self.devices))]
+        found = self._stage_bytes(args, kwargs, target, loss_fn, normalizer, absent)
         measured = (
             self._steps(args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
         )
         return MemoryReport(
             tuple(found),
             tuple(optimizer_bytes(optimizer, own) for own in self._stage_parameters()),
-            tuple(map(str, self.devices)),
+            tuple(map(str, absent or self.devices)),
             measured,
         )
 
@@ -157,7 +172,9 @@ class Reporting(LayerSequence):
         target: Any,
         loss_fn: Callable[..., Any] | None,
         normalizer: Any,
+        devices: Sequence[torch.device] | None,
     ) -> Sequence[StageBytes | None]:
+        """Returns what each stage needs, on devices that the machine need not have, if any are given."""
         raise NotImplementedError
 
     def _stage_parameters(self) -> list[list[Tensor]]:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import progress, switches
-from gpipe_fast.devices import Device, parse_device
 from gpipe_fast.explanation.explanation import Explanation
 from gpipe_fast.explanation.programs import explain_programs
 from gpipe_fast.explanation.stages import ProgramExplanation, StageExplanation
 from gpipe_fast.fuse import availability
 from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, has_recompute
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
@@ -37,31 +35,27 @@ _ASSUMED = (
 )
 
 
-def named_device(device: Device) -> torch.device:
-    """Returns the device to explain for.
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor like another one, on another device; for a fake mode."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
 
-    Raises:
-        TypeError: `device` is neither a name, a number nor a device.
-        ValueError: it is no CUDA device.
+
+@contextlib.contextmanager
+def on_absent_devices(call: Call, devices: Sequence[torch.device]) -> Iterator[Call]:
+    """Returns a call with its inputs on GPUs that the machine need not have, and lets it be traced there.
+
+    Autocast for the CPU counts as autocast for GPUs.
+
+    Args:
+        call: the call.
+        devices: the device of each stage. What the caller gives to a skip connection goes to the last one.
     """
-    found = parse_device(device, "device")
-    if found.type != "cuda":
-        raise ValueError(
-            f"explain names a CUDA device to explain for, got {str(found)!r}; pass device='cuda', or leave "
-            "the argument out for the model's own devices"
-        )
-    return torch.device("cuda", found.index or 0)
-
-
-def _inputs_on(device: torch.device, inputs: Inputs) -> Inputs:
-    """Returns inputs with fake tensors on another device."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return fake.requires_grad_(tensor.requires_grad)
-
     with FakeTensorMode():
-        return inputs._replace(tensors=[*map(moved, inputs.tensors)])
+        inputs = call.inputs._replace(tensors=[_moved(x, devices[0]) for x in call.inputs.tensors])
+        given = tuple(_moved(x, devices[-1]) for x in call.given)
+    with _autocast_on_gpu(), backward_without_gpu():
+        yield replace(call, inputs=inputs, given=given)
 
 
 @contextlib.contextmanager
@@ -92,9 +86,7 @@ def explain_call(planner: Planner, call: Call, device: torch.device | None) -> E
     with contextlib.ExitStack() as stack:
         stack.enter_context(progress.first_call([len(s.layers) for s in stages], what="an explanation"))
         if device is not None:
-            stack.enter_context(_autocast_on_gpu())
-            stack.enter_context(backward_without_gpu())
-            call = replace(call, inputs=_inputs_on(device, call.inputs))
+            call = stack.enter_context(on_absent_devices(call, [device]))
         compiled = None
         if planner.backend != "eager" and any(stage.device.type != "cpu" for stage in stages):
             call.state.update_key()  # under these modes

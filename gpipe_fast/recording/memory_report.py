@@ -23,7 +23,8 @@ _MIB = 2**20
 class MemoryReport:
     """What a step needs, in bytes. ``print`` shows tables.
 
-    Libraries' workspaces, such as cuBLAS's, and what PyTorch's allocator rounds up to are not counted.
+    On a GPU, a tensor counts as what PyTorch's allocator takes for it, a multiple of 512 bytes. Libraries'
+    workspaces, such as cuBLAS's, are not counted, nor is what the allocator keeps for later.
 
     Attributes:
         stages: what each stage needs; None for one with layers in Python, which is known only after a run.

@@ -28,6 +28,7 @@ from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.plan import schedule_of
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.stage_memory import (
+    StageBytes,
     buffer_bytes,
     gradient_bytes,
     parameter_bytes,
@@ -115,7 +116,8 @@ class _Limited:
         compiled = _compiled(planner, call)
         self._compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, len(compiled) - 1)]
         self._number = len(call.microbatches)
-        samples = [spec_bytes(call.microbatches[m].tensors) for m in range(self._number)]
+        first = self._stages[0].device
+        samples = [spec_bytes(call.microbatches[m].tensors, first) for m in range(self._number)]
         self.sizes = [own / max(1, *samples) for own in samples]
         self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
         graphs = [own.traced.joint for own in compiled[0]]
@@ -153,7 +155,7 @@ class _Limited:
     def calibrate(self) -> None:
         """Corrects the costs so that recomputing everything needs what its plan needs."""
         call = replace(self._call, checkpoint=self.everything_recomputed)
-        needed = stage_bytes(self._stages, self._planner.plan(call), call)
+        needed = self._needed(call)
         least = Budget(self.costs, self.sizes, self._schedule).least()
         self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
@@ -171,7 +173,7 @@ class _Limited:
     def fits(self, checkpoint: Checkpoint, limits: Limits) -> bool:
         """Returns whether the plan for a choice fits; if not, the next choice is made with higher costs."""
         call = replace(self._call, checkpoint=checkpoint)
-        needed = stage_bytes(self._stages, self._planner.plan(call), call)
+        needed = self._needed(call)
         fits = True
         for device, limit in limits.items():
             own = [stage for stage, each in enumerate(self._stages) if each.device == device]
@@ -180,6 +182,9 @@ class _Limited:
                 fits = False
                 self._beside[max(own, key=lambda stage: needed[stage].total)] += excess
         return fits
+
+    def _needed(self, call: Call) -> list[StageBytes]:
+        return stage_bytes(self._stages, _compiled(self._planner, call), call)
 
     def _known_choice(self, limits: Limits) -> Climb:
         """Returns the best choice among the rungs whose programs are lowered."""
@@ -224,7 +229,7 @@ class _Limited:
             computes = node.op == "call_function" and node.target is not operator.getitem
             if computes and source_of(node).base is node:
                 times[is_backward(node)] += _time_of(node)
-        inputs, outputs = spec_bytes(own.inputs.tensors), spec_bytes(own.outputs.tensors)
+        inputs, outputs = (spec_bytes(each.tensors, stage.device) for each in (own.inputs, own.outputs))
         is_first = stage.first_layer == 0  # its inputs are parts of the caller's
         return StageCosts(
             times[False],
@@ -262,7 +267,7 @@ class _Limited:
             for pipeline in self._compiled:
                 fraction = _fraction(self._saved[stage], rung)
                 lowered = pipeline[stage].traced.lower(fraction, self._defers)
-                found.append(scratch_bytes(lowered, self._gradients[stage]))
+                found.append(scratch_bytes(lowered, self._gradients[stage], self._stages[stage].device))
             self._scratch[stage][rung] = max(found)
 
 

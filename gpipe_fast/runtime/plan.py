@@ -163,9 +163,10 @@ def make_plan(
         _check_outputs(outputs, dims.outputs, lengths, order is not None)
     own_stages = own_stages_of(stages)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
-    training = _needs_backward(stages, inputs, known)
+    training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
-    schedule, actions = _schedule_parts(stages, saved_fractions, training, order)
+    schedule = planned_schedule(stages, saved_fractions, training, order)
+    actions = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
     native = _extension.Plan(
         stages=[
@@ -238,9 +239,10 @@ def _chains(
     ]
 
 
-def _needs_backward(
+def needs_backward(
     stages: Sequence[Stage], inputs: BoundarySpec, known: Sequence[Sequence[CompiledStage]] | None
 ) -> bool:
+    """Returns whether a mini-batch has backwards, as far as is known before it runs."""
     if known is not None:
         return any(spec.requires_grad for spec in known[0][-1].outputs.tensors)
     needed = [spec.requires_grad for spec in inputs.tensors]
@@ -342,7 +344,8 @@ def check_placed(stages: Sequence[Stage]) -> None:
                 if tensor.is_meta:
                     raise RuntimeError(
                         f"{layer_title(number, layer)} has {name!r} on the meta device, without data; "
-                        "call model.load_weights(source) before the model"
+                        "call model.load_weights(source) before the model, or pass device='cuda' to memory, "
+                        "which needs no data"
                     )
                 if id(tensor) not in placed:
                     raise ValueError(
@@ -390,29 +393,43 @@ def _recomputed(saved_fractions: Sequence[Sequence[SavedFraction]]) -> list[tupl
     ]
 
 
-def _schedule_parts(
+def planned_schedule(
     stages: Sequence[Stage],
     saved_fractions: Sequence[Sequence[SavedFraction]],
     training: bool,
     order: Order | None,
-) -> tuple[Schedule, _Actions]:
-    """Returns the schedule, and its actions for C++: forwards and backwards apart, or those of a step.
+) -> Schedule:
+    """Returns the schedule of a mini-batch; without gradients, it has forwards only.
 
-    Without gradients, a step has forwards only.
+    Args:
+        stages: the stages.
+        saved_fractions: as for `make_plan`.
+        training: whether there are backwards.
+        order: as for `make_plan`.
+
+    Raises:
+        TypeError: as for `schedule_of`.
+        ValueError: as for `schedule_of`.
     """
+    if order is not None and training:
+        return schedule_of(stages, order, saved_fractions)
+    slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
+    return fill_drain(
+        len(stages), len(saved_fractions[0]), slots=slots, backward=training, recomputed=recomputed
+    )
+
+
+def _schedule_parts(
+    schedule: Schedule, stages: Sequence[Stage], training: bool, order: Order | None
+) -> _Actions:
+    """Returns the actions for C++: forwards and backwards apart, or those of a step."""
     none: _Actions = {"forward": None, "backward": None, "step": None}
     here = [not stage.options.is_remote for stage in stages]
-    if order is not None and training:
-        schedule = schedule_of(stages, order, saved_fractions)
-        return schedule, {**none, "step": _extension_actions(schedule, here, order.updates)}
-    slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
-    sizes = len(stages), len(saved_fractions[0])
-    schedule = fill_drain(*sizes, slots=slots, backward=training, recomputed=recomputed)
-    if order is not None:  # without gradients
-        return schedule, {**none, "step": _extension_actions(schedule, here)}
+    if order is not None:
+        return {**none, "step": _extension_actions(schedule, here, training and order.updates)}
     forward = _extension_actions(schedule.forward_part() if training else schedule, here)
     backward = _extension_actions(schedule.backward_part(), here) if training else None
-    return schedule, {**none, "forward": forward, "backward": backward}
+    return {**none, "forward": forward, "backward": backward}
 
 
 def _used_tensors(

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence, Set
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns
@@ -13,13 +14,14 @@ from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.steps import AdoptAsAccumulator, Release, values_written
 from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
-from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.plan import needs_backward, planned_schedule
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule import Action, Kind, Schedule
 from gpipe_fast.strides import span
 from gpipe_fast.trace.joint_graph import GraphRole, parameters_of
 
+_BLOCK = 512  # bytes; kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
 _Actions = Set[tuple[int, Kind]]  # of a stage, all of a kind
 
 
@@ -93,33 +95,37 @@ class _Sizes(NamedTuple):
     backwards: dict[tuple[Kind, bool], int]
 
 
-def stage_bytes(stages: Sequence[Stage], plan: PlannedCall, call: Call) -> list[StageBytes]:
+def stage_bytes(
+    stages: Sequence[Stage], compiled: Sequence[Sequence[CompiledStage]], call: Call
+) -> list[StageBytes]:
     """Returns what each stage needs.
 
     Args:
-        stages: the stages.
-        plan: a plan without layers in Python.
-        call: the call that it was made for.
+        stages: the stages; those of an absent device do.
+        compiled: the stages as they are compiled for the first micro-batch and, last, for the last one.
+        call: the call that they are compiled for.
     """
-    assert plan.compiled is not None
     number = len(call.microbatches)
-    defers = plan.is_step and plan.schedule.defers_weights
+    training = needs_backward(stages, call.microbatches[0], compiled)
+    is_step = training and call.order is not None
+    schedule = planned_schedule(stages, call.saved_fractions, training, call.order)
+    defers = is_step and schedule.defers_weights
     sizes_of = cache(_sizes)  # nearly all micro-batches are alike
     sizes = [
-        [sizes_of(plan.compiled[0 if m < number - 1 else -1][i], own[m], defers) for m in range(number)]
+        [sizes_of(compiled[0 if m < number - 1 else -1][i], own[m], defers) for m in range(number)]
         for i, own in enumerate(call.saved_fractions)
     ]
     fixed = []
     for index, own in enumerate(stages):
         parameters = parameters_of(own.layers)
-        reached = {parameters[i] for i in plan.compiled[0][index].parameters_with_gradients()}
+        reached = {parameters[i] for i in compiled[0][index].parameters_with_gradients()}
         scratch = max(each.scratch for each in sizes[index])
         sums = parameter_bytes(own), buffer_bytes(own), gradient_bytes(own, reached)
         fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0, waiting=0))
     found = []
     for index in range(len(stages)):
         ends = [
-            [_Walk(stages, plan, sizes, fixed, waiting).peak(index, early) for early in choices]
+            [_Walk(stages, schedule, is_step, sizes, fixed, waiting).peak(index, early) for early in choices]
             for waiting, choices in zip((False, True), _early_actions(stages, index), strict=True)
         ]
         least = min(ends[0], key=lambda end: end.total)
@@ -147,25 +153,33 @@ def _early_actions(stages: Sequence[Stage], index: int) -> tuple[list[_Actions],
 
 def parameter_bytes(stage: Stage) -> int:
     """Returns the bytes of a stage's parameters."""
-    return sum(p.nbytes for p in set(parameters_of(stage.layers)))
+    return sum(block_bytes(p.nbytes, stage.device) for p in set(parameters_of(stage.layers)))
 
 
 def buffer_bytes(stage: Stage) -> int:
     """Returns the bytes of a stage's buffers."""
-    return sum(b.nbytes for b in {b for layer in stage.layers for b in layer.buffers()})
+    buffers = {b for layer in stage.layers for b in layer.buffers()}
+    return sum(block_bytes(b.nbytes, stage.device) for b in buffers)
 
 
 def gradient_bytes(stage: Stage, parameters: Iterable[Tensor]) -> int:
     """Returns the bytes of the gradients of these parameters, as a stage accumulates them."""
-    return sum(p.numel() * (stage.options.grad_dtype or p.dtype).itemsize for p in parameters)
+    dtype = stage.options.grad_dtype
+    return sum(block_bytes(p.numel() * (dtype or p.dtype).itemsize, stage.device) for p in parameters)
+
+
+def block_bytes(size: int, device: torch.device) -> int:
+    """Returns the bytes that PyTorch's allocator takes for a tensor: on a GPU, a multiple of 512."""
+    return -(-size // _BLOCK) * _BLOCK if device.type == "cuda" else size
 
 
 class _Walk:
-    """A walk over the actions of a plan, which notes what stages need.
+    """A walk over the actions of a schedule, which notes what stages need.
 
     Args:
         stages: the stages.
-        plan: the plan.
+        schedule: the schedule.
+        is_step: whether forwards and backwards are one run.
         sizes: for each stage, the bytes of each micro-batch.
         fixed: what each stage needs at all times; the gradients only from its first backward on.
         waiting: whether a tensor stays after its copy until the next one is sent; else it is freed at once.
@@ -174,12 +188,14 @@ class _Walk:
     def __init__(
         self,
         stages: Sequence[Stage],
-        plan: PlannedCall,
+        schedule: Schedule,
+        is_step: bool,
         sizes: Sequence[Sequence[_Sizes]],
         fixed: Sequence[StageBytes],
         waiting: bool,
     ) -> None:
-        self._stages, self._sizes, self._plan = stages, sizes, plan
+        self._stages, self._sizes = stages, sizes
+        self._schedule, self._is_step = schedule, is_step
         self._gradients = [own.gradients for own in fixed]
         self._now = [own._replace(gradients=0) for own in fixed]
         self._most = list(self._now)
@@ -190,7 +206,7 @@ class _Walk:
 
     def peak(self, stage: int, early: _Actions) -> StageBytes:
         """Returns what a stage needs when it needs most, if some actions of others are early."""
-        order = self._plan.schedule.order_around(stage, lambda action: action[:2] in early)
+        order = self._schedule.order_around(stage, lambda action: action[:2] in early)
         last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
         forwards = 0
         for action in order:
@@ -265,7 +281,7 @@ class _Walk:
 
     def _join(self) -> None:
         """Concatenates the outputs of the last stage, and frees them; the caller has the result."""
-        if not self._plan.is_step:
+        if not self._is_step:
             self._add(-1, under_way=sum(own.result for own in self._sizes[-1]))
         self._add(-1, under_way=-sum(own.outputs for own in self._sizes[-1]))
 
@@ -293,24 +309,25 @@ class _Walk:
         self._most[stage] = max(self._most[stage], now, key=sum)
 
 
-def scratch_bytes(lowered: LoweredStage, gradients: int) -> int:
+def scratch_bytes(lowered: LoweredStage, gradients: int, device: torch.device) -> int:
     """Returns the most that the programs of a stage need beside what they are given, save and return.
 
     Args:
         lowered: the programs.
         gradients: the bytes of the gradients of parameters, which do not count.
+        device: the device of the stage.
     """
     programs = [each for each in (lowered.forward, lowered.backward, lowered.weights) if each is not None]
     roles = (GraphRole.SAVED, GraphRole.BUFFER, GraphRole.OUTPUT)
     results = set[int]().union(*(_results(lowered.forward, role) for role in roles))
-    beside = _peak(lowered.forward, False) - _value_bytes(lowered.forward, results)
+    beside = _peak(lowered.forward, False, device) - _value_bytes(lowered.forward, results, device)
     for each in programs[1:]:
-        beside = max(beside, _peak(each, False), _peak(each, True) - gradients)
-    return max(program.arena_bytes for program in programs) + beside
+        beside = max(beside, _peak(each, False, device), _peak(each, True, device) - gradients)
+    return block_bytes(max(program.arena_bytes for program in programs), device) + beside
 
 
 def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _Sizes:
-    lowered = compiled.traced.lower(fraction, defers)
+    lowered, device = compiled.traced.lower(fraction, defers), compiled.stage.device
     forward, backward = lowered.forward, lowered.backward
     programs = [each for each in (forward, backward, lowered.weights) if each is not None]
     plain, popped = compiled.inputs.split_skips()
@@ -318,30 +335,30 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
     stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
     saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
-    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, saved)
-    made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs)
+    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved)
+    made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
     arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
     tangents = [
-        spec_bytes([TensorSpec.of(arriving[i], True)]) if i in arriving else 0
+        spec_bytes([TensorSpec.of(arriving[i], True)], device) if i in arriving else 0
         for i in range(len(compiled.outputs.tensors))
     ]
     return _Sizes(
-        spec_bytes(plain.tensors),
-        dict(zip(pops, (spec_bytes([spec]) for spec in popped if spec is not None), strict=True)),
-        _value_bytes(forward, saved),
-        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD)),
-        _unread(lowered),
+        spec_bytes(plain.tensors, device),
+        dict(zip(pops, (spec_bytes([spec], device) for spec in popped if spec is not None), strict=True)),
+        _value_bytes(forward, saved, device),
+        0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD), device),
+        _unread(lowered, device),
         sent,
-        spec_bytes(out.tensors),
+        spec_bytes(out.tensors, device),
         dict(zip(stashes, stashed_bytes, strict=True)),
         sum(tangents[: out.num_plain]),
         dict(zip(stashes, tangents[out.num_plain :], strict=True)),
         made,
         dict(zip(pops, pop_gradients, strict=True)),
-        max(program.arena_bytes for program in programs),
-        _peak(forward, False),
+        block_bytes(max(program.arena_bytes for program in programs), device),
+        _peak(forward, False, device),
         {
-            (kind, is_first): _peak(program, is_first)
+            (kind, is_first): _peak(program, is_first, device)
             for kind, program in ((Kind.B, backward), (Kind.W, lowered.weights))
             if program is not None
             for is_first in (False, True)
@@ -349,26 +366,26 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     )
 
 
-def _unread(lowered: LoweredStage) -> tuple[float, float, float]:
+def _unread(lowered: LoweredStage, device: torch.device) -> tuple[float, float, float]:
     """Returns the share of inputs, of what is saved and of gradients that only B reads, and W does not."""
     first, second = lowered.backward, lowered.weights
     if first is None or second is None:
         return 0.0, 0.0, 0.0
     shares = []
     for role in (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT):
-        read, later = _input_bytes(first, role), _input_bytes(second, role)
-        every = {**_input_bytes(lowered.forward, role), **read, **later}
+        read, later = _input_bytes(first, role, device), _input_bytes(second, role, device)
+        every = {**_input_bytes(lowered.forward, role, device), **read, **later}
         shares.append(
             sum(size for port, size in every.items() if port not in later) / (sum(every.values()) or 1)
         )
     return shares[0], shares[1], shares[2]
 
 
-def _input_bytes(program: ProgramIR, role: GraphRole) -> dict[int, int]:
+def _input_bytes(program: ProgramIR, role: GraphRole, device: torch.device) -> dict[int, int]:
     """Returns the bytes of the inputs of a role, by index."""
     inputs = (i for i, value in enumerate(program.values) if value.storage is StorageKind.INPUT)
     pairs = zip(program.inputs, inputs, strict=True)
-    return {port.index: _value_bytes(program, [i]) for port, i in pairs if port.role is role}
+    return {port.index: _value_bytes(program, [i], device) for port, i in pairs if port.role is role}
 
 
 def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None = None) -> set[int]:
@@ -390,7 +407,11 @@ def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None
 
 
 def _result_bytes(
-    program: ProgramIR | None, role: GraphRole, boundary: BoundarySpec, counted: Set[int] = frozenset()
+    program: ProgramIR | None,
+    role: GraphRole,
+    boundary: BoundarySpec,
+    device: torch.device,
+    counted: Set[int] = frozenset(),
 ) -> tuple[int, list[int]]:
     """Returns the bytes of the plain results of a role, and of the results of each skip connection.
 
@@ -400,6 +421,7 @@ def _result_bytes(
         program: the program; None if there are no results.
         role: outputs, or gradients of inputs.
         boundary: the specs of the outputs or of the inputs.
+        device: the device of the stage.
         counted: values that are counted elsewhere.
     """
     if program is None:
@@ -407,17 +429,18 @@ def _result_bytes(
     found = [_results(program, role, {i}) - counted for i in range(len(boundary.tensors))]
     plain, skips = found[: boundary.num_plain], found[boundary.num_plain :]
     shared = set[int]().union(*skips)
-    return _value_bytes(program, set[int]().union(*plain) - shared), [
-        _value_bytes(program, own) for own in skips
+    return _value_bytes(program, set[int]().union(*plain) - shared, device), [
+        _value_bytes(program, own, device) for own in skips
     ]
 
 
-def _peak(program: ProgramIR, is_first: bool) -> int:
+def _peak(program: ProgramIR, is_first: bool, device: torch.device) -> int:
     """Returns the most that a run of a program allocates at a time beside its scratch memory.
 
     Args:
         program: the program.
         is_first: whether the run makes the gradients of parameters; later ones add to them.
+        device: the device of the stage.
     """
     now = most = 0
     live: dict[int, int] = {}
@@ -434,17 +457,17 @@ def _peak(program: ProgramIR, is_first: bool) -> int:
             continue
         for index in values_written(step):
             if program.values[index].storage in allocated and index not in live:
-                live[index] = _value_bytes(program, [index])
+                live[index] = _value_bytes(program, [index], device)
                 now += live[index]
         most = max(most, now)
     return most
 
 
-def _value_bytes(program: ProgramIR, indices: Iterable[int]) -> int:
+def _value_bytes(program: ProgramIR, indices: Iterable[int], device: torch.device) -> int:
     values = (program.values[index] for index in indices)
-    return sum(span(value.sizes, value.strides) * value.dtype.itemsize for value in values)
+    return sum(block_bytes(span(v.sizes, v.strides) * v.dtype.itemsize, device) for v in values)
 
 
-def spec_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Returns the bytes of tensors with these specs."""
-    return sum(span(spec.shape, spec.strides) * spec.dtype.itemsize for spec in specs)
+def spec_bytes(specs: Iterable[TensorSpec], device: torch.device) -> int:
+    """Returns the bytes of tensors with these specs on a device."""
+    return sum(block_bytes(span(x.shape, x.strides) * x.dtype.itemsize, device) for x in specs)

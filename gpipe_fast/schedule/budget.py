@@ -105,7 +105,13 @@ _WAYS = [_Way(a, (b, c)) for a, b, c in product((False, True), repeat=3)]
 
 
 class BudgetError(ValueError):
-    """A budget that cannot be met."""
+    """A budget that cannot be met.
+
+    Attributes:
+        balance: of the partitions that were compared, the one that needs least; empty if one was given.
+    """
+
+    balance: tuple[int, ...] = ()
 
 
 class Budget:

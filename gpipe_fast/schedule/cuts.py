@@ -104,8 +104,12 @@ def best_partitions(
         found.sort(key=lambda partition: partition.climb.time)
     if not found:
         balance = _smallest(layers, devices, sizes, kept)
-        budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
-        found = [Partition(balance, budget.choose(limits))]
+        try:
+            budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
+            found = [Partition(balance, budget.choose(limits))]
+        except BudgetError as error:
+            error.balance = balance
+            raise
     return found[:count]
 
 

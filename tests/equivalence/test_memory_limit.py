@@ -154,6 +154,27 @@ def test_a_memory_that_is_enough_is_accepted_and_used(chunks: int) -> None:
         pipe(x)
 
 
+def test_the_plan_decides_what_fits_where_estimates_do_not() -> None:
+    def small(**options: object) -> tuple[GPipe, Tensor]:
+        torch.manual_seed(SEED)
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 8))
+        return GPipe(layers, devices=["cpu"] * 2, chunks=8, **options), torch.ones(16, 8)  # type: ignore[arg-type]
+
+    pipe, x = small(balance=[3, 1], checkpoint="always")
+    limit = needed(pipe, x)
+    pipe, x = small(memory=limit)
+    pipe(x).sum().backward()
+    assert needed(pipe, x) <= limit
+    pipe, x = small(memory=limit // 2)
+    before = list(pipe.balance)
+    with pytest.raises(ValueError, match=r"at least .* is needed"):
+        pipe(x)
+    assert pipe.balance == before
+    pipe.memory_limit = "1MiB"
+    pipe(x).sum().backward()
+    assert needed(pipe, x) <= 1 << 20
+
+
 def test_cuts_need_no_more_than_the_partitions_that_they_make() -> None:
     pipe, x = wide(balance=[4, 4], chunks=8, checkpoint="always")
     limit = int(1.4 * needed(pipe, x))
@@ -191,6 +212,27 @@ def test_what_layers_in_python_need_is_not_known() -> None:
         RuntimeError, match="every layer runs in Python, and what it needs is not known: backend"
     ):
         pipe(x)
+
+
+def test_memory_on_gpus_that_the_machine_lacks() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+        x = torch.empty(64, 64)
+    call = {"target": x, "loss_fn": F.mse_loss, "optimizer": torch.optim.AdamW, "device": "cuda"}
+    report = GPipe(layers, [4, 4], devices=["cpu"] * 2, chunks=4).memory(x, **call)  # type: ignore[arg-type]
+    assert report.devices == ("cuda:0", "cuda:1")
+    assert report.stages == wide(balance=[4, 4], chunks=4)[0].memory(x, **call).stages  # type: ignore[arg-type]
+    parameters = 4 * (4 * 64 * 64 + 512)  # a bias takes a block of 512 bytes
+    assert [own and own.parameters for own in report.stages] == [parameters] * 2
+    # On the CPU, both stages have their tensors on one device, and nothing is copied between them.
+    first, second = report.stages
+    assert first is not None
+    assert second is not None
+    assert second.boundary > 0
+    with pytest.raises(RuntimeError, match=r"on the meta device.*or pass device='cuda' to memory"):
+        GPipe(layers, [4, 4], devices=["cpu"] * 2, chunks=4).memory(x)
+    pipe, x = wide(balance=[4, 4], chunks=2, backend="eager")
+    assert pipe.memory(x, device="cuda").stages == (None, None)
 
 
 def test_layers_in_python_are_known_after_a_run() -> None:

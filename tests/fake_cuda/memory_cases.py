@@ -91,12 +91,12 @@ def counted(pipe: GPipe, x: Tensor, schedule: str, before: list[int]) -> list[in
                 torch.cuda.reset_peak_memory_stats(stage)
         step(pipe, x, schedule)
     given = [x.nbytes, *[0] * (len(pipe.balance) - 1)]
-    return [requested(i, "peak") - b - g for i, (b, g) in enumerate(zip(before, given, strict=True))]
+    return [allocated(i, "peak") - b - g for i, (b, g) in enumerate(zip(before, given, strict=True))]
 
 
-def requested(stage: int, when: str) -> int:
-    """Returns the bytes that are allocated on a device, without those that the allocator rounds up to."""
-    found: int = torch.cuda.memory_stats(stage).get(f"requested_bytes.all.{when}", 0)
+def allocated(stage: int, when: str) -> int:
+    """Returns the bytes that are allocated on a device, with what the allocator rounds up to."""
+    found: int = torch.cuda.memory_stats(stage).get(f"allocated_bytes.all.{when}", 0)
     return found
 
 
@@ -104,7 +104,7 @@ def empty(num_stages: int) -> list[int]:
     """Returns what is allocated on each device, after a collection."""
     gc.collect()
     torch.cuda.empty_cache()
-    return [requested(stage, "current") for stage in range(num_stages)]
+    return [allocated(stage, "current") for stage in range(num_stages)]
 
 
 def predicted(name: str, schedule: str, stages: str, microbatches: str, settings: str) -> list[str]:
@@ -123,6 +123,9 @@ def predicted(name: str, schedule: str, stages: str, microbatches: str, settings
                 found = counted(pipe, x, schedule, before)
                 options = {"target": torch.zeros(len(x), device="meta"), "loss_fn": loss_of, "normalizer": 1}
                 report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
+                if isinstance(checkpoint, str):  # what a share saves depends on times
+                    absent = pipe.memory(x.to("meta"), **(options if schedule else {}), device="cuda")  # type: ignore[arg-type]
+                    assert absent.stages == report.stages, (absent, report)
                 triples = [
                     f"{own.total - own.waiting} {own.total} {size}"  # type: ignore[union-attr]
                     for own, size in zip(report.stages, found, strict=True)

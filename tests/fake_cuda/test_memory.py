@@ -53,7 +53,7 @@ def test_memory_is_predicted_for_every_schedule(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("model", ["gpt", "dropout"])
+@pytest.mark.parametrize("model", ["gpt", "dropout", "resnet", "unet"])
 def test_memory_is_predicted_in_every_setting(
     model: str, schedule: str, libraries: tuple[Path, Path]
 ) -> None:

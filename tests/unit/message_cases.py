@@ -142,6 +142,11 @@ ARGUMENTS = [
     case("checkpoint has 3 values", "one for each stage", pipe, checkpoint=[0.5, 1, 0]),
     case("got str", "pass torch.optim.AdamW", lambda: pipe().memory(features(), optimizer="adam")),
     case("no layers", "pass some to GPipe", lambda: GPipe(nn.Sequential(), []).memory(features())),
+    case(
+        "got device='cuda:0', too",
+        "leave one of them out",
+        lambda: pipe().memory(features(), measure=True, device="cuda"),
+    ),
     case("got '20 apples'", "offload", pipe, memory="20 apples"),
     case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
     case("memory is 10 bytes on cpu", "more chunks", lambda: pipe(memory="10B")(features())),

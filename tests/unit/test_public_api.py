@@ -57,7 +57,7 @@ gpipe_fast
         init: Initialize | None = None) -> Any
     memory(self, *args: Any, target: Any = None, loss_fn: Callable[..., Any] | None = None,
         normalizer: Any = None, optimizer: OptimizerChoice = None, measure: bool = False,
-        **kwargs: Any) -> MemoryReport
+        device: Device | None = None, **kwargs: Any) -> MemoryReport
     memory_limit: property, may be set
     partitions: property
     pop(self, key: object = -1) -> NoReturn
