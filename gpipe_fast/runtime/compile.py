@@ -132,11 +132,7 @@ class Compiler:
         for index, base in reversed(list(enumerate(compiled))):
             stashes = _skip_tensors(base.stage.stashes, base.outputs)
             gradients.update(
-                {
-                    segment_key: skip_gradients[number]
-                    for segment_key, number in stashes
-                    if number in skip_gradients
-                }
+                {position: skip_gradients[number] for position, number in stashes if number in skip_gradients}
             )
             known = self.compiled(
                 base.stage, base.segment_key, layout_history.lookup(base.segment_key) or gradients
@@ -146,9 +142,9 @@ class Compiler:
                 return CompilationFailure(index, replace(known, layer=layer))
             found[index] = known
             gradients = known.input_gradients()
-            for segment_key, number in _skip_tensors(base.stage.pops, base.inputs):
-                if segment_key in gradients:
-                    skip_gradients[number] = gradients.pop(segment_key)
+            for position, number in _skip_tensors(base.stage.pops, base.inputs):
+                if position in gradients:
+                    skip_gradients[number] = gradients.pop(position)
         return found
 
     def compiled(

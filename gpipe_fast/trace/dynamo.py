@@ -36,6 +36,8 @@ from gpipe_fast.torch_private.symbolic_shapes import ShapeEnv
 from gpipe_fast.torch_private.transforms import DisableTransforms
 from gpipe_fast.trace.facts import IMMUTABLE, Read
 
+_log = logging.getLogger("gpipe_fast")
+
 # The user's settings of Dynamo, or its later defaults, must not change what is captured.
 _CONFIG: dict[str, Any] = {
     "side_effect_replay_policy": "error",
@@ -285,6 +287,7 @@ def capture(
         except Refused:
             raise
         except Exception as error:
+            _log.debug("%s cannot be captured", type(layer).__name__, exc_info=error)
             raise _refusal(error, observed.changes) from None
     if module is not None:
         _check_operators(module)

@@ -42,6 +42,13 @@ def messages_of_steps(caplog: pytest.LogCaptureFixture, backend: str = "auto") -
     return "\n".join(record.getMessage() for record in caplog.records if record.name == "gpipe_fast")
 
 
+def test_the_log_has_the_line_of_a_layer_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "gpipe_fast"), pytest.warns(match="in Python"):
+        GPipe(nn.Sequential(NeedsPython()), [1], devices=["cpu"], chunks=2)(torch.randn(4, 6))
+    assert "NeedsPython cannot be captured" in caplog.text
+    assert "return x * float(x.detach().sum() > 0)" in caplog.text
+
+
 FOUND = {
     "traced": r"^layer 0: traced, for \[4, 6\]$",
     "equal-layers": r"reused the graph of layers 0 to 1",
