@@ -128,13 +128,16 @@ class CallSettings:
 
     @property
     def capture(self) -> bool:
-        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls."""
+        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
+
+        Without effect with a mesh.
+        """
         return self._capture
 
     @capture.setter
     def capture(self, capture: bool) -> None:
         self._capture = bool(capture)
-        self._pipeline.set_capture(self._capture)
+        self._pipeline.set_capture(self._capture and self._ranks is None)
 
     @property
     def fuse(self) -> bool:

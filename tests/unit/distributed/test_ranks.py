@@ -40,6 +40,13 @@ def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None
     assert first._number == second._number == 1
 
 
+def test_no_graph_is_captured_with_a_mesh() -> None:
+    pipe = rank_of(0, mlp(), [2, 3])
+    pipe._pipeline = mock.Mock(spec=pipe._pipeline)
+    pipe.capture = True
+    pipe._pipeline.set_capture.assert_called_once_with(False)
+
+
 def on_meta(pipe: GPipe) -> list[bool]:
     return [parameter.is_meta for parameter in pipe.parameters()]
 
