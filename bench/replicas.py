@@ -121,7 +121,8 @@ def main() -> None:
         "a host, a network namespace whose rate `tc tbf` limits. Without a sum, the replicas are two "
         "pipelines of their own; after the step, each rank sums all its gradients in one all-reduce of gloo; "
         "in the drain, GPipe does, with `dp_replicate` in its mesh. Of the time that a sum after the step "
-        "adds, the drain hides the given share. The last stage can hide its sum; that of the first begins "
+        "adds, the drain hides the given share. The last stage can hide its sum behind one backward of the "
+        "first, whose own sum begins "
         f"when the step's work is done. Candidates alternate; medians of {ROUNDS} steps. The load average "
         f"was {before} before and {load()} after; this benchmark alone makes it about 3.\n",
     )
