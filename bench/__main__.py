@@ -24,6 +24,7 @@ BENCHMARKS = {
     "inference-stream": "inference on many mini-batches: GPipe.stream compared with a call for each",
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
+    "largest": "the largest models that fit, with and without GPipe, by predictions on shapes",
     "lengths": "training steps on sequences of varying length",
     "memory": "peak memory of training steps compared with a checkpointed plain loop",
     "overhead": "steps of tiny stages compared with torchgpipe and plain PyTorch",
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "step": "steps of GPT blocks compared with torch.distributed.pipelining, torchgpipe and plain PyTorch",
     "tracing": "time to trace and lower GPT blocks",
     "training-step": "peak memory and time of whole training steps: the loss outside, or in the last stage",
+    "within-memory": "steps within a number of bytes compared with balances by time at equal memory",
     "traffic": "bytes that fused backward kernels of recomputed segments read and write",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from bench import (
     execution,
     frontier,
     interpreted,
+    largest,
     lengths,
     measure,
     memory,
@@ -26,6 +28,7 @@ from bench import (
     signature,
     step,
     tracing,
+    within_memory,
 )
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
@@ -225,6 +228,7 @@ def test_the_frontier_compares_shares_with_compiled_loops() -> None:
     names = [
         frontier.name_of(0.5),
         frontier.name_of(1.0),
+        frontier.ONE_STAGE + "0",
         frontier.LOOP,
         frontier.RECOMPUTING,
         frontier.BUDGET,
@@ -238,6 +242,46 @@ def test_the_frontier_compares_shares_with_compiled_loops() -> None:
     assert [row[0] for row in table] == frontier.SHARES
     assert [row[2] for row in table][::8] == [0, 1]
     assert [row[4] for row in table][::8] == [1, 0]
+
+
+def test_memory_is_compared_at_what_a_balance_by_time_needs() -> None:
+    model = within_memory.Model("tiny", small_and_large, partial(torch.ones, 16, 8))
+    first, second = within_memory.rows(model, rounds=1)
+    assert second[3] <= first[3]
+    assert second[-1] == "equal"
+
+
+def small_and_large() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 8))
+
+
+def test_the_needs_of_a_large_model_are_known_without_its_weights() -> None:
+    with torch.device("meta"):
+        layers, tokens = gpt(32, layers=3, heads=2, length=16), torch.zeros(64, 16, dtype=torch.long)
+    naive = largest.need(layers, [len(layers)], tokens, tokens, naive=True)
+    found = largest.need(layers, [2, len(layers) - 2], tokens, tokens, naive=False)
+    assert sum(found.parameters) == sum(naive.parameters) == sum(p.numel() for p in layers.parameters())
+    assert sum(found.activations) < naive.activations[0]
+
+
+def test_the_largest_model_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cells(row: largest.Row, filters: int) -> largest.Need:
+        return largest.Need([900 * filters**2, 1000 * filters**2], [10**7 * filters, 10**6 * filters])
+
+    limit = 8 * largest.GIB
+    monkeypatch.setattr(largest, "amoebanet", cells)
+    for row in largest.AMOEBANET:
+        filters, found = largest.largest_amoebanet(row, limit)
+        assert found.largest <= limit < cells(row, filters + 16).largest
+
+    def blocks(balance: tuple[int, ...], naive: bool) -> largest.Need:
+        ends = [9, *[0] * (len(balance) - 2), 8] if len(balance) > 1 else [17]
+        return largest.Need([10**7 * (n + more) for n, more in zip(balance, ends, strict=True)], [0, 0, 0])
+
+    monkeypatch.setattr(largest, "blocks", blocks)
+    number, found = largest.largest_transformer(largest.TRANSFORMER[2], 12 * 10**7 * 30)
+    assert number == 21 + 6 * 30 + 22
+    assert sum(found.parameters) == 10**7 * 8 * 30
 
 
 def test_signature_times_the_parts_of_a_call() -> None:

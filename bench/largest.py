@@ -1,0 +1,299 @@
+"""The largest models that fit, with and without GPipe: the paper's table 1 by `GPipe.memory`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.measure import Table, report
+from bench.models.amoebanet import amoebanet_d
+from bench.models.gpt import gpt
+from gpipe_fast import GPipe
+from gpipe_fast.balance import balance_by_cost
+
+GIB = 2**30
+# "Each model parameter needs 12 bytes since we applied RMSProp during training."
+PARAMETER_BYTES = 12
+CHUNKS, DTYPE = 32, torch.bfloat16
+_STEP = 16  # filters
+
+
+class SumOfCrossEntropies(nn.Module):
+    """The cross entropy of each sample or token, added up."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model needs.
+
+    Attributes:
+        parameters: the number of parameters of each stage.
+        activations: the bytes that each stage needs beside parameters and gradients.
+    """
+
+    parameters: list[int]
+    activations: list[int]
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the device that needs most."""
+        return max(
+            PARAMETER_BYTES * number + size
+            for number, size in zip(self.parameters, self.activations, strict=True)
+        )
+
+
+def need(layers: nn.Sequential, balance: Sequence[int], sample: Tensor, target: Tensor, naive: bool) -> Need:
+    """Returns what a step needs on GPUs that this machine need not have; nothing runs, or gets memory.
+
+    Args:
+        layers: layers on the meta device.
+        balance: the number of layers of each stage.
+        sample: a mini-batch.
+        target: its target.
+        naive: whether there is one micro-batch, and nothing is recomputed.
+    """
+    chunks, checkpoint = (1, "never") if naive else (CHUNKS, "always")
+    devices = ["cpu"] * len(balance)
+    model = GPipe(layers, list(balance), devices=devices, chunks=chunks, checkpoint=checkpoint)
+    loss = SumOfCrossEntropies()
+    found = model.memory(sample, target=target, loss_fn=loss, normalizer=1, device="cuda").stages
+    activations = []
+    for stage in found:
+        assert stage is not None
+        activations.append(stage.total - stage.parameters - stage.gradients)
+    numbers = [sum(p.numel() for p in part.parameters()) for part in model.partitions]
+    return Need(numbers, activations)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A column of the paper's table.
+
+    Attributes:
+        name: its name.
+        num_stages: K.
+        size: the size of the model in the table.
+        parameters: the published number of parameters, in millions.
+        parameter_gib: the published bytes for parameters on all devices, in GB.
+        activation_gib: the same for activations.
+    """
+
+    name: str
+    num_stages: int
+    size: tuple[int, ...]
+    parameters: float
+    parameter_gib: float
+    activation_gib: float
+
+    @property
+    def naive(self) -> bool:
+        """Whether the model runs without GPipe."""
+        return self.name == "Naive-1"
+
+
+AMOEBANET = [
+    Row("Naive-1", 1, (18, 208), 82, 1.05, 6.26),
+    Row("Pipeline-1", 1, (18, 416), 318, 3.8, 3.46),
+    Row("Pipeline-2", 2, (18, 544), 542, 6.45, 8.11),
+    Row("Pipeline-4", 4, (36, 544), 1050, 12.53, 15.21),
+    Row("Pipeline-8", 8, (72, 512), 1800, 24.62, 26.24),
+]
+# The paper has the first row's bytes of parameters and of activations in the other order.
+TRANSFORMER = [
+    Row("Naive-1", 1, (3,), 282.2, 3.15, 11.7),
+    Row("Pipeline-1", 1, (13,), 785.8, 8.8, 6.4),
+    Row("Pipeline-8", 8, (103,), 5300, 59.5, 50.9),
+    Row("Pipeline-32", 32, (415,), 21000, 235.1, 199.9),
+    Row("Pipeline-128", 128, (1663,), 83900, 937.9, 796.1),
+]
+
+
+@cache
+def cells(num_cells: int, num_filters: int, balance: tuple[int, ...], naive: bool) -> Need:
+    """Returns what an AmoebaNet-D needs for 128 images."""
+    with torch.device("meta"):
+        layers = amoebanet_d(num_cells, num_filters).to(DTYPE)
+        images, target = torch.empty(128, 3, 224, 224, dtype=DTYPE), torch.zeros(128, dtype=torch.long)
+    return need(layers, balance or (len(layers),), images, target, naive)
+
+
+def amoebanet(row: Row, num_filters: int) -> Need:
+    """Returns what an AmoebaNet-D needs in stages whose largest need is least.
+
+    The needs of single layers are those with 256 filters, scaled: parameters grow with their square.
+    """
+    num_cells = row.size[0]
+    if row.num_stages == 1:
+        return cells(num_cells, num_filters, (), row.naive)
+    with torch.device("meta"):
+        number = len(amoebanet_d(num_cells, 256))
+    one_each = cells(num_cells, 256, (1,) * number, False)
+    scale = num_filters / 256
+    costs = [
+        PARAMETER_BYTES * number * scale**2 + size * scale
+        for number, size in zip(one_each.parameters, one_each.activations, strict=True)
+    ]
+    return cells(num_cells, num_filters, tuple(balance_by_cost(row.num_stages, costs)), False)
+
+
+def largest_amoebanet(row: Row, limit: int) -> tuple[int, Need]:
+    """Returns the most filters, in steps of 16, with which a model fits, and what it needs then."""
+    found, filters = {}, row.size[1]
+    while True:
+        found[filters] = amoebanet(row, filters)
+        if found[filters].largest <= limit and filters + _STEP in found:
+            return filters, found[filters]
+        # Parameters grow with the square of the filters, and activations linearly.
+        numbers, sizes = found[filters].parameters, found[filters].activations
+        fitting = min(
+            _root(PARAMETER_BYTES * number / filters**2, size / filters, limit)
+            for number, size in zip(numbers, sizes, strict=True)
+        )
+        guess = max(_STEP, int(fitting) // _STEP * _STEP)
+        fits = found[filters].largest <= limit
+        filters = guess if guess not in found else filters + (_STEP if fits else -_STEP)
+
+
+def _root(square: float, linear: float, limit: float) -> float:
+    """Returns x with ``square * x**2 + linear * x == limit``."""
+    return (-linear + math.sqrt(linear**2 + 4 * square * limit)) / (2 * square)
+
+
+@cache
+def blocks(balance: tuple[int, ...], naive: bool) -> Need:
+    """Returns what a Transformer of blocks of width 2048 needs for 32 x 1024 tokens.
+
+    Args:
+        balance: the number of blocks of each stage; the first has the embedding, too, and the last the head.
+        naive: as for `need`.
+    """
+    with torch.device("meta"):
+        layers = gpt(sum(balance), 2048, 32, vocab=32000).to(DTYPE)
+        tokens = torch.zeros(32, 1024, dtype=torch.long)
+    sizes = list(balance)
+    ends = len(layers) - sum(balance)  # the layers before the first block and after the last one
+    sizes[0] += 1
+    sizes[-1] += ends - 1
+    return need(layers, sizes, tokens, tokens, naive)
+
+
+def transformer(row: Row, num_blocks: int) -> Need:
+    """Returns what a Transformer needs, whose first stages have one block more than the last ones."""
+    size, more = divmod(num_blocks, row.num_stages)
+    if row.num_stages == 1:
+        return blocks((size,), row.naive)
+    return _of_all(row, (size + (more > 0), size + (more > 1), size))
+
+
+def largest_transformer(row: Row, limit: int) -> tuple[int, Need]:
+    """Returns the most blocks with which a model fits, and what it needs then."""
+    kinds, fits = min(row.num_stages, 3), dict[int, list[bool]]()
+
+    def fitting(size: int) -> list[bool]:
+        found = blocks((size,) * kinds, row.naive)
+        fits[size] = [
+            PARAMETER_BYTES * number + each <= limit
+            for number, each in zip(found.parameters, found.activations, strict=True)
+        ]
+        return fits[size]
+
+    start = max(1, row.size[0] // row.num_stages)
+    size = start
+    while any(fitting(size)):
+        size += 1
+    size = start
+    while not all(fits.get(size) or fitting(size)):
+        size -= 1
+    best = tuple(max(size for size, own in fits.items() if own[kind]) for kind in range(kinds))
+    if kinds == 1:
+        return best[0], blocks(best, row.naive)
+    return best[0] + (row.num_stages - 2) * best[1] + best[2], _of_all(row, best)
+
+
+def _of_all(row: Row, sizes: tuple[int, ...]) -> Need:
+    """Returns what all stages need, given the blocks of the first, of each one between, and of the last."""
+    found, counts = blocks(sizes, False), (1, row.num_stages - 2, 1)
+
+    def repeated(values: list[int]) -> list[int]:
+        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+
+    return Need(repeated(found.parameters), repeated(found.activations))
+
+
+def rows(
+    table: Sequence[Row],
+    limit_gib: int,
+    of: Callable[[Row, int], Need],
+    largest: Callable[[Row, int], tuple[int, Need]],
+) -> tuple[list[list[object]], list[list[object]]]:
+    """Returns the rows of two tables: what the published sizes need, and which sizes fit."""
+    needs, fitting = [], []
+    baseline = 0
+    for row in table:
+        found = of(row, row.size[-1])
+        number, size = sum(found.parameters), sum(found.activations)
+        needs.append(
+            [
+                row.name,
+                ", ".join(map(str, row.size)),
+                row.parameters,
+                number / 1e6,
+                row.parameter_gib,
+                PARAMETER_BYTES * number / GIB,
+                row.activation_gib,
+                size / GIB,
+                found.largest / GIB,
+            ]
+        )
+        most, found = largest(row, limit_gib * GIB)
+        number = sum(found.parameters)
+        baseline = baseline or number
+        published = row.parameters / table[0].parameters
+        size_of = ", ".join(map(str, (*row.size[:-1], most)))
+        fitting.append([row.name, size_of, number / 1e6, found.largest / GIB, number / baseline, published])
+    return needs, fitting
+
+
+NEEDS = [
+    "",
+    "size",
+    "published parameters, M",
+    "counted, M",
+    "published, for parameters, GB",
+    "12 bytes each, GiB",
+    "published, for activations, GB",
+    "predicted, GiB",
+    "predicted, largest device, GiB",
+]
+FITTING = ["", "largest size", "parameters, M", "largest device, GiB", "times Naive-1", "published"]
+
+
+def main() -> None:
+    amoebanets = rows(AMOEBANET, 8, amoebanet, largest_amoebanet)
+    transformers = rows(TRANSFORMER, 16, transformer, largest_transformer)
+    report(
+        "largest",
+        "The largest models that fit, predicted",
+        NEEDS,
+        amoebanets[0],
+        "TODO\n",
+        [
+            Table("AmoebaNet-D: the largest that fit into 8 GiB each", FITTING, amoebanets[1], ""),
+            Table("Transformer", NEEDS, transformers[0], ""),
+            Table("Transformer: the largest that fit into 16 GiB each", FITTING, transformers[1], ""),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
