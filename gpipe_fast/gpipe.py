@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,7 +56,7 @@ from gpipe_fast.reporting import Reporting
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
-from gpipe_fast.runtime.memory_limit import Limits, checkpoint_within, partitions_within
+from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.prepared_call import PreparedCall
@@ -607,7 +608,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         """Returns a call that saves as much as the memory allows, if there is a limit."""
         if self._memory_limits is None or not (self.training and torch.is_grad_enabled()):
             return call
-        return replace(call, checkpoint=checkpoint_within(planner, call, self._memory_limits))
+        return replace(call, checkpoint=choice_within(planner, call, self._memory_limits).checkpoint)
 
     def _reporting(self) -> AbstractContextManager[None]:
         """As for `Training._reporting`."""
@@ -730,19 +731,30 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
     def _balance_within_memory(self, limits: Limits, inputs: Inputs) -> None:
         """Repartitions the layers such that a step that fits into the memory is fastest.
 
-        If no partition fits by its costs, which are estimates, the plan of the smallest one decides.
+        The costs of single layers are estimates of those of stages. So the fastest partition by these is
+        compared with the fastest one of all, by their plans. If none fits, the one that needs least is tried.
         """
-        before = self._balance
+        before, chunks = self._balance, self._chunks_of(inputs.batch_size)
+        unlimited = dict.fromkeys(limits, math.inf)
+        candidates = {self._partitions_within(unlimited, inputs, chunks)[0].balance}
         try:
-            found = self._partitions_within(limits, inputs, self._chunks_of(inputs.batch_size))[0]
-            self._take_balance(list(found.balance))
+            candidates.add(self._partitions_within(limits, inputs, chunks)[0].balance)
         except BudgetError as error:
-            self._take_balance(list(error.balance))
+            candidates.add(error.balance)
+        times: dict[tuple[int, ...], float] = {}
+        failure: BudgetError | None = None
+        for candidate in candidates:
+            self._take_balance(list(candidate))
             try:
-                checkpoint_within(self._planner, self._call_of(inputs, None), limits)
-            except BudgetError:
-                self._take_balance(before)
-                raise
+                choice = choice_within(self._planner, self._call_of(inputs, None), limits)
+                times[candidate] = choice.nanoseconds
+            except BudgetError as error:
+                failure = error
+        if failure is not None and not times:
+            self._take_balance(before)
+            raise failure
+        fastest = min(times, key=lambda each: times[each])
+        self._take_balance(list(fastest))
         self._balance_pending = False
 
     def _partitions_within(self, limits: Limits, inputs: Inputs, chunks: int) -> list[Partition]:

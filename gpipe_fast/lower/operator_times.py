@@ -25,8 +25,10 @@ from gpipe_fast.trace.tensor_metadata import AnyTensor
 # Operations and bytes in a nanosecond, for estimates; and the nanoseconds that any call takes.
 _RATES = {"cpu": (50, 10), "cuda": (200_000, 2_000)}
 _LEAST = 1_000
-# The number of timed runs of a call; only one if it takes longer than this.
-_RUNS, _LONG = 3, 20_000_000
+# The number of timed runs of a call; only one if it is long, and more if they are brief, since something else
+# may run beside some of them.
+_RUNS, _MOST_RUNS = 3, 20
+_BRIEF, _LONG = 2_000_000, 20_000_000
 
 # What operators raise if they cannot run alone, as for indices that are out of range.
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
@@ -104,13 +106,15 @@ def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None
         held.enter_context(DisableAutocast())
         try:
             args, kwargs = _examples(arguments, device)
-            least, runs = None, 0
-            while runs <= _RUNS:  # the first is not counted, unless it is long
+            least, runs, total = None, 0, 0
+            # The first is not counted, unless it is long.
+            while runs <= _RUNS or (total < _BRIEF and runs <= _MOST_RUNS):
                 begin = time.perf_counter_ns()
                 node.target(*args, **kwargs)
                 wait()
                 taken = max(1, time.perf_counter_ns() - begin)
                 least = taken if runs == 1 or least is None else min(least, taken)
+                total += taken
                 runs += _RUNS if taken > _LONG else 1
             return least
         except _CANNOT_RUN:

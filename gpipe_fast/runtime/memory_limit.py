@@ -26,7 +26,7 @@ from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.plan import schedule_of
-from gpipe_fast.runtime.planner import Call, Planner
+from gpipe_fast.runtime.planner import Call, Choice, Planner
 from gpipe_fast.runtime.stage_memory import (
     StageBytes,
     buffer_bytes,
@@ -37,7 +37,7 @@ from gpipe_fast.runtime.stage_memory import (
     stage_bytes,
 )
 from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts, under_way
 from gpipe_fast.schedule.cuts import Partition, best_partitions
 from gpipe_fast.schedule.simulation import Simulation
 from gpipe_fast.trace.joint_graph import JointGraph, parameters_of
@@ -45,10 +45,10 @@ from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # How often programs are lowered for a choice. After that, one is made among those that are lowered.
 _MAX_ATTEMPTS = 8
-Limits = Mapping[torch.device, int]
+Limits = Mapping[torch.device, float]
 
 
-def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoint:
+def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
     """Returns what to save in a call with gradients, so that it fits into the memory of each device.
 
     Counted are parameters, buffers, gradients, and everything of the micro-batches. The state of an optimizer
@@ -71,7 +71,7 @@ def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoin
     limited.calibrate()
     for _ in range(_MAX_ATTEMPTS):
         found = limited.choose(limits)
-        if limited.fits(found, limits):
+        if limited.fits(found.checkpoint, limits):
             break
     else:
         found = limited.everything_recomputed
@@ -82,18 +82,18 @@ def checkpoint_within(planner: Planner, call: Call, limits: Limits) -> Checkpoin
 def partitions_within(
     planner: Planner, call: Call, devices: Sequence[torch.device], limits: Limits, schedule: ScheduleChoice
 ) -> list[Partition]:
-    """Returns the three fastest partitions that fit, with what they save.
+    """Returns the three fastest partitions that fit, with what they save, by the costs of single layers.
 
     Args:
         planner: traces the layers, each of which is a stage of its own.
-        call: as for `checkpoint_within`.
+        call: as for `choice_within`.
         devices: the device of each stage of the partitions.
-        limits: as for `checkpoint_within`.
+        limits: as for `choice_within`; infinite for the fastest partitions of all.
         schedule: the schedule of the partitions.
 
     Raises:
         ValueError: no partition fits; the message says what is needed at least, for what.
-        RuntimeError: as for `checkpoint_within`.
+        RuntimeError: as for `choice_within`.
     """
     layers = _Limited(planner, call)
     number, num_devices = len(layers.sizes), len(set(devices))
@@ -101,7 +101,7 @@ def partitions_within(
     def with_recomputes(recomputed: frozenset[tuple[int, int]]) -> Schedule:
         return schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
 
-    return best_partitions(layers.costs, devices, limits, layers.sizes, with_recomputes)
+    return best_partitions(layers.layer_costs, devices, limits, layers.sizes, with_recomputes)
 
 
 class _Limited:
@@ -126,7 +126,7 @@ class _Limited:
         # For each stage, the scratch memory of the rungs whose programs are lowered.
         self._scratch = [dict[int, int]() for _ in graphs]
         # For each stage, what the plans that were made need beside the costs, which are estimates.
-        self._beside = [0] * len(graphs)
+        self._beside: list[float] = [0.0] * len(graphs)
         self._gradients = [
             gradient_bytes(own, {p for p in parameters_of(own.layers) if p.requires_grad})
             for own in self._stages
@@ -136,39 +136,45 @@ class _Limited:
         self._times = [self._costs_of(i, joint) for i, joint in enumerate(graphs)]
 
     @property
-    def costs(self) -> list[StageCosts]:
-        """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
-        return [
-            replace(
-                own,
-                rungs=self._rungs(stage, own),
-                fixed={**own.fixed, UNDER_WAY: own.fixed[UNDER_WAY] + self._beside[stage]},
-            )
-            for stage, own in enumerate(self._times)
-        ]
+    def layer_costs(self) -> list[StageCosts]:
+        """The costs of each stage, without what depends on the stages next to it."""
+        return [replace(own, rungs=self._rungs(stage, own)) for stage, own in enumerate(self._times)]
 
     @property
-    def everything_recomputed(self) -> Checkpoint:
+    def costs(self) -> list[StageCosts]:
+        """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
+        found = []
+        for stage, own in enumerate(self.layer_costs):
+            size = under_way(stage, own.boundary, own.outputs, self._kept) + self._beside[stage]
+            found.append(replace(own, fixed={**own.fixed, UNDER_WAY: size}))
+        return found
+
+    @property
+    def everything_recomputed(self) -> Choice:
         """The choice that needs least."""
-        return Checkpoint(((FULL_RECOMPUTE,),) * len(self._stages))
+        number = len(self._stages)
+        budget = Budget(self.costs, self.sizes, self._schedule)
+        return Choice(
+            Checkpoint(((FULL_RECOMPUTE,),) * number), budget.time_of([[0] * self._number] * number)
+        )
 
     def calibrate(self) -> None:
         """Corrects the costs so that recomputing everything needs what its plan needs."""
-        call = replace(self._call, checkpoint=self.everything_recomputed)
+        call = replace(self._call, checkpoint=self.everything_recomputed.checkpoint)
         needed = self._needed(call)
         least = Budget(self.costs, self.sizes, self._schedule).least()
         self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
-    def choose(self, limits: Limits) -> Checkpoint:
-        """As `checkpoint_within`."""
+    def choose(self, limits: Limits) -> Choice:
+        """As `choice_within`."""
         for _ in range(_MAX_ATTEMPTS):
             climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
             unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]
             for stage, rungs in enumerate(unknown):
                 self._lower(stage, rungs)
             if not any(unknown):
-                return self._checkpoint_of(climb)
-        return self._checkpoint_of(self._known_choice(limits))
+                return self._choice_of(climb)
+        return self._choice_of(self._known_choice(limits))
 
     def fits(self, checkpoint: Checkpoint, limits: Limits) -> bool:
         """Returns whether the plan for a choice fits; if not, the next choice is made with higher costs."""
@@ -240,25 +246,17 @@ class _Limited:
                 "parameters": parameter_bytes(stage),
                 "buffers": buffer_bytes(stage),
                 "gradients": self._gradients[index],
-                UNDER_WAY: self._under_way(index, inputs, outputs),
             },
             stage.device,
+            outputs,
         )
 
-    def _under_way(self, stage: int, inputs: int, outputs: int) -> int:
-        """Returns the most that waits to be sent or used, however fast the stages next to this one are."""
-        before = self._kept[stage - 1] if stage > 0 else 0
-        after = self._kept[stage + 1] if stage + 1 < len(self._stages) else 0
-        waiting = max(0, before - self._kept[stage])
-        return (waiting + 2) * inputs + (after + 2) * outputs
-
-    def _checkpoint_of(self, climb: Climb) -> Checkpoint:
-        return Checkpoint(
-            tuple(
-                tuple(_fraction(self._saved[stage], rung) for rung in row)
-                for stage, row in enumerate(climb.rungs)
-            )
+    def _choice_of(self, climb: Climb) -> Choice:
+        fractions = (
+            tuple(_fraction(self._saved[stage], rung) for rung in row)
+            for stage, row in enumerate(climb.rungs)
         )
+        return Choice(Checkpoint(tuple(fractions)), climb.time)
 
     def _lower(self, stage: int, rungs: Collection[int]) -> None:
         """Lowers the programs of some rungs of a stage, and notes their scratch memory."""

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +123,18 @@ class Signature:
     order: Order | None
 
 
+class Choice(NamedTuple):
+    """What to save so that a call fits into the memory.
+
+    Attributes:
+        checkpoint: what each stage saves of each micro-batch.
+        nanoseconds: the simulated time of a step.
+    """
+
+    checkpoint: Checkpoint
+    nanoseconds: float
+
+
 # The cache key of plans.
 _Key = tuple[Signature, Checkpoint]
 
@@ -170,7 +183,7 @@ class Planner:
             self._segments,
         )
         # What calls save under limits in bytes, by call and limits; see memory_limit.py.
-        self.within: Cache[Hashable, Checkpoint] = Cache(_MAX_PLANS)
+        self.within: Cache[Hashable, Choice] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
         self._latest: tuple[_Key, int, PlannedCall] | None = None
 

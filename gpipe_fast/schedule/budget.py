@@ -54,6 +54,7 @@ class StageCosts:
         boundary: the bytes of the boundary inputs of a micro-batch, which are kept on each rung.
         fixed: what the stage takes besides, in bytes, by name: its parameters and so on.
         device: the stages of a device share its budget.
+        outputs: the bytes of the boundary outputs of a micro-batch.
     """
 
     forward: float
@@ -62,6 +63,7 @@ class StageCosts:
     boundary: float
     fixed: Mapping[str, float]
     device: Hashable
+    outputs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Climb:
 # A stage, the rung that it takes, and for which micro-batches.
 _Step = tuple[int, int, list[int]]
 
-# Stages have the maximum of their layers' costs of this name, and the sum of the others.
+# The name of what `under_way` returns, among the fixed costs of a stage.
 UNDER_WAY = "boundary tensors under way"
 # The maximum number of classes of a stage; if more micro-batches are kept at a time, a class has several.
 _MAX_CLASSES = 8
@@ -102,6 +104,20 @@ class _Way(NamedTuple):
 
 
 _WAYS = [_Way(a, (b, c)) for a, b, c in product((False, True), repeat=3)]
+
+
+def under_way(stage: int, boundary: float, outputs: float, kept: Sequence[int]) -> float:
+    """Returns the most that waits to be sent or used, however fast the stages next to this one are.
+
+    Args:
+        stage: the stage.
+        boundary: the bytes of its boundary inputs.
+        outputs: the bytes of its boundary outputs.
+        kept: how many micro-batches each stage keeps at a time.
+    """
+    before = kept[stage - 1] if stage > 0 else 0
+    after = kept[stage + 1] if stage + 1 < len(kept) else 0
+    return (max(0, before - kept[stage]) + 2) * boundary + (after + 2) * outputs
 
 
 class BudgetError(ValueError):

@@ -15,7 +15,8 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Climb, Rung, StageCosts
+from gpipe_fast.schedule.actions import Kind
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Climb, Rung, StageCosts, under_way
 from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.simulation import Simulation
 
@@ -36,11 +37,19 @@ class Partition:
     climb: Climb
 
 
-def stage_costs(layers: Sequence[StageCosts], device: Hashable) -> StageCosts:
+def stage_costs(
+    layers: Sequence[StageCosts], stage: int, devices: Sequence[Hashable], kept: Sequence[int]
+) -> StageCosts:
     """Returns what a stage of these layers costs, given what each costs as a stage of its own.
 
     On the lowest rung, all is recomputed from the inputs of the stage; a layer that saves something keeps
     its inputs, too. What is recomputed is in the scratch memory, beside what the largest layer needs.
+
+    Args:
+        layers: the costs of the layers.
+        stage: the index of the stage.
+        devices: the device of each stage.
+        kept: how many micro-batches each stage keeps at a time.
     """
     steps = []
     for number, layer in enumerate(layers):
@@ -60,15 +69,17 @@ def stage_costs(layers: Sequence[StageCosts], device: Hashable) -> StageCosts:
     fixed: dict[str, float] = {}
     for layer in layers:
         for name, size in layer.fixed.items():
-            known = fixed.get(name, 0.0)
-            fixed[name] = max(known, size) if name == UNDER_WAY else known + size
+            fixed[name] = fixed.get(name, 0.0) + size
+    boundary, outputs = layers[0].boundary, layers[-1].outputs
+    fixed[UNDER_WAY] = under_way(stage, boundary, outputs, kept)
     return StageCosts(
         sum(x.forward for x in layers),
         sum(x.backward for x in layers),
         rungs,
-        layers[0].boundary,
+        boundary,
         fixed,
-        device,
+        devices[stage],
+        outputs,
     )
 
 
@@ -94,18 +105,20 @@ def best_partitions(
         BudgetError: no partition fits; the message says what that which needs least consists of.
     """
     found: list[Partition] = []
-    kept = _kept(schedule_of, len(devices), len(sizes))
-    for number, (bound, balance) in enumerate(_by_bound(layers, devices, limits, sizes, kept)):
+    schedule = schedule_of(frozenset(product(range(len(devices)), range(len(sizes)))))
+    kept = Simulation.of(schedule).kept
+    splits = any(action.kind is Kind.I for row in schedule.stages for action in row)
+    for number, (bound, balance) in enumerate(_by_bound(layers, devices, limits, sizes, kept, splits)):
         if number == _MAX_SIMULATED or (len(found) >= count and bound >= found[count - 1].climb.time):
             break
         with contextlib.suppress(BudgetError):
-            budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
+            budget = Budget(_stages(layers, balance, devices, kept), sizes, schedule_of)
             found.append(Partition(balance, budget.choose(limits)))
         found.sort(key=lambda partition: partition.climb.time)
     if not found:
         balance = _smallest(layers, devices, sizes, kept)
         try:
-            budget = Budget(_stages(layers, balance, devices), sizes, schedule_of)
+            budget = Budget(_stages(layers, balance, devices, kept), sizes, schedule_of)
             found = [Partition(balance, budget.choose(limits))]
         except BudgetError as error:
             error.balance = balance
@@ -114,17 +127,13 @@ def best_partitions(
 
 
 def _stages(
-    layers: Sequence[StageCosts], balance: Sequence[int], devices: Sequence[Hashable]
+    layers: Sequence[StageCosts],
+    balance: Sequence[int],
+    devices: Sequence[Hashable],
+    kept: Sequence[int],
 ) -> list[StageCosts]:
     parts = [layers[end - size : end] for end, size in zip(accumulate(balance), balance, strict=True)]
-    return [stage_costs(part, device) for part, device in zip(parts, devices, strict=True)]
-
-
-def _kept(
-    schedule_of: Callable[[frozenset[tuple[int, int]]], Schedule], num_stages: int, number: int
-) -> tuple[int, ...]:
-    """Returns how many micro-batches each stage keeps at a time."""
-    return Simulation.of(schedule_of(frozenset(product(range(num_stages), range(number))))).kept
+    return [stage_costs(part, stage, devices, kept) for stage, part in enumerate(parts)]
 
 
 def _smallest(
@@ -134,7 +143,7 @@ def _smallest(
     together = len(set(devices)) < len(devices)
 
     def needed(stage: int, begin: int, end: int) -> float:
-        own = stage_costs(layers[begin:end], devices[stage])
+        own = stage_costs(layers[begin:end], stage, devices, kept)
         return sum(own.fixed.values()) + kept[stage] * own.boundary + own.rungs[0].scratch
 
     # By the number of layers so far: the least bytes, and the partition.
@@ -159,25 +168,42 @@ def _by_bound(
     limits: Mapping[Any, float],
     sizes: Sequence[float],
     kept: Sequence[int],
+    splits: bool,
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Yields partitions and bounds on their times, the least bound first; first those that may fit.
 
     A* search over the ends of stages: the bound of a beginning is that of its best continuation.
+
+    Args:
+        layers: as for `best_partitions`.
+        devices: as for `best_partitions`.
+        limits: as for `best_partitions`.
+        sizes: as for `best_partitions`.
+        kept: how many micro-batches each stage keeps at a time.
+        splits: whether weight gradients may be computed while earlier stages drain.
     """
     num_layers, num_stages, total = len(layers), len(devices), sum(sizes)
-    works: dict[tuple[int, int, int], float] = {}
+    fill, drain = (
+        [min(sizes) * time for time in accumulate(times, initial=0.0)]
+        for times in ((x.forward for x in layers), (x.backward for x in layers))
+    )
+    bounds: dict[tuple[int, int, int], float] = {}
 
-    def work(stage: int, begin: int, end: int) -> float:
-        """Returns the least time of a stage for all micro-batches; infinite if it cannot fit."""
+    def bound_of(stage: int, begin: int, end: int) -> float:
+        """Returns the least time of a step with such a stage; infinite if it cannot fit."""
         key = stage, begin, end
-        if key not in works:
-            costs = stage_costs(layers[begin:end], devices[stage])
+        if key not in bounds:
+            costs = stage_costs(layers[begin:end], stage, devices, kept)
             room = limits[costs.device] - sum(costs.fixed.values())
-            each = room / (kept[stage] * min(sizes)) - costs.boundary
-            works[key] = total * (costs.forward + costs.backward + _least_recompute(costs.rungs, each))
-        return works[key]
+            # Micro-batches that are kept one after the other have the room to themselves.
+            rooms = -(-len(sizes) // kept[stage])
+            each = rooms * room / (len(sizes) * min(sizes)) - costs.boundary
+            backward = total * costs.backward
+            after = max(backward, (backward + drain[begin]) / 2) if splits else backward + drain[begin]
+            recompute = _least_recompute(costs.rungs, each)
+            bounds[key] = fill[begin] + total * (costs.forward + recompute) + after
+        return bounds[key]
 
-    ends = [*accumulate((x.forward + x.backward for x in layers), initial=0.0)]
     # best[k][begin]: the least bound of the stages from k on, which have the layers from `begin` on.
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[num_stages][num_layers] = 0.0
@@ -185,7 +211,7 @@ def _by_bound(
         for begin in range(stage, num_layers):
             best[stage][begin] = min(
                 (
-                    max(min(sizes) * ends[begin] + work(stage, begin, end), best[stage + 1][end])
+                    max(bound_of(stage, begin, end), best[stage + 1][end])
                     for end in range(begin + 1, num_layers - (num_stages - stage - 1) + 1)
                 ),
                 default=float("inf"),
@@ -198,7 +224,7 @@ def _by_bound(
             yield bound, balance
             continue
         for end in range(begin + 1, num_layers - (num_stages - stage - 1) + 1):
-            own = max(so_far, min(sizes) * ends[begin] + work(stage, begin, end))
+            own = max(so_far, bound_of(stage, begin, end))
             bound = max(own, best[stage + 1][end])
             if bound < float("inf"):
                 heappush(queue, (bound, (*balance, end - begin), own))
@@ -208,8 +234,19 @@ def _least_recompute(rungs: Sequence[Rung], saved: float) -> float:
     """Returns a bound on the mean time of recomputation if micro-batches save so much in the mean."""
     if saved < 0:
         return float("inf")
-    for before, after in pairwise(rungs):
+    hull: list[Rung] = []  # between rungs, a mean is on a line; the least ones are on the lower hull
+    for rung in rungs:
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], rung):
+            hull.pop()
+        hull.append(rung)
+    for before, after in pairwise(hull):
         if saved < after.saved:
             share = (saved - before.saved) / (after.saved - before.saved)
             return before.recompute + share * (after.recompute - before.recompute)
     return rungs[-1].recompute
+
+
+def _is_above(rung: Rung, before: Rung, after: Rung) -> bool:
+    """Returns whether a rung is on or above the line between two others."""
+    left = (rung.recompute - before.recompute) * (after.saved - before.saved)
+    return left >= (after.recompute - before.recompute) * (rung.saved - before.saved)

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from gpipe_fast.schedule.budget import Budget, BudgetError, Rung, StageCosts
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Rung, StageCosts
 from gpipe_fast.schedule.cuts import best_partitions, stage_costs
+from gpipe_fast.schedule.simulation import Simulation
 from tests.unit.schedule.test_budget import MIB, random_stage, schedules
 
 
@@ -17,7 +18,13 @@ def random_layer(draw: random.Random) -> StageCosts:
     scratch = draw.randint(1, 20) * MIB
     rungs = tuple(Rung(rung.saved, rung.recompute, scratch) for rung in own.rungs)
     return StageCosts(
-        own.forward, own.backward, rungs, own.boundary, {"parameters": draw.randint(1, 9) * MIB}, ""
+        own.forward,
+        own.backward,
+        rungs,
+        own.boundary,
+        {"parameters": draw.randint(1, 9) * MIB},
+        "",
+        draw.randint(1, 4) * MIB,
     )
 
 
@@ -36,10 +43,15 @@ def test_no_partition_of_all_is_faster(name: str) -> None:
         sizes = [1.0] * (number - 1) + [draw.choice([0.5, 1.0])]
         schedule_of = schedules(name, num_stages, number)
 
-        def budget_of(balance: tuple[int, ...], layers=layers, devices=devices, sizes=sizes, of=schedule_of):
+        everything = schedule_of(frozenset(itertools.product(range(num_stages), range(number))))
+        kept = Simulation.of(everything).kept
+
+        def budget_of(
+            balance: tuple[int, ...], layers=layers, devices=devices, sizes=sizes, of=schedule_of, kept=kept
+        ):
             ends = itertools.accumulate(balance)
             parts = [layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
-            return Budget([stage_costs(p, d) for p, d in zip(parts, devices, strict=True)], sizes, of)
+            return Budget([stage_costs(p, s, devices, kept) for s, p in enumerate(parts)], sizes, of)
 
         everywhere = {balance: budget_of(balance) for balance in balances(num_layers, num_stages)}
         least = min(max(budget.least()) for budget in everywhere.values())
@@ -60,13 +72,14 @@ def test_no_partition_of_all_is_faster(name: str) -> None:
 def test_a_stage_of_layers_recomputes_everything_or_nothing_at_the_ends() -> None:
     draw = random.Random(0)
     layers = [random_layer(draw) for _ in range(4)]
-    own = stage_costs(layers, "cpu")
+    own = stage_costs(layers, 1, ["cpu"] * 3, [4, 3, 1])
     assert own.rungs[0].saved == 0
     assert own.rungs[0].recompute == pytest.approx(sum(layer.forward for layer in layers))
     assert own.rungs[-1].recompute == 0
     assert own.rungs[-1].saved == sum(x.rungs[-1].saved for x in layers) + sum(x.boundary for x in layers[1:])
     assert own.boundary == layers[0].boundary
-    assert own.fixed == {"parameters": sum(layer.fixed["parameters"] for layer in layers)}
+    waiting = 3 * layers[0].boundary + 3 * layers[-1].outputs
+    assert own.fixed == {"parameters": sum(x.fixed["parameters"] for x in layers), UNDER_WAY: waiting}
 
 
 def test_an_error_if_nothing_fits() -> None:
