@@ -218,15 +218,23 @@ def plot(results: Mapping[str, Result]) -> str:
         f'<text x="{width - margin}" y="{height - 20}" text-anchor="end">peak memory, MiB</text>',
         f'<polyline points="{ours}" fill="none" stroke="#f7a650"/>',
     ]
-    for axis in range(5):
-        size, time = (axis / 4 * each for each in most)
-        parts.append(f'<text x="{x(size):.1f}" y="{height - margin + 16}">{size:.0f}</text>')
-        parts.append(f'<text x="{margin - 6}" y="{y(time):.1f}" text-anchor="end">{time:.0f}</text>')
+    for number in range(0, int(most[0]) + 1, 50):
+        parts.append(f'<text x="{x(number):.1f}" y="{height - margin + 16}">{number}</text>')
+    for number in range(0, int(most[1]) + 1, 200):
+        parts.append(f'<text x="{margin - 6}" y="{y(number):.1f}" text-anchor="end">{number}</text>')
+    letters = dict(zip((name for name, *_ in points if not name.startswith(OURS)), "abcdefgh", strict=False))
     for name, size, time in points:
         colour = "#f7a650" if OURS in name else "#4c78a8"
         parts.append(f'<circle cx="{x(size):.1f}" cy="{y(time):.1f}" r="4" fill="{colour}"/>')
-        label = escape(name.removeprefix(f"{OURS}, checkpoint="))
-        parts.append(f'<text x="{x(size) + 6:.1f}" y="{y(time) - 6:.1f}">{label}</text>')
+        label, shift = (
+            letters.get(name, name.removeprefix(f"{OURS}, checkpoint=")),
+            -8 if name in letters else 18,
+        )
+        parts.append(f'<text x="{x(size) - 3:.1f}" y="{y(time) + shift:.1f}">{label}</text>')
+    legend = ["with a line: two stages of gpipe_fast, and their checkpoint="]
+    legend += [f"{letter}: {name}" for name, letter in letters.items()]
+    for row, text in enumerate(legend):
+        parts.append(f'<text x="{margin + 20}" y="{height - margin - 120 + 16 * row}">{escape(text)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
