@@ -42,7 +42,7 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.explanation import Explanation
-from gpipe_fast.explanation.explain import explain_call, on_absent_devices
+from gpipe_fast.explanation.explain import explain_call, on_absent_device
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.make import make_pipelined
 from gpipe_fast.fuse import left_out
@@ -60,7 +60,7 @@ from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_wi
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.prepared_call import PreparedCall
-from gpipe_fast.runtime.stage import TRACING_LOCK, Tie
+from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.schedule import ScheduleChoice
@@ -523,7 +523,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         inputs = self._checked_inputs(args, kwargs)
         with TRACING_LOCK:
             self._detect_changes()
-            planner = self._planner if place is None else self._absent_planner([place] * len(self._balance))
+            planner = self._planner if place is None else self._absent_planner(place)
             training = self.training and torch.is_grad_enabled()
             checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
             chunks = self._chunks_of(inputs.batch_size)
@@ -564,17 +564,17 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
     def _stage_bytes_on(self, devices: Sequence[torch.device], call: Call) -> list[StageBytes] | None:
         """Returns what each stage needs on devices that the machine need not have.
 
-        None if a layer runs in Python.
+        All are traced on the first one. None if a layer runs in Python.
         """
-        planner = self._absent_planner(devices)
+        planner = self._absent_planner(devices[0])
         if planner.backend == "eager":
             return None
-        with on_absent_devices(call, devices) as absent:
+        with on_absent_device(call, devices[0]) as absent:
             absent.state.update_key()  # under these modes
             compiled = planner.compile(absent)
             if isinstance(compiled, CompilationFailure):
                 return None
-            return stage_bytes(planner.stages, compiled, absent)
+            return stage_bytes(self._absent_stages(devices), compiled, absent)
 
     def _stage_parameters(self) -> list[list[Tensor]]:
         """As for `Reporting._stage_parameters`."""
@@ -586,11 +586,14 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             found.append(own)
         return found
 
-    def _absent_planner(self, devices: Sequence[torch.device]) -> Planner:
-        """Returns a planner for the stages on devices that the machine need not have."""
-        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
-        stages = stages_of(self._layers, self._balance, devices, *options, is_absent=True)
+    def _absent_planner(self, device: torch.device) -> Planner:
+        """Returns a planner for the stages on a device that the machine need not have."""
+        stages = self._absent_stages([device] * len(self._balance))
         return Planner(stages, self.backend, self._python_workers)
+
+    def _absent_stages(self, devices: Sequence[torch.device]) -> list[Stage]:
+        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+        return stages_of(self._layers, self._balance, devices, *options, is_absent=True)
 
     def _emit_warnings(self) -> None:
         """Emits the planner's pending warnings and those about fused kernels, each once."""

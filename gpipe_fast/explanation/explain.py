@@ -42,18 +42,14 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def on_absent_devices(call: Call, devices: Sequence[torch.device]) -> Iterator[Call]:
-    """Returns a call with its inputs on GPUs that the machine need not have, and lets it be traced there.
+def on_absent_device(call: Call, device: torch.device) -> Iterator[Call]:
+    """Returns a call with its inputs on a GPU that the machine need not have, and lets it be traced there.
 
-    Autocast for the CPU counts as autocast for GPUs.
-
-    Args:
-        call: the call.
-        devices: the device of each stage. What the caller gives to a skip connection goes to the last one.
+    Autocast for the CPU counts as autocast for the GPU.
     """
     with FakeTensorMode():
-        inputs = call.inputs._replace(tensors=[_moved(x, devices[0]) for x in call.inputs.tensors])
-        given = tuple(_moved(x, devices[-1]) for x in call.given)
+        inputs = call.inputs._replace(tensors=[_moved(x, device) for x in call.inputs.tensors])
+        given = tuple(_moved(x, device) for x in call.given)
     with _autocast_on_gpu(), backward_without_gpu():
         yield replace(call, inputs=inputs, given=given)
 
@@ -86,7 +82,7 @@ def explain_call(planner: Planner, call: Call, device: torch.device | None) -> E
     with contextlib.ExitStack() as stack:
         stack.enter_context(progress.first_call([len(s.layers) for s in stages], what="an explanation"))
         if device is not None:
-            call = stack.enter_context(on_absent_devices(call, [device]))
+            call = stack.enter_context(on_absent_device(call, device))
         compiled = None
         if planner.backend != "eager" and any(stage.device.type != "cpu" for stage in stages):
             call.state.update_key()  # under these modes
