@@ -295,7 +295,8 @@ def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
     if sum(sizes) != num_layers:
         raise ValueError(
             f"module and sum of balance have different length (module: {num_layers}, "
-            f"sum of balance: {sum(sizes)}); balance is the number of layers of each stage"
+            f"sum of balance: {sum(sizes)}); balance is the number of layers of each stage, and every module "
+            "that is assigned to the model is a layer"
         )
     if any(size <= 0 or size != int(size) for size in sizes):
         raise ValueError(

@@ -131,7 +131,10 @@ class Container(LayerSequence):
         try:
             position = operator.index(index)
         except TypeError:
-            raise TypeError(f"layers are indexed by integers, got {type(index).__name__}") from None
+            raise TypeError(
+                f"layers are indexed by integers, got {type(index).__name__}; for several layers, take "
+                "nn.Sequential(*model) of a part of list(model)"
+            ) from None
         return list(self)[position]
 
     def __iter__(self) -> Iterator[nn.Module]:

@@ -46,7 +46,7 @@ def grid_of(mesh: Mesh) -> list[list[int]]:
             "pass init_device_mesh('cpu', (num_stages,), mesh_dim_names=('pp',))"
         )
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and REPLICA_DIM not in names:
+    if mesh.ndim == 1 and (not names or tuple(mesh.shape) == (1,)):
         return [mesh.mesh.tolist()]
     sizes = dict(zip(names, mesh.shape, strict=False))
     if PIPELINE_DIM not in sizes:

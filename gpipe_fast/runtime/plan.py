@@ -97,7 +97,10 @@ class PlannedCall:
             ValueError: nothing requires a gradient.
         """
         if not self.is_step:
-            raise ValueError("a step computes gradients, but no parameter and no input requires one")
+            raise ValueError(
+                "a step computes gradients, but the loss depends on no parameter and no input that requires "
+                "one; call model.evaluate, or compute the loss from the output without detach()"
+            )
         if self.compiled is None:
             is_double = any(p.dtype == torch.float64 for p in parameters_of(stage.layers))
             return torch.empty(1, dtype=torch.float64 if is_double else torch.float32, device=stage.device)

@@ -379,7 +379,7 @@ def _outlook(left: int | None) -> str:
     if left < 0:
         return ""
     if left == 0:
-        return "; of calls with new shapes this is the slowest, and the next ones are faster"
+        return "; the next ones are faster, unless another size varies, such as the batch's"
     several = "s, the last one slowest" if left > 1 else ", the slowest one"
     return f"; expect {left} more slow call{several}, if shapes change"
 

@@ -291,6 +291,9 @@ class PythonLayers:
         stage = self._name.partition(", ")[0]
         with torch.set_grad_enabled(self._modes.grad), exact_autocast(self._modes.autocast):
             leaves = microbatch_input.leaves()
+            for leaf in leaves:
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(self._refuse_gradient)
             copied = [writable_copy(leaf) for leaf in leaves]
             versions = [copy._version for copy in copied]
             copies = iter(copied)
@@ -315,6 +318,15 @@ class PythonLayers:
                 raise TypeError(f"{self._name} returns a value that cannot be passed on: {error}") from None
         writes_inputs = versions != [copy._version for copy in copied]
         return _LayersRun(leaves, outputs, structure, stashed, writes_inputs)
+
+    def _refuse_gradient(self, leaf: Tensor) -> None:
+        """Called if a backward that is not this pipeline's reaches an input: its gradient would be lost."""
+        if not self._reentrant:  # else, this pipeline's backward accumulates into inputs, too
+            raise RuntimeError(
+                f"a backward reached an input of {self._name} from a tensor that a layer or a hook has kept, "
+                "as in an attribute, and not from the output; its gradient would not get to earlier layers; "
+                "return the tensor from the layers, and compute the loss from the output"
+            )
 
     def _key(self, microbatch_input: _MicroBatchInput) -> Tensor:
         """Returns the micro-batch's random key, on the layers' device."""

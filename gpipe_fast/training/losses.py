@@ -111,6 +111,19 @@ def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     return loss_fn, {"reduction": "mean", **given}
 
 
+def check_target(loss_fn: Any, target: Any, method: str) -> None:
+    """Checks that there is a target for one of PyTorch's losses.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if target is None and callable(loss_fn) and _call_of(loss_fn)[0] is not None:
+        raise TypeError(
+            f"{method} got no target, but {_name(loss_fn)} compares the output with one; pass target=, or a "
+            "loss_fn of the output alone, with normalizer="
+        )
+
+
 def _divisor_of(normalizer: Normalizer) -> Callable[[Any], Any] | None:
     if normalizer is None or callable(normalizer):
         return normalizer

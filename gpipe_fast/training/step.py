@@ -17,7 +17,7 @@ from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.loss_layer import loss_layer, shape_of_loss
-from gpipe_fast.training.losses import Loss, Normalizer, key_of, loss_of
+from gpipe_fast.training.losses import Loss, Normalizer, check_target, key_of, loss_of
 from gpipe_fast.training.update import StageUpdates, checked_update
 from gpipe_fast.uncompiled import uncompiled
 
@@ -177,6 +177,8 @@ class Training(LayerSequence):
         """
         with self._reporting():
             check_list(losses)
+            if self._ranks is None:
+                check_target(loss_fn, target, "step")
             update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, self._ranks)
             loss = loss_of(loss_fn, normalizer)
             with update.after() as updates:
@@ -225,6 +227,8 @@ class Training(LayerSequence):
         """
         with self._reporting(), torch.no_grad():
             check_list(losses)
+            if self._ranks is None:
+                check_target(loss_fn, target, "evaluate")
             loss = loss_of(loss_fn, normalizer)
             found, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
             return result_of(found, output, losses, return_outputs)

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,20 @@ def pipe(*layers: nn.Module, **options: Any) -> GPipe:
 
 def call(*args: Any, layers: tuple[nn.Module, ...] = (), **options: Any) -> object:
     return pipe(*layers, **options)(*args)
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return x
+
+
+def loss_on_what_is_kept() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), Keeps(), nn.Linear(2, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=1)(torch.ones(2, 2))
+    (output.sum() + layers[1].kept.sum()).backward()
 
 
 def explain(device: str) -> object:
@@ -142,6 +157,7 @@ ARGUMENTS = [
     case("checkpoint has 3 values", "one for each stage", pipe, checkpoint=[0.5, 1, 0]),
     case("got str", "pass torch.optim.AdamW", lambda: pipe().memory(features(), optimizer="adam")),
     case("no layers", "pass some to GPipe", lambda: GPipe(nn.Sequential(), []).memory(features())),
+    case("a backward reached an input of stage 0, layer 1", "return the tensor", loss_on_what_is_kept),
     case(
         "got device='cuda:0', too",
         "leave one of them out",

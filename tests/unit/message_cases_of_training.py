@@ -86,9 +86,12 @@ OF_TRAINING = [
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
-    case("no parameter and no input requires one", "", step, frozen=True),
+    case("no parameter and no input that requires one", "model.evaluate", step, frozen=True),
+    case("step got no target", "pass target=", step, target=None),
     case(
-        "the model has no layers", "pass some", lambda: GPipe(nn.Sequential(), []).step(X, loss_fn=F.mse_loss)
+        "the model has no layers",
+        "pass some",
+        lambda: GPipe(nn.Sequential(), []).step(X, target=Y, loss_fn=F.mse_loss),
     ),
     case("got type", "torch.optim.AdamW(model.parameters())", step, optimizer=torch.optim.SGD),
     case("none of the optimizer's 2 parameters", "of model.parameters()", step, optimizer=OF_ANOTHER_MODEL),

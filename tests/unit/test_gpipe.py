@@ -134,7 +134,7 @@ def test_a_pipeline_is_a_container_of_the_users_layers() -> None:
     assert pipe[-1] is model[4]
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 3], 2, "never")
     assert pipe.devices == [torch.device("cpu")] * 2
-    with pytest.raises(TypeError, match="layers are indexed by integers, got slice"):
+    with pytest.raises(TypeError, match="layers are indexed by integers, got slice; for several layers"):
         pipe[0:2]  # type: ignore[index]
     with pytest.raises(IndexError):
         pipe[5]

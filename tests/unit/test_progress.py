@@ -245,7 +245,7 @@ def test_the_line_says_how_many_slow_calls_to_expect(monkeypatch: pytest.MonkeyP
     assert [work.purpose for work in works] == [
         beginning.format(8, "; expect 2 more slow calls, the last one slowest, if shapes change"),
         beginning.format(6, "; expect 1 more slow call, the slowest one, if shapes change"),
-        beginning.format(10, "; of calls with new shapes this is the slowest, and the next ones are faster"),
+        beginning.format(10, "; the next ones are faster, unless another size varies, such as the batch's"),
         beginning.format(12, ""),
     ]
 

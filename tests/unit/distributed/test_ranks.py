@@ -125,7 +125,10 @@ def test_dimensions_of_a_mesh(names: tuple[str, ...], shape: tuple[int, ...]) ->
     assert grid_of(mesh(names, ranks)) == [[0, 1, 2], [3, 4, 5]]
     reverse = tuple(reversed(range(len(shape))))
     assert grid_of(mesh(names[::-1], ranks.permute(reverse))) == [[0, 1, 2], [3, 4, 5]]
-    assert grid_of(mesh(("stages",), torch.arange(2, 5))) == [[2, 3, 4]]
+    for unambiguous in (("pp",), ()):
+        assert grid_of(mesh(unambiguous, torch.arange(2, 5))) == [[2, 3, 4]]
+    with pytest.raises(ValueError, match=r"\('dp',\) of sizes \(3,\), and none is called 'pp'"):
+        grid_of(mesh(("dp",), torch.arange(3)))
 
 
 def test_a_difference_is_named() -> None:
