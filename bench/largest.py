@@ -278,16 +278,17 @@ NEEDS = [
 FITTING = ["", "largest size", "parameters, M", "largest device, GiB", "times Naive-1", "published"]
 
 
-_NOTE = """Table 1 of the GPipe paper (arXiv 1811.06965) beside `GPipe.memory(device="cuda")` on meta tensors: nothing
-runs. Mini-batches are those of the paper, 128 images of 224 x 224 or 32 x 1024 tokens; the Transformer has
-blocks of width 2048 with 32 heads, and 32,000 tokens. A parameter takes 12 bytes, as in the paper: itself and
-two moments of RMSProp in 32 bits; its gradient does not count, and everything else is in bfloat16. Naive-1 is
-one micro-batch, and nothing is recomputed; the others have 32 micro-batches, and everything is recomputed. An
-AmoebaNet is cut so that the stage that needs most needs least, by the needs of its cells with 256 filters. Of a
-Transformer, the first stage, the last one and one between are counted. The paper does not say how many
-micro-batches it had, which dtype, or how its layers were cut, and it has the two figures of bytes of the
-Transformer's Naive-1 the other way round. XLA fuses operators, so that it keeps fewer activations than
-operators that run one by one: this makes most of the difference where nothing is recomputed.
+_NOTE = """Table 1 of the GPipe paper (arXiv 1811.06965) beside `GPipe.memory(device="cuda")` on meta tensors:
+nothing runs. Mini-batches are those of the paper, 128 images of 224 x 224 or 32 x 1024 tokens; the
+Transformer has blocks of width 2048 with 32 heads, and 32,000 tokens. A parameter takes 12 bytes, as in
+the paper: itself and two moments of RMSProp in 32 bits; its gradient does not count, and everything
+else is in bfloat16. Naive-1 is one micro-batch, and nothing is recomputed; the others have 32
+micro-batches, and everything is recomputed. An AmoebaNet is cut so that the stage that needs most needs
+least, by the needs of its cells with 256 filters. Of a Transformer, the first stage, the last one and
+one between are counted. The paper does not say how many micro-batches it had, which dtype, or how its
+layers were cut, and it has the two figures of bytes of the Transformer's Naive-1 the other way round.
+XLA fuses operators, so that it keeps fewer activations than operators that run one by one: this makes
+most of the difference where nothing is recomputed.
 """
 
 
