@@ -57,7 +57,7 @@ from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
-from gpipe_fast.runtime.plan import PlannedCall
+from gpipe_fast.runtime.plan import Order, PlannedCall
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.prepared_call import PreparedCall
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
@@ -147,11 +147,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             where a stage would wait. ``'interleaved'``: 1F1B for several stages on each device, which take
             turns. Or a ``gpipe_fast.schedule.Schedule``, or a function of the number of stages and of
             micro-batches that returns one. May be set between calls.
-        mesh: Processes of torch.distributed: a process group, or a ``DeviceMesh`` of one dimension or with a
-            dimension ``'pp'``. Of P processes, process r has the stages r, r + P, r + 2 P and so on; by
-            default one. Each process makes this pipeline alike, and the same calls with inputs and targets of
-            equal shapes; it keeps the layers of its own stages only, and puts the others on the meta device.
-            The first stage reads the inputs, the last one the target. A mesh with a dimension
+        mesh: Processes of torch.distributed: a process group, or a ``DeviceMesh`` with a dimension ``'pp'``,
+            or of one dimension without a name. Of P processes, process r has the stages r, r + P, r + 2 P
+            and so on; by default one. Each process makes this pipeline alike, and the same calls with inputs
+            and targets of equal shapes; it keeps the layers of its own stages only, and puts the others on
+            the meta device. The first stage reads the inputs, the last one the target. A mesh with a dimension
             ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
             or average their gradients. None: all stages are in this process.
         timeout: The maximum time, in seconds, that a process waits for another one.
@@ -543,6 +543,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         """As for `Reporting._stage_bytes`."""
         if not len(self):
             raise ValueError("the model has no layers, so it needs no memory; pass some to GPipe")
+        if devices is not None and self._memory_limits is not None:
+            raise ValueError(
+                "device was passed, but memory holds for the model's own devices; set model.memory_limit = "
+                "None, and model.checkpoint, to predict for another device"
+            )
         inputs = self._checked_inputs(args, kwargs, allow_meta=True)
         pipeline, given = self, None
         if loss_fn is not None:
@@ -574,7 +579,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             compiled = planner.compile(absent)
             if isinstance(compiled, CompilationFailure):
                 return None
-            return stage_bytes(self._absent_stages(devices), compiled, absent)
+            stages = self._stages_for(self._balance, devices, is_absent=True)
+            return stage_bytes(stages, compiled, absent)
 
     def _stage_parameters(self) -> list[list[Tensor]]:
         """As for `Reporting._stage_parameters`."""
@@ -588,12 +594,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
 
     def _absent_planner(self, device: torch.device) -> Planner:
         """Returns a planner for the stages on a device that the machine need not have."""
-        stages = self._absent_stages([device] * len(self._balance))
+        stages = self._stages_for(self._balance, [device] * len(self._balance), is_absent=True)
         return Planner(stages, self.backend, self._python_workers)
-
-    def _absent_stages(self, devices: Sequence[torch.device]) -> list[Stage]:
-        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
-        return stages_of(self._layers, self._balance, devices, *options, is_absent=True)
 
     def _emit_warnings(self) -> None:
         """Emits the planner's pending warnings and those about fused kernels, each once."""
@@ -617,15 +619,21 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         """As for `Training._reporting`."""
         return nullcontext() if self._ranks is None else self._ranks.reporting()
 
-    def _describe(self, inputs: Inputs, given: Given | None = None) -> Call:
-        """Returns a call with these inputs, for the present layers and settings."""
+    def _describe(self, inputs: Inputs, given: Given | None = None, order: Order | None = None) -> Call:
+        """Returns a call with these inputs, for the present layers and settings.
+
+        Args:
+            inputs: the inputs.
+            given: what a step gives to its loss.
+            order: the order in which a step will run them, for a choice of the balance.
+        """
         self._detect_changes()
         chunks = self._num_chunks(inputs.batch_size)
         if self._balance_pending and inputs.batch_size and self._has_data():
             if self._memory_limits is None:
                 self._balance_by_time(inputs, chunks)
             elif self.training and torch.is_grad_enabled():
-                self._balance_within_memory(self._memory_limits, inputs)
+                self._balance_within_memory(self._memory_limits, inputs, order)
         if self._checks_usage:
             self._checks_usage = False
             warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
@@ -679,7 +687,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
     def _prepare_step(self, inputs: Inputs) -> None:
         """As for `Training._prepare_step`."""
         with TRACING_LOCK:
-            self._describe(inputs)
+            self._describe(inputs, order=Order(self.schedule, ()))
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""
@@ -731,51 +739,68 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self._balance_pending = False
         self._take_balance(found)
 
-    def _balance_within_memory(self, limits: Limits, inputs: Inputs) -> None:
+    def _balance_within_memory(self, limits: Limits, inputs: Inputs, order: Order | None) -> None:
         """Repartitions the layers such that a step that fits into the memory is fastest.
 
         The costs of single layers are estimates of those of stages. So the fastest partition by these is
         compared with the fastest one of all, by their plans. If none fits, the one that needs least is tried.
         """
-        before, chunks = self._balance, self._chunks_of(inputs.batch_size)
-        unlimited = dict.fromkeys(limits, math.inf)
-        candidates = {self._partitions_within(unlimited, inputs, chunks)[0].balance}
+        schedule = "gpipe" if order is None else order.schedule
+        partitions = self._partitions(inputs, self._chunks_of(inputs.batch_size), schedule)
         try:
-            candidates.add(self._partitions_within(limits, inputs, chunks)[0].balance)
+            candidates = [partitions(limits)[0].balance]
         except BudgetError as error:
-            candidates.add(error.balance)
+            candidates = [error.balance]
+        candidates.append(partitions(dict.fromkeys(limits, math.inf))[0].balance)
+        call = replace(self._call_of(inputs, None), order=order)
         times: dict[tuple[int, ...], float] = {}
         failure: BudgetError | None = None
-        for candidate in candidates:
-            self._take_balance(list(candidate))
+        for candidate in dict.fromkeys(candidates):
+            stages = self._stages_for(candidate, self._devices)
+            planner = Planner(stages, self.backend, self._python_workers)
             try:
-                choice = choice_within(self._planner, self._call_of(inputs, None), limits)
-                times[candidate] = choice.nanoseconds
+                times[candidate] = choice_within(planner, call, limits).nanoseconds
             except BudgetError as error:
-                failure = error
+                failure = failure or error
         if failure is not None and not times:
-            self._take_balance(before)
-            raise failure
+            if order is None:
+                raise failure
+            times[candidates[0]] = 0.0  # a step has a loss, too, and with it the last stage may need less
         fastest = min(times, key=lambda each: times[each])
         self._take_balance(list(fastest))
         self._balance_pending = False
 
-    def _partitions_within(self, limits: Limits, inputs: Inputs, chunks: int) -> list[Partition]:
-        """Returns the fastest partitions with so many micro-batches that fit into the memory."""
-        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+    def _partitions(
+        self, inputs: Inputs, chunks: int, schedule: ScheduleChoice
+    ) -> Callable[[Limits], list[Partition]]:
+        """Returns a function that returns the fastest partitions with so many micro-batches within limits."""
         ones = [1] * len(self._layers)
-        stages = stages_of(self._layers, ones, [self._devices[0]] * len(ones), *options)
+        stages = self._stages_for(ones, [self._devices[0]] * len(ones))
         planner = Planner(stages, self.backend, self._python_workers)
         policy = checkpoint_policy("always", len(ones), True)
         call = replace(self._call_of(inputs, None), checkpoint=policy, chunks=chunks)
-        return partitions_within(planner, call, self._devices, limits, self.schedule)
+        return partitions_within(planner, call, self._devices, schedule)
+
+    def _stages_for(
+        self, balance: Sequence[int], devices: Sequence[torch.device], is_absent: bool = False
+    ) -> list[Stage]:
+        """Returns stages that are not those of the model, to compare them."""
+        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+        return stages_of(self._layers, balance, devices, *options, is_absent=is_absent)
 
     def _take_balance(self, found: list[int]) -> None:
-        if found != self._balance:
-            self._balance = found
+        before = self._balance
+        if found == before:
+            return
+        self._balance = found
+        try:
             self._move_to_devices()
             self._rebuild_stages()
-            self._detect_changes()
+        except BaseException:
+            self._balance = before
+            self._move_to_devices()
+            raise
+        self._detect_changes()
 
     def _num_chunks(self, batch: int) -> int:
         """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""

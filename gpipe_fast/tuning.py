@@ -124,7 +124,8 @@ def _choices_within(
         model._detect_changes()
         for count in counts:
             try:
-                found += [(own, count) for own in model._partitions_within(limits, inputs, count)]
+                partitions = model._partitions(inputs, count, model.schedule)
+                found += [(own, count) for own in partitions(limits)]
             except BudgetError as error:
                 failure = error
     if failure is not None and not found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -80,19 +80,20 @@ def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
 
 
 def partitions_within(
-    planner: Planner, call: Call, devices: Sequence[torch.device], limits: Limits, schedule: ScheduleChoice
-) -> list[Partition]:
-    """Returns the three fastest partitions that fit, with what they save, by the costs of single layers.
+    planner: Planner, call: Call, devices: Sequence[torch.device], schedule: ScheduleChoice
+) -> Callable[[Limits], list[Partition]]:
+    """Returns a function that returns the three fastest partitions that fit into limits, with what they save.
+
+    They are chosen by the costs of single layers. The limits are as for `choice_within`, or infinite. The
+    function raises a ValueError if no partition fits; the message says what is needed at least, for what.
 
     Args:
         planner: traces the layers, each of which is a stage of its own.
         call: as for `choice_within`.
         devices: the device of each stage of the partitions.
-        limits: as for `choice_within`; infinite for the fastest partitions of all.
         schedule: the schedule of the partitions.
 
     Raises:
-        ValueError: no partition fits; the message says what is needed at least, for what.
         RuntimeError: as for `choice_within`.
     """
     layers = _Limited(planner, call)
@@ -101,7 +102,7 @@ def partitions_within(
     def with_recomputes(recomputed: frozenset[tuple[int, int]]) -> Schedule:
         return schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
 
-    return best_partitions(layers.layer_costs, devices, limits, layers.sizes, with_recomputes)
+    return lambda limits: best_partitions(layers.layer_costs, devices, limits, layers.sizes, with_recomputes)
 
 
 class _Limited:

@@ -129,6 +129,45 @@ class Result(NamedTuple):
     reached: list[bool]
 
 
+# The number of forwards whose graphs are checked for tensors whose gradients would be lost; two, since a
+# layer may carry a tensor from one micro-batch to the next.
+_NUM_CHECKED = 2
+
+
+class _Inputs:
+    """Refuses gradients of the inputs of layers that do not come from the pipeline's backward.
+
+    The inputs' hooks have a reference to it, so it has none to the layers: a tensor that a layer keeps would
+    keep the layer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._accumulates = False
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Lets a backward accumulate gradients in the inputs, as one with reentrant checkpoints does."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def refuse_gradient(self, leaf: Tensor) -> None:
+        """Called if a gradient is accumulated in an input.
+
+        Raises:
+            RuntimeError: it is by another backward than the pipeline's, so it would be lost.
+        """
+        if not self._accumulates:
+            raise RuntimeError(
+                f"a backward reached an input of {self._name} from a tensor that a layer or a hook has kept, "
+                "as in an attribute, and not from the output; its gradient would not get to earlier layers; "
+                "return the tensor from the layers, and compute the loss from the output"
+            )
+
+
 class PythonLayers:
     """A run of Python layers, called by their stage's worker for every micro-batch.
 
@@ -169,7 +208,8 @@ class PythonLayers:
         self._python_generators = PythonGenerators(())
         self._running = name  # the layer whose forward is running; in a backward, all layers
         self._on_success = on_success
-        self._checked = False
+        self._checks_left = _NUM_CHECKED
+        self._inputs = _Inputs(name)
         self._reentrant = False
 
     def snapshot(self) -> list[BufferSnapshot]:
@@ -206,7 +246,7 @@ class PythonLayers:
             reached: list[bool] = []
             if any(root.requires_grad for root in run.roots()):
                 all_parameters = parameters_of(self._part.layers)
-                if want_reached or not self._checked:
+                if want_reached or self._checks_left:
                     reached = self._reached_parameters(run, all_parameters)
                 parameters = [p for p in all_parameters if p.requires_grad]
                 saved = _SavedForBackward(run, all_parameters, parameters)
@@ -293,7 +333,7 @@ class PythonLayers:
             leaves = microbatch_input.leaves()
             for leaf in leaves:
                 if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(self._refuse_gradient)
+                    leaf.register_post_accumulate_grad_hook(self._inputs.refuse_gradient)
             copied = [writable_copy(leaf) for leaf in leaves]
             versions = [copy._version for copy in copied]
             copies = iter(copied)
@@ -318,15 +358,6 @@ class PythonLayers:
                 raise TypeError(f"{self._name} returns a value that cannot be passed on: {error}") from None
         writes_inputs = versions != [copy._version for copy in copied]
         return _LayersRun(leaves, outputs, structure, stashed, writes_inputs)
-
-    def _refuse_gradient(self, leaf: Tensor) -> None:
-        """Called if a backward that is not this pipeline's reaches an input: its gradient would be lost."""
-        if not self._reentrant:  # else, this pipeline's backward accumulates into inputs, too
-            raise RuntimeError(
-                f"a backward reached an input of {self._name} from a tensor that a layer or a hook has kept, "
-                "as in an attribute, and not from the output; its gradient would not get to earlier layers; "
-                "return the tensor from the layers, and compute the loss from the output"
-            )
 
     def _key(self, microbatch_input: _MicroBatchInput) -> Tensor:
         """Returns the micro-batch's random key, on the layers' device."""
@@ -357,7 +388,8 @@ class PythonLayers:
             if gradient is not None and root.requires_grad
         ]
         sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *saved.parameters]
-        found = _grad(roots, sources, retain, self._reentrant)
+        with self._inputs.accumulating():
+            found = _grad(roots, sources, retain, self._reentrant)
         gradient_of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         input_gradients = [gradient_of.get(id(leaf)) for leaf in run.leaves]
         gradient_of |= {p: _accumulate(total, gradient_of[p], dtype) for p, total in sums.items()}
@@ -380,7 +412,7 @@ class PythonLayers:
                     f"{self._name} uses a tensor of shape {list(leaf.shape)} that needs a gradient and is "
                     "not one of its parameters; make it a parameter, or pass it through the layers"
                 )
-        self._checked = True
+        self._checks_left = max(0, self._checks_left - 1)
         found = {id(leaf) for leaf in leaves}
         return [self._reentrant or id(parameter) in found for parameter in parameters]
 

@@ -117,7 +117,8 @@ def check_target(loss_fn: Any, target: Any, method: str) -> None:
     Raises:
         TypeError: there is none.
     """
-    if target is None and callable(loss_fn) and _call_of(loss_fn)[0] is not None:
+    function, arguments = _call_of(loss_fn) if target is None and callable(loss_fn) else (None, {})
+    if function is not None and "target" not in arguments:
         raise TypeError(
             f"{method} got no target, but {_name(loss_fn)} compares the output with one; pass target=, or a "
             "loss_fn of the output alone, with normalizer="

@@ -295,6 +295,8 @@ class Training(LayerSequence):
         self, inputs: Inputs, targets: Inputs | None, loss_fn: Any, normalizer: Normalizer
     ) -> tuple[Any, Given]:
         """Returns the pipeline of the layers and the loss, and what it gets, for a plan without a run."""
+        if self._ranks is None:
+            check_target(loss_fn, None if targets is None else targets.tensors, "memory")
         loss = loss_of(loss_fn, normalizer)
         dim = self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim[0]
         self._prepare_step(inputs)

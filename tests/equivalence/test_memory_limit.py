@@ -179,6 +179,20 @@ def test_the_plan_decides_what_fits_where_estimates_do_not() -> None:
     assert needed(pipe, x) <= 1 << 20
 
 
+def test_the_balance_of_a_step_is_chosen_for_its_schedule() -> None:
+    """1F1B keeps fewer micro-batches, so a step fits where a call of fill-drain would not."""
+    call = {"loss_fn": mean, "normalizer": 64}
+    pipe, x = wide(balance=[4, 4], chunks=32, schedule="1f1b", checkpoint="always")
+    limit = int(1.05 * needed(pipe, x, **call))
+    assert limit < needed(pipe, x)
+    pipe, x = wide(chunks=32, schedule="1f1b", memory=limit)
+    pipe.step(x, **call)
+    assert needed(pipe, x, **call) <= limit
+    pipe, x = wide(chunks=32, memory=limit)
+    with pytest.raises(ValueError, match=r"at least .* is needed"):
+        pipe(x)
+
+
 def test_cuts_need_no_more_than_the_partitions_that_they_make() -> None:
     pipe, x = wide(balance=[4, 4], chunks=8, checkpoint="always")
     limit = int(1.4 * needed(pipe, x))

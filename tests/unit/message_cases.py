@@ -157,6 +157,11 @@ ARGUMENTS = [
     case("checkpoint has 3 values", "one for each stage", pipe, checkpoint=[0.5, 1, 0]),
     case("got str", "pass torch.optim.AdamW", lambda: pipe().memory(features(), optimizer="adam")),
     case("no layers", "pass some to GPipe", lambda: GPipe(nn.Sequential(), []).memory(features())),
+    case(
+        "memory holds for the model's own devices",
+        "model.memory_limit = None",
+        lambda: pipe(memory="1GiB").memory(features(), device="cuda"),
+    ),
     case("a backward reached an input of stage 0, layer 1", "return the tensor", loss_on_what_is_kept),
     case(
         "got device='cuda:0', too",
