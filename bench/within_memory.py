@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from bench.measure import Ratio, report, samples, timing
 from bench.models.gpt import gpt
 from bench.models.resnet import resnet
-from bench.models.unet import unet
 from bench.peers import ProcessCandidate, Step, describe_difference, relative_difference
 from bench.step import PAUSE
 from gpipe_fast import GPipe
@@ -70,11 +69,6 @@ MODELS = [
     Model(
         "ResNet, 8 bottlenecks of width 32",
         partial(resnet, (2, 2, 2, 2), num_classes=10, width=32),
-        images,
-    ),
-    Model(
-        "U-Net, depth 3, 16 channels",
-        partial(unet, depth=3, num_convs=2, base_channels=16),
         images,
     ),
     Model("8 linear layers of widths 128 to 1,024", widening, rows_of_features),

@@ -151,9 +151,9 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             or of one dimension without a name. Of P processes, process r has the stages r, r + P, r + 2 P
             and so on; by default one. Each process makes this pipeline alike, and the same calls with inputs
             and targets of equal shapes; it keeps the layers of its own stages only, and puts the others on
-            the meta device. The first stage reads the inputs, the last one the target. A mesh with a dimension
-            ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
-            or average their gradients. None: all stages are in this process.
+            the meta device. The first stage reads the inputs, the last one the target. A mesh with a
+            dimension ``'dp_replicate'``, too, has as many replicas of all stages, which run different
+            samples, and sum or average their gradients. None: all stages are in this process.
         timeout: The maximum time, in seconds, that a process waits for another one.
 
     Raises:
