@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -101,12 +100,11 @@ class Row:
         return self.name == "Naive-1"
 
 
+# Without the paper's models of 36 and 72 cells in 4 and 8 stages, which take long to trace.
 AMOEBANET = [
     Row("Naive-1", 1, (18, 208), 82, 1.05, 6.26),
     Row("Pipeline-1", 1, (18, 416), 318, 3.8, 3.46),
     Row("Pipeline-2", 2, (18, 544), 542, 6.45, 8.11),
-    Row("Pipeline-4", 4, (36, 544), 1050, 12.53, 15.21),
-    Row("Pipeline-8", 8, (72, 512), 1800, 24.62, 26.24),
 ]
 # The paper has the first row's bytes of parameters and of activations in the other order.
 TRANSFORMER = [
@@ -147,26 +145,22 @@ def amoebanet(row: Row, num_filters: int) -> Need:
 
 
 def largest_amoebanet(row: Row, limit: int) -> tuple[int, Need]:
-    """Returns the most filters, in steps of 16, with which a model fits, and what it needs then."""
-    found, filters = {}, row.size[1]
-    while True:
-        found[filters] = amoebanet(row, filters)
-        if found[filters].largest <= limit and filters + _STEP in found:
-            return filters, found[filters]
-        # Parameters grow with the square of the filters, and activations linearly.
-        numbers, sizes = found[filters].parameters, found[filters].activations
-        fitting = min(
-            _root(PARAMETER_BYTES * number / filters**2, size / filters, limit)
-            for number, size in zip(numbers, sizes, strict=True)
-        )
-        guess = max(_STEP, int(fitting) // _STEP * _STEP)
-        fits = found[filters].largest <= limit
-        filters = guess if guess not in found else filters + (_STEP if fits else -_STEP)
+    """Returns the most filters, in steps of 16, with which a model fits, and what it needs then.
 
+    What it needs is scaled from what it needs at the published size, with the same cuts.
+    """
+    published = row.size[1]
+    found = amoebanet(row, published)
 
-def _root(square: float, linear: float, limit: float) -> float:
-    """Returns x with ``square * x**2 + linear * x == limit``."""
-    return (-linear + math.sqrt(linear**2 + 4 * square * limit)) / (2 * square)
+    def scaled(filters: int) -> Need:
+        scale = filters / published
+        numbers = [round(number * scale**2) for number in found.parameters]
+        return Need(numbers, [round(size * scale) for size in found.activations])
+
+    filters = _STEP
+    while scaled(filters + _STEP).largest <= limit:
+        filters += _STEP
+    return filters, scaled(filters)
 
 
 @cache
@@ -196,28 +190,33 @@ def transformer(row: Row, num_blocks: int) -> Need:
 
 
 def largest_transformer(row: Row, limit: int) -> tuple[int, Need]:
-    """Returns the most blocks with which a model fits, and what it needs then."""
-    kinds, fits = min(row.num_stages, 3), dict[int, list[bool]]()
+    """Returns the most blocks with which a model fits, and what it needs then.
 
-    def fitting(size: int) -> list[bool]:
-        found = blocks((size,) * kinds, row.naive)
-        fits[size] = [
-            PARAMETER_BYTES * number + each <= limit
-            for number, each in zip(found.parameters, found.activations, strict=True)
-        ]
-        return fits[size]
+    What a stage needs is on a straight line through what it needs with 2 and with 4 blocks.
+    """
+    kinds = min(row.num_stages, 3)
+    two, four = (blocks((size,) * kinds, row.naive) for size in (2, 4))
 
-    start = max(1, row.size[0] // row.num_stages)
-    size = start
-    while any(fitting(size)):
-        size += 1
-    size = start
-    while not all(fits.get(size) or fitting(size)):
-        size -= 1
-    best = tuple(max(size for size, own in fits.items() if own[kind]) for kind in range(kinds))
-    if kinds == 1:
-        return best[0], blocks(best, row.naive)
-    return best[0] + (row.num_stages - 2) * best[1] + best[2], _of_all(row, best)
+    def line(kind: int, size: int) -> tuple[int, int]:
+        """Returns the parameters and the bytes of activations of a stage with so many blocks."""
+        pairs = (two.parameters, four.parameters), (two.activations, four.activations)
+        first, second = (a[kind] + (b[kind] - a[kind]) * (size - 2) // 2 for a, b in pairs)
+        return first, second
+
+    def needed(kind: int, size: int) -> int:
+        number, activations = line(kind, size)
+        return PARAMETER_BYTES * number + activations
+
+    best = []
+    for kind in range(kinds):
+        size = 1
+        while needed(kind, size + 1) <= limit:
+            size += 1
+        best.append(size)
+    counts = (1, row.num_stages - 2, 1) if kinds == 3 else (1,)
+    stages = [line(kind, best[kind]) for kind, count in enumerate(counts) for _ in range(count)]
+    total = sum(size * count for size, count in zip(best, counts, strict=True))
+    return total, Need([number for number, _ in stages], [size for _, size in stages])
 
 
 def _of_all(row: Row, sizes: tuple[int, ...]) -> Need:
@@ -284,9 +283,12 @@ Transformer has blocks of width 2048 with 32 heads, and 32,000 tokens. A paramet
 the paper: itself and two moments of RMSProp in 32 bits; its gradient does not count, and everything
 else is in bfloat16. Naive-1 is one micro-batch, and nothing is recomputed; the others have 32
 micro-batches, and everything is recomputed. An AmoebaNet is cut so that the stage that needs most needs
-least, by the needs of its cells with 256 filters. Of a Transformer, the first stage, the last one and
-one between are counted. The paper does not say how many micro-batches it had, which dtype, or how its
-layers were cut, and it has the two figures of bytes of the Transformer's Naive-1 the other way round.
+least, by the needs of its cells with 256 filters; the paper's models of 36 and 72 cells are left out. Of
+a Transformer, the first stage, the last one and one between are counted. The largest sizes are scaled: an
+AmoebaNet's parameters with the square of its filters and the rest with them; a Transformer's stages lie
+on straight lines through 2 and 4 blocks. The paper does not say how many micro-batches it had, which
+dtype, or how its layers were cut, and it has the two figures of bytes of the Transformer's Naive-1 the
+other way round.
 XLA fuses operators, so that it keeps fewer activations than operators that run one by one: this makes
 most of the difference where nothing is recomputed.
 """

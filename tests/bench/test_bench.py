@@ -272,16 +272,19 @@ def test_the_largest_model_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(largest, "amoebanet", cells)
     for row in largest.AMOEBANET:
         filters, found = largest.largest_amoebanet(row, limit)
+        assert found.largest == pytest.approx(cells(row, filters).largest, rel=1e-9)
         assert found.largest <= limit < cells(row, filters + 16).largest
 
     def blocks(balance: tuple[int, ...], naive: bool) -> largest.Need:
         ends = [9, *[0] * (len(balance) - 2), 8] if len(balance) > 1 else [17]
-        return largest.Need([10**7 * (n + more) for n, more in zip(balance, ends, strict=True)], [0, 0, 0])
+        numbers = [10**7 * (n + more) for n, more in zip(balance, ends, strict=True)]
+        return largest.Need(numbers, [0] * len(balance))
 
     monkeypatch.setattr(largest, "blocks", blocks)
     number, found = largest.largest_transformer(largest.TRANSFORMER[2], 12 * 10**7 * 30)
     assert number == 21 + 6 * 30 + 22
-    assert sum(found.parameters) == 10**7 * 8 * 30
+    assert found.parameters == [10**7 * 30] * 8
+    assert largest.largest_transformer(largest.TRANSFORMER[1], 12 * 10**7 * 30)[0] == 13
 
 
 def test_signature_times_the_parts_of_a_call() -> None:
