@@ -130,7 +130,7 @@ class CallSettings:
     def capture(self) -> bool:
         """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
 
-        Without effect with a mesh.
+        It has no effect with a mesh.
         """
         return self._capture
 

@@ -132,8 +132,8 @@ class Container(LayerSequence):
             position = operator.index(index)
         except TypeError:
             raise TypeError(
-                f"layers are indexed by integers, got {type(index).__name__}; for several layers, take "
-                "nn.Sequential(*model) of a part of list(model)"
+                f"layers are indexed by integers, got {type(index).__name__}; for several layers, write "
+                "nn.Sequential(*list(model)[0:2])"
             ) from None
         return list(self)[position]
 

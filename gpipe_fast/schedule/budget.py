@@ -124,7 +124,7 @@ class BudgetError(ValueError):
     """A budget that cannot be met.
 
     Attributes:
-        balance: of the partitions that were compared, the one that needs least; empty if one was given.
+        balance: the partition that needs least, if partitions were compared; else empty.
     """
 
     balance: tuple[int, ...] = ()

@@ -28,8 +28,8 @@ const TOUR = [
     title: "One stage works, the others wait",
     settings: { M: 1 },
     text: (f) => `<p>A model that is too large for one device is cut into <b>stages</b>: consecutive layers, one stage on each
-      device. Here are four. In the <b>forward</b> (blue), a stage needs the <b>activation</b> of its predecessor, which is what that
-      has computed. The <b>backward</b> (orange) starts at the last stage and goes back: a stage needs the gradient from its
+      device. Here are four. In the <b>forward</b> (blue), a stage needs the <b>activation</b> of the one before it, the
+      result of that one's layers. The <b>backward</b> (orange) starts at the last stage and goes back: a stage needs the gradient from its
       successor.</p><p>If the mini-batch passes through in one piece, one device works at a time and the others are <b>idle</b>
       (grey). The speed-up of four devices is ${f.speedup}: below 1, because four stages have more actions than one, and each
       action costs ${f.overhead} of overhead.</p>`,
@@ -41,7 +41,8 @@ const TOUR = [
       micro-batch 3. While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1.</p><p>Soon all stages work.
       They are idle only while the pipeline <b>fills</b>, turns from forward to backward, and <b>drains</b>. All this idle time
       together is the <b>bubble</b>: ${f.bubble} of the step, instead of 75% with one micro-batch. With all forwards first, and
-      then all backwards, K equal stages and M micro-batches have (K−1)/(M+K−1). The speed-up is ${f.speedup}.</p>`,
+      then all backwards, K equal stages without recompute and M micro-batches have (K−1)/(M+K−1). The speed-up is
+      ${f.speedup}.</p>`,
   },
   {
     title: "The gradients stay exact",
@@ -67,8 +68,8 @@ const TOUR = [
     settings: { M: 16, overhead: 1 },
     text: (f) => `<p>More micro-batches make the bubble smaller: below 20% with M = 4 K. But each action has an <b>overhead</b>,
       here ${f.overhead}, however little it computes: its operators must be started, and small ones do not keep a device
-      busy.</p><p>Begin with <b>M = 4 K</b>, the rule of the paper, then try fewer and more. Here that is 16, and
-      the best is M = ${f.best}. The bars above the slider of M show the step time for each M. Move M to 32, or the overhead to 0.</p>`,
+      busy.</p><p>Begin with <b>M = 4 K</b>, the rule of the paper, then try fewer and more. Here that is 16, and the best is
+      M = ${f.best}. The bars above the slider of M show the step time for each M. Move M to 32, or the overhead to 0.</p>`,
   },
   {
     title: "What a pipeline cannot do",
@@ -76,7 +77,8 @@ const TOUR = [
     text: (f) => `<p><b>The slowest stage rules.</b> Stage 2 has 40% of the work. The others wait for it, the critical path
       (red) runs through it, and the speed-up is ${f.speedup}. Drag its bar down.</p><p><b>A layer stays whole.</b> If one layer
       is too large for a device, a pipeline does not help. <b>If the model fits into one device</b>, copies of it on all
-      devices, each with a part of the mini-batch (data parallelism), have no bubble.</p><p><b>Batch norm</b> computes its statistics per micro-batch, so its results depend on M.</p><p><b>Now try
+      devices, each with a part of the mini-batch (data parallelism), have no bubble.</p><p><b>Batch norm</b> computes its
+      statistics per micro-batch, so its results depend on M.</p><p><b>Now try
       your own</b>: change the settings, and watch the step time, the bubble and the memory.</p>`,
   },
 ];
