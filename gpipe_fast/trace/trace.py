@@ -181,6 +181,8 @@ def _untraceable(error: Exception, running_layer: int | None) -> Untraceable:
             return Untraceable(running_layer, str(error), error=TypeError)
         case Refused() | UntraceableError() | UnkeyedRandomOp():
             return Untraceable(running_layer, str(error))
+        case fake_tensors.DataDependentOutputException():
+            return Untraceable(running_layer, "it computes with a number read from a tensor")
     first_line = next(iter(str(error).strip().splitlines()), "")
     return Untraceable(running_layer, f"tracing raised {type(error).__name__}: {first_line}")
 

@@ -22,7 +22,7 @@ class Block(nn.Sequential):
 
 class NeedsPython(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * float(x.detach().sum() > 0)
+        return x if x.detach().sum() > 0 else -x
 
 
 def layers() -> nn.Sequential:
@@ -46,7 +46,7 @@ def test_the_log_has_the_line_of_a_layer_that_cannot_be_captured(caplog: pytest.
     with caplog.at_level(logging.DEBUG, "gpipe_fast"), pytest.warns(match="in Python"):
         GPipe(nn.Sequential(NeedsPython()), [1], devices=["cpu"], chunks=2)(torch.randn(4, 6))
     assert "NeedsPython cannot be captured" in caplog.text
-    assert "return x * float(x.detach().sum() > 0)" in caplog.text
+    assert "return x if x.detach().sum() > 0 else -x" in caplog.text
 
 
 FOUND = {
@@ -88,4 +88,4 @@ def test_several_parts_are_turned_off_by_the_variable_and_in_blocks(
 def test_python_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "gpipe_fast"), pytest.warns(UserWarning, match="runs in Python"):
         GPipe(nn.Sequential(NeedsPython(), nn.Linear(6, 6)), [1, 1], chunks=8)(torch.randn(8, 6))
-    assert re.search(r"stage 0, layer 0 \(NeedsPython\) runs in Python: it calls a function", caplog.text)
+    assert "stage 0, layer 0 (NeedsPython) runs in Python: PyTorch cannot trace it" in caplog.text

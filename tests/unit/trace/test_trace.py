@@ -112,6 +112,10 @@ def hooked_linear() -> nn.Module:
 LINEAR = nn.Linear(4, 4)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data-dependent": (lambda: Apply(data_dependent), "PyTorch cannot trace it: Data-dependent branching"),
+    "number of a tensor": (
+        lambda: Apply(lambda self, x: x * float(x.detach().sum() > 0)),
+        "it computes with a number read from a tensor",
+    ),
     "boolean index": (lambda: Apply(lambda self, x: x[x > 0]), "tracing raised"),
     "attribute set": (lambda: Apply(keep_input), "its forward changes self."),
     "list attribute changed": (
