@@ -19,7 +19,7 @@ from bench.step import PAUSE
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_time
 
-STAGES, CHUNKS, ROUNDS = 2, 8, 25
+STAGES, CHUNKS, ROUNDS = 2, 8, 50
 BY_TIME, WITHIN = "balance_by_time, except_last", "memory="
 
 
