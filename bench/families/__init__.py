@@ -3,8 +3,8 @@
 To add a family, add a file here and its name to `FAMILIES`. The file defines `CASES`, a `KernelCase` for each
 function with a row in a table. The names of cases begin with the family's word, like the names of its
 variants. `bench.traffic` counts the bytes of the cases, `bench.kernels` measures them on a GPU,
-tests/bench/test_bench_kernels.py compares the cases with PyTorch on the CPU, and tests/kernels/test_cuda.py
-on a GPU.
+tests/bench/test_bench_kernels.py compares the cases with PyTorch on the CPU, and
+tests/unit/kernels/test_cuda.py on a GPU.
 """
 
 from __future__ import annotations

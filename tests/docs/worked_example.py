@@ -16,7 +16,7 @@ from gpipe_fast.fuse.loader import sources_of
 from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.docs.markdown import FENCE, ROOT
-from tests.fuse.graphs import regions_in
+from tests.unit.fuse.graphs import regions_in
 
 CAPABILITY = 90
 SHAPES = ((2048, 1024), (2048, 1024), (1024,))

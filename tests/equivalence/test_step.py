@@ -20,7 +20,7 @@ from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
 from tests.reference import SEED, unequal
-from tests.unit.schedule import test_csv
+from tests.unit.schedule import test_schedule_csv
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 WIDTH, CLASSES = 6, 5
@@ -171,11 +171,11 @@ def gradients_in_order(
     return sums | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
 
 
-@pytest.mark.parametrize("name", test_csv.CLASSES)
+@pytest.mark.parametrize("name", test_schedule_csv.CLASSES)
 def test_schedules_dumped_by_pytorch_run(name: str, tmp_path: Path) -> None:
-    if not hasattr(test_csv.pipelining, name):
+    if not hasattr(test_schedule_csv.pipelining, name):
         pytest.skip(f"this version of PyTorch has no {name}")
-    schedule = Schedule.from_csv(test_csv.dumped(name, 2, 8, "compute_comms", tmp_path))
+    schedule = Schedule.from_csv(test_schedule_csv.dumped(name, 2, 8, "compute_comms", tmp_path))
     balance, x, y = [2, 2, 2, 2], X.repeat(2, 1)[:16], Y.repeat(2)[:16]
     pipe = GPipe(layers(), balance, devices=["cpu"] * 4, chunks=8, schedule=schedule)
     ours = step(pipe, x, y)

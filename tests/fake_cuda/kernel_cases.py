@@ -23,7 +23,7 @@ from tests.fake_cuda.launch_kernels import (
     LoadedKernel,
     launching_natively,
 )
-from tests.kernels.numerics import test_cross_entropy, test_linear_cross_entropy, test_stage_launchers
+from tests.unit.kernels.numerics import test_cross_entropy, test_linear_cross_entropy, test_stage_launchers
 
 SIZE, COUNT = 64, 150
 CONFIG = Config({"SIZE": SIZE})

@@ -1,4 +1,4 @@
-"""Fuses small stages, and prints what was replaced; run by tests/fuse with the fake runtime preloaded.
+"""Fuses small stages, and prints what was replaced; run by tests/unit/fuse with the fake runtime preloaded.
 
 `replaced_cases.py OPERATORS PRECISION...`: prints a JSON object: by stage and precision, the names of all
 replacements in the forward and in the backward, which recomputes, and the operators that are left.

@@ -48,7 +48,7 @@ EXEMPT = {
     "raise CannotLaunch": "the pass catches it, and leaves the nodes",
     "raise Conflict": "the grouping catches it, and computes the values in two kernels",
     "Triton's disk cache has no ": "`cached` catches it, and the kernel is compiled",
-    "the user has no home folder": "the reason in a warning, which tests/fuse/test_cubins.py triggers",
+    "the user has no home folder": "the reason in a warning, which tests/unit/fuse/test_cubins.py triggers",
     "strides ": "a check of strides that the same file has computed",
 }
 

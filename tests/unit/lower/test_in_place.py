@@ -12,8 +12,8 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call, Ref
-from tests.fuse.graphs import Function
 from tests.stages import Runner, input_values, trace_joint, unequal
+from tests.unit.fuse.graphs import Function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,0 +1,273 @@
+"""The check of kernels: wrong results are replaced and their kernels left out, right ones pass once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_fast.fuse import check, left_out
+from gpipe_fast.fuse.check import ReplacementCheck, error_ratio, has_passed, results_of
+from gpipe_fast.fuse.launchers import launches_in, trace_launcher
+from gpipe_fast.kernels.launch import Config, launch
+from gpipe_fast.lower.launch import is_launch
+from tests.unit.fuse.triton_kernels import double, products
+
+CPU = torch.device("cpu")
+ROWS, COLS, PROGRAMS = 4, 8, 1
+BF16, FP32 = torch.bfloat16, torch.float32
+CONFIG = Config({"BLOCK": 32})
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    left_out.forget()
+    check.forget()
+    yield
+    left_out.forget()
+    check.forget()
+
+
+class WithResults(fx.Interpreter):
+    """Runs a fragment after its launches."""
+
+    def __init__(self, fragment: fx.Graph, results: Sequence[Tensor]) -> None:
+        super().__init__(nn.Module(), graph=fragment)
+        self.results = dict(zip(results_of(fragment), results, strict=True))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_launch(n):
+            return None
+        return self.results[n] if n in self.results else super().run_node(n)
+
+
+class Products:
+    """A replacement with one kernel: x * y in bf16, its column sums in fp32, the column sums of x, and flags.
+
+    The first and the third result are views of what the kernel writes.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.inputs = [torch.randn(ROWS, COLS).to(BF16) for _ in range(2)]
+        self.fragment = trace_launcher(self.launcher, self.inputs)
+        self.check = ReplacementCheck(self.reference(), self.fragment, CPU)
+        (self.launch,) = launches_in(self.fragment)
+
+    @staticmethod
+    def launcher(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        product, flags = torch.empty_like(x.view(-1)), torch.empty(ROWS, dtype=torch.bool)
+        sums, sums_of_x = x.new_empty(COLS, dtype=FP32), x.new_empty(COLS)
+        launch(products, (PROGRAMS,), CONFIG, x, y, product, sums, sums_of_x, flags)
+        return product.view(ROWS, COLS), sums, sums_of_x.view(1, COLS), flags
+
+    def reference(self) -> fx.Graph:
+        graph = fx.Graph()
+        x, y = (graph.placeholder(name) for name in "xy")
+        ops = torch.ops.aten
+        product = graph.call_function(ops.mul.Tensor, (x, y))
+        wide = graph.call_function(ops.sum.dim_IntList, (product, [0]), {"dtype": FP32})
+        sums = graph.call_function(ops.sum.dim_IntList, (x, [0], True))
+        total = graph.call_function(ops.sum.dim_IntList, (x, [1]))
+        flags = graph.call_function(ops.gt.Scalar, (total, 0))
+        graph.output((product, wide, sums, flags))
+        return graph
+
+    def right(self) -> list[Tensor]:
+        """Returns what the kernel writes."""
+        x, y = (t.float() for t in self.inputs)
+        product = (x * y).to(BF16)
+        return [product.view(-1), product.float().sum(0), x.sum(0).to(BF16), self.inputs[0].sum(1) > 0]
+
+    def outputs(self, results: Sequence[Tensor]) -> list[Tensor]:
+        return [*WithResults(self.fragment, results).run(*self.inputs)]
+
+
+def test_right_results_pass_once() -> None:
+    case = Products()
+    results = case.right()
+    kept = [t.clone() for t in results]
+    assert not has_passed(case.launch, CPU)
+    assert case.check(case.inputs, results)
+    assert all(map(torch.equal, results, kept))
+    assert has_passed(case.launch, CPU)
+    assert not has_passed(case.launch, torch.device("cuda:0"))
+    assert (left_out.number_left_out(), left_out.pending) == (0, [])
+    with mock.patch.object(fx.Interpreter, "run", side_effect=AssertionError):
+        case.check(case.inputs, results)
+
+
+def spoiled(results: list[Tensor], index: int, spoil: Callable[[Tensor], object]) -> list[Tensor]:
+    spoil(results[index])
+    return results
+
+
+def one(value: float) -> Callable[[Tensor], None]:
+    def spoil(tensor: Tensor) -> None:
+        tensor.view(-1)[5] = value
+
+    return spoil
+
+
+SPOIL: dict[str, tuple[int, Callable[[Tensor], object]]] = {
+    "all of the product": (0, lambda t: t.copy_(t + 0.125)),
+    "an element of the product": (0, one(9.0)),
+    "a NaN in the product": (0, one(float("nan"))),
+    "infinity in the product": (0, one(float("inf"))),
+    "a sum": (1, one(9.0)),
+    "a NaN in a sum": (1, one(float("nan"))),
+    "infinity in a sum in bf16": (2, one(float("-inf"))),
+    "a sum in bf16": (2, one(9.0)),
+    "nothing written": (1, lambda t: t.zero_()),
+    "a flag": (3, lambda t: t.logical_not_()),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOIL)
+def test_wrong_results_are_replaced_and_the_kernel_is_left_out(spoil: str) -> None:
+    case = Products()
+    results = spoiled(case.right(), *SPOIL[spoil])
+    case.check(case.inputs, results)
+    module = fx.GraphModule(nn.Module(), case.reference())
+    expected = module(*case.inputs)
+    for found, wanted in zip(case.outputs(results), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
+    assert "its error was" in (left_out.reason_of(case.launch) or "")
+    assert not has_passed(case.launch, CPU)
+    (message,) = left_out.pending
+    assert message.startswith("the fused kernel triton_kernels.products is left out")
+    assert "on cpu its error was" in message
+    results = spoiled(case.right(), *SPOIL[spoil])
+    assert not case.check(case.inputs, results), "the next micro-batch is checked as well"
+    for found, wanted in zip(case.outputs(results), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
+    assert len(left_out.pending) == 1, "one warning per kernel"
+
+
+def test_several_wrong_results() -> None:
+    case = Products()
+    results = [torch.full_like(t, 1) for t in case.right()]
+    case.check(case.inputs, results)
+    for found, wanted in zip(case.outputs(results), case.outputs(case.right()), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
+
+
+def test_overflow_is_no_error() -> None:
+    """A finite result is right where PyTorch's is infinite."""
+    case = Products()
+    case.inputs[0][0, 5] = float("inf")
+    results = case.right()
+    results[0][5] = 3.0
+    assert case.check(case.inputs, results)
+    assert not left_out.pending
+
+
+def test_a_result_without_finite_elements_proves_nothing() -> None:
+    case = Products()
+    finite = case.inputs[0].clone()
+    case.inputs[0].fill_(float("nan"))
+    assert not case.check(case.inputs, case.right())
+    assert not left_out.pending
+    assert not has_passed(case.launch, CPU)
+    case.inputs[0].copy_(finite)
+    assert case.check(case.inputs, case.right())
+    assert has_passed(case.launch, CPU)
+
+
+def test_a_check_without_memory_changes_nothing() -> None:
+    case = Products()
+    results = [torch.full_like(t, 1) for t in case.right()]
+    with mock.patch.object(fx.Interpreter, "run", side_effect=torch.OutOfMemoryError):
+        assert case.check(case.inputs, results)
+    assert all(bool((t == 1).all()) for t in results)
+    assert not left_out.pending
+    assert not has_passed(case.launch, CPU)
+
+
+def ratio(
+    found: Sequence[float], expected: Sequence[float], exact: Sequence[float], perturbed: Any = None
+) -> float:
+    fp32 = (torch.tensor(values, dtype=FP32) for values in (found, expected))
+    fp64 = (torch.tensor(v, dtype=torch.float64) for v in (exact, exact if perturbed is None else perturbed))
+    return error_ratio(*fp32, *fp64)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "exact", "bounds"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [1.5, 2.5], (0, 0)),  # the same bits are right
+        ([1.5], [1.25], [1.0], (1, 1)),  # twice PyTorch's error
+        ([1.5625], [1.25], [1.0], (1.1, 1.2)),
+        ([1.0 + 2**-22], [1.0], [1.0], (0.9, 1)),  # two roundings
+        ([1.0 + 2**-21], [1.0], [1.0], (1.9, 2.1)),
+        ([1.0, 2.0**-22], [1.0, 0.0], [1.0, 0.0], (0.9, 1)),  # of the largest element
+        ([0.0], [0.0], [0.0], (0, 0)),
+        ([-0.0], [0.0], [0.0], (0, 0)),
+        ([2.0**-149], [0.0], [0.0], (INF, INF)),  # zero, whatever the inputs are
+        ([NAN], [1.0], [1.0], (INF, INF)),
+        ([INF], [1.0], [1.0], (INF, INF)),
+        ([NAN], [NAN], [NAN], (0, 0)),
+        ([INF], [INF], [INF], (0, 0)),
+        ([1.0, 3.0], [1.0, INF], [1.0, 1e39], (0, 0)),
+        ([1.5, INF], [1.0, INF], [1.0, INF], (1e5, 1e7)),
+        ([], [], [], (0, 0)),
+    ],
+)  # fmt: skip
+def test_error_ratios(found: Any, expected: Any, exact: Any, bounds: tuple[float, float]) -> None:
+    assert bounds[0] <= ratio(found, expected, exact) <= bounds[1]
+
+
+def test_a_result_that_cancels_may_have_the_error_of_a_rounded_input() -> None:
+    """This is the gradient of a layer norm whose output is summed: zero but for rounding."""
+    assert ratio([3e-8], [0.0], [0.0]) == INF
+    assert ratio([3e-8], [0.0], [0.0], [1e-8]) <= 1
+    assert ratio([1e-7], [0.0], [0.0], [1e-8]) > 1
+
+
+def test_gradients_of_zero_pass() -> None:
+    case = Products()
+    for tensor in case.inputs:
+        tensor.zero_()
+    case.check(case.inputs, case.right())
+    assert has_passed(case.launch, CPU)
+
+
+class AsOnCuda(TorchDispatchMode):
+    """Computes the log-softmax of fp16 in fp32, as only CUDA does, which refuses other dtypes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._log_softmax.default and args[2]:
+            assert args[0].dtype is torch.float16
+            args = (args[0].float(), args[1], False)
+        return func(*args, **kwargs or {})
+
+
+def test_a_log_softmax_of_fp16_in_fp32_is_checked() -> None:
+    x = torch.randn(ROWS, COLS).half()
+
+    def launcher(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.empty_like(x, dtype=FP32)
+        launch(double, (1,), CONFIG, x, y, 32)
+        return (y,)
+
+    reference = fx.Graph()
+    operator = torch.ops.aten._log_softmax.default
+    reference.output((reference.call_function(operator, (reference.placeholder("x"), 1, True)),))
+    check_ = ReplacementCheck(reference, trace_launcher(launcher, [x]), CPU)
+    with AsOnCuda():
+        assert check_([x], [x.float().log_softmax(1)])
+    assert not left_out.pending
+
+
+def test_integers_and_flags_are_equal_or_wrong() -> None:
+    truth, wrong = torch.tensor([True, False]), torch.tensor([True, True])
+    assert error_ratio(truth, truth.clone(), truth, truth) == 0
+    assert error_ratio(wrong, truth, truth, truth) == INF
