@@ -31,6 +31,7 @@ NEED_TRITON = [
     "unit/kernels",
     "unit/lower/test_in_place.py",
     "unit/lower/test_launch.py",
+    "unit/lower/test_values.py",
     "unit/lower/test_work.py",
 ]
 collect_ignore_glob = [] if HAS_TRITON else NEED_TRITON

@@ -1,4 +1,4 @@
-"""Ranks: which tensors have memory, and how ranks describe what they have in common. Needs one process."""
+"""Ranks: which tensors have memory, and which ranks exchange tensors. Needs one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_fast import GPipe
-from gpipe_fast.distributed.agreement import difference, digest_of
 from gpipe_fast.distributed.mesh import grid_of
 from gpipe_fast.distributed.ranks import Ranks, edges_of
 from tests.distributed.launch import needs_gloo
@@ -129,14 +128,6 @@ def test_dimensions_of_a_mesh(names: tuple[str, ...], shape: tuple[int, ...]) ->
         assert grid_of(mesh(unambiguous, torch.arange(2, 5))) == [[2, 3, 4]]
     with pytest.raises(ValueError, match=r"\('dp',\) of sizes \(3,\), and none is called 'pp'"):
         grid_of(mesh(("dp",), torch.arange(3)))
-
-
-def test_a_difference_is_named() -> None:
-    ours, theirs = {"chunks": "2", "input 0": "a"}, {"chunks": "2", "input 0": "b"}
-    assert digest_of(ours) != digest_of(theirs) == digest_of(dict(theirs))
-    assert difference(ours, theirs) == "input 0: here a, there b"
-    assert difference(ours, {"chunks": "2"}) == "input 0: here a, there nothing"
-    assert len(difference({"schedule": "x" * 1000}, {})) < 500
 
 
 def test_a_run_that_is_done_cannot_fail_any_more() -> None:

@@ -84,27 +84,6 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
     assert report.to_dict()["memory"][0]["saved"] == saved[0]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
-    """The prediction of each number equals what is recorded with it, if there is a recompute."""
-    x = torch.randn(16, 16)
-
-    def pipe(chunks: int) -> GPipe:
-        return GPipe(tanh_layers(), [2, 2], chunks=chunks, checkpoint="except_last", schedule=schedule)
-
-    loss = {"target": torch.randn(16, 16), "loss_fn": nn.functional.mse_loss}
-    found = {own.num_microbatches: own for own in pipe(4).report(x, **loss).growth}
-    assert list(found) == [1, 2, 4, 8, 16]
-    for chunks, growth in found.items():
-        report = pipe(chunks).report(x, **loss)
-        (own,) = (each for each in report.growth if each.num_microbatches == chunks)
-        # Scalars of the loss do not shrink; a product with a single row may have scratch memory of its own.
-        if 1 < chunks < 16:
-            assert own.activations == pytest.approx(growth.activations, abs=256)
-            assert own.paper == pytest.approx(growth.paper, abs=256)
-    assert found[1].activations == found[1].paper
-
-
 def test_pages_and_pictures_are_written(tmp_path: Path) -> None:
     report = report_of(GPipe(mlp(), [2, 3], chunks=4), features())
     for name in ("step.html", "step.svg", "step.png"):
@@ -128,24 +107,7 @@ def test_the_page_has_the_colours_of_the_picture() -> None:
         assert f"--cause-{cause.replace(' ', '-')}: {colour};" in css
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_growth_and_memory_agree_on_the_present_number(schedule: str, checkpoint: str) -> None:
-    layers = nn.Sequential(*(tanh_layers() for _ in range(4)))
-    pipe = GPipe(layers, [1] * 4, chunks=4, schedule=schedule, checkpoint=checkpoint)
-    report = pipe.report(torch.randn(16, 16), target=torch.zeros(16, 16), loss_fn=nn.functional.mse_loss)
-    (own,) = (each for each in report.growth if each.num_microbatches == 4)
-    assert own.activations == pytest.approx(max(each.activations for each in report.memory), rel=0.02)
-
-
 def test_memory_does_not_depend_on_what_ran_before() -> None:
     pipe, x, y = GPipe(tanh_layers(), [2, 2], chunks=8), torch.randn(16, 16), torch.zeros(16, 16)
     first, second = (pipe.report(x, target=y, loss_fn=nn.functional.mse_loss).memory for _ in range(2))
     assert first == second
-
-
-def test_growth_has_numbers_of_micro_batches_that_occur() -> None:
-    """Ten samples in micro-batches of 10, 5, 3, 2 and 1."""
-    pipe = GPipe(tanh_layers(), [2, 2], chunks=4)
-    growth = pipe.report(torch.randn(10, 16)).growth
-    assert [own.num_microbatches for own in growth] == [1, 2, 4, 5, 10]

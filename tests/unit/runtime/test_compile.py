@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.layers.structure import tuple_structure
-from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory
+from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.layer_states import LayerStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,41 +112,6 @@ def test_modes_are_part_of_the_signature() -> None:
     assert compiler.num_traces == 3
 
 
-def test_compiled_stages_have_boundary_specs() -> None:
-    (first, second) = compile_stages(Compiler(), stages_of(nn.Linear(4, 6), nn.Linear(6, 2)))
-    assert first.outputs == second.inputs == BoundarySpec((spec(8, 6),))
-    assert second.outputs == BoundarySpec((spec(8, 2),))
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept, self.dropped = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kept(x), self.dropped(x)
-
-
-class TakesFirst(nn.Module):
-    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        return x[0] + 1
-
-
-def test_an_unused_output_has_no_gradient() -> None:
-    """Zeros instead of no gradient would give the output's parameters a gradient, or NaN."""
-    compiler = Compiler()
-    stages = stages_of(TwoOutputs(), TakesFirst())
-    found = compiler.compile(stages, [BoundarySpec((spec(8, 4),))], GradientLayoutHistory(1))
-    assert not isinstance(found, CompilationFailure)
-    ((first, _),) = found
-    assert len(first.outputs.tensors) == 2
-    assert first.outputs.structure == tuple_structure(2)
-    assert first.traced.joint.differentiable_outputs() == {0}
-    backward = first.traced.lower(0.0).backward
-    assert backward is not None
-    assert sorted(backward.gradients) == [0, 1]
-
-
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
@@ -185,15 +147,3 @@ def test_the_trace_cache_is_bounded_and_evicts_the_least_recently_used() -> None
     assert compiler.num_traces == 3
     compiler.trace(stage, kinds[1], ())
     assert compiler.num_traces == 4
-
-
-def test_each_saved_fraction_is_lowered_once() -> None:
-    (stage,) = compile_stages(Compiler(), stages_of(block()))
-    recompute, save = FULL_RECOMPUTE, NO_RECOMPUTE
-    assert stage.traced.lower(recompute) is stage.traced.lower(recompute)
-    saved = [
-        [p for p in stage.traced.lower(fraction).forward.outputs if p.role is GraphRole.SAVED]
-        for fraction in (recompute, save)
-    ]
-    assert saved[0] == []
-    assert saved[1] != []

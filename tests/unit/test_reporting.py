@@ -1,0 +1,75 @@
+"""`GPipe.report` and `GPipe.memory`: layers in Python, and arguments that they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.models import features
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
+
+
+class Busy(nn.Module):
+    """A layer that runs in Python, and computes there for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e30:
+            return x
+        sum(range(100_000))
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in Python")
+@pytest.mark.parametrize("loss", [True, False])
+def test_python_layers_are_found_in_steps_and_in_calls(loss: bool) -> None:
+    """They recompute in their backwards, which advice knows, too."""
+    pipe = GPipe(nn.Sequential(Busy(), Busy()), [1, 1], chunks=4, checkpoint="always")
+    options: dict[str, Any] = {"target": torch.zeros(8, 6), "loss_fn": F.mse_loss} if loss else {}
+    advice = pipe.report(features(), **options).advice
+    assert any("layer 0 (Busy), layer 1 (Busy)" in each.what for each in advice)
+    assert any(each.settings == {"checkpoint": "never"} for each in advice)
+
+
+def model() -> GPipe:
+    return GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)), [1, 1], chunks=4)
+
+
+def test_arguments_that_do_not_belong_together_are_refused() -> None:
+    x = features()
+    with pytest.raises(ValueError, match="the model has no layers, so there is nothing to report"):
+        GPipe(nn.Sequential(), []).report(x)
+    with pytest.raises(ValueError, match="target was passed without a loss"):
+        model().report(x, target=x)
+    with pytest.raises(ValueError, match="measure=True runs the layers on their own devices, got"):
+        model().memory(x, measure=True, device="cuda")
+
+
+def test_memory_is_counted_without_running_a_layer() -> None:
+    with torch.device("meta"):
+        pipe = model()
+    report = pipe.memory(torch.empty(8, 6, device="meta"), optimizer=torch.optim.AdamW, device="cuda")
+    assert report.devices == ("cuda:0", "cuda:1")
+    (first, last), measured = report.stages, report.measured
+    assert first is not None
+    assert last is not None
+    assert measured == ()
+    assert first.parameters == 2 * 512  # a weight of 144 bytes, a bias of 24
+    assert report.optimizer == (2 * (6 * 6 + 6) * 4 + 2 * 4, 2 * (6 * 4 + 4) * 4 + 2 * 4)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_measured_memory_is_that_of_a_recorded_step() -> None:
+    pipe = model()
+    report = pipe.memory(features(), measure=True)
+    assert [own.parameters for own in report.measured] == [(6 * 6 + 6) * 4, (6 * 4 + 4) * 4]
+    assert all(p.grad is None for p in pipe.parameters())
