@@ -1,0 +1,75 @@
+"""Models that are made to pipelines, and those that are refused before they are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+
+X = torch.ones(4, 3)
+
+
+class Net(nn.Module):
+    """Two blocks; gradient checkpointing may be on, as in models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.is_gradient_checkpointing = False
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.is_gradient_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def pipelined(model: Any, args: Any = (X,), **options: Any) -> Any:
+    return GPipe.from_model(model, args, **{"devices": ["cpu"] * 2, "chunks": 2, **options})
+
+
+def test_gradient_checkpointing_becomes_a_mode() -> None:
+    model = Net()
+    model.is_gradient_checkpointing = True
+    with pytest.warns(UserWarning, match="gradient checkpointing becomes checkpoint='always'"):
+        found = pipelined(model)
+    assert found.checkpoint == "always"
+    assert not model.is_gradient_checkpointing
+
+
+def hooked() -> nn.Module:
+    model = Net()
+    model.blocks[1]._hf_hook = object()
+    return model
+
+
+def quantized() -> nn.Module:
+    model = Net()
+    model.blocks[0].weight.quant_state = object()  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "kind", "message"),
+    [
+        (lambda x: x, (X,), TypeError, "model must be an nn.Module, got function"),
+        (Net(), X, TypeError, r"args must be a tuple of positional arguments, got Tensor; pass \(x,\)"),
+        (Net(), (), ValueError, "from_model records a call of the model; pass its arguments"),
+        (hooked(), (X,), ValueError, r"blocks\.1 has a hook of accelerate"),
+        (quantized(), (X,), ValueError, r"blocks\.0 \(Linear\) is quantized"),
+    ],
+)
+def test_models_and_arguments_that_are_refused(model: Any, args: Any, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        pipelined(model, args)
+
+
+def test_a_pipelined_model_is_not_pipelined_again() -> None:
+    with pytest.raises(ValueError, match=r"this Net is pipelined already; call model\.plain\(\)"):
+        pipelined(pipelined(Net()))

@@ -1,0 +1,66 @@
+"""The cache of plans: equal calls share a plan, and every difference makes another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from tests.internals import latest_plan, num_plans, plan_of
+
+
+def pipeline() -> GPipe:
+    torch.manual_seed(0)
+    return GPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 4)), [2, 1], chunks=4)
+
+
+def test_equal_calls_share_a_plan() -> None:
+    pipe = pipeline()
+    plan = plan_of(pipe, torch.randn(8, 6))
+    pipe(torch.randn(8, 6))
+    assert latest_plan(pipe) is plan
+    assert num_plans(pipe) == 1
+
+
+CHANGES: dict[str, Callable[[GPipe], object]] = {
+    "mode": lambda pipe: pipe.eval(),
+    "attribute": lambda pipe: setattr(pipe[1], "p", 0.25),
+    "frozen parameter": lambda pipe: pipe[0].weight.requires_grad_(False),
+    "chunks": lambda pipe: setattr(pipe, "chunks", 2),
+    "checkpoint": lambda pipe: setattr(pipe, "checkpoint", "never"),
+    "threads": lambda pipe: setattr(pipe, "threads_per_stage", 3),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_makes_another_plan(name: str) -> None:
+    pipe, x = pipeline(), torch.randn(8, 6)
+    plan = plan_of(pipe, x)
+    CHANGES[name](pipe)
+    assert plan_of(pipe, x) is not plan
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(12, 6), torch.randn(8, 6, requires_grad=True), torch.randn(6, 8).t()],
+    ids=["size", "requires_grad", "strides"],
+)
+def test_another_input_makes_another_plan(x: torch.Tensor) -> None:
+    pipe = pipeline()
+    plan = plan_of(pipe, torch.randn(8, 6))
+    assert plan_of(pipe, x) is not plan
+    assert plan_of(pipe, torch.randn(8, 6)) is plan
+    assert num_plans(pipe) == 2
+
+
+def test_other_modes_make_another_plan() -> None:
+    pipe, x = pipeline(), torch.randn(8, 6)
+    plan = plan_of(pipe, x)
+    with torch.no_grad():
+        assert plan_of(pipe, x) is not plan
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plan_of(pipe, x) is not plan
+    assert plan_of(pipe, x) is plan

@@ -1,0 +1,105 @@
+"""Captures of single layers: their graph, their guards, and the layers that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.trace.dynamo import Captured, Refused, capture, scope_of
+
+X = torch.linspace(-1, 1, 12).view(4, 3)
+FACTOR = 2.0
+
+
+class Scaled(nn.Module):
+    """Reads an attribute, a global variable and a Python number."""
+
+    def __init__(self, scale: float = 3.0) -> None:
+        super().__init__()
+        self.linear, self.scale, self.unused = nn.Linear(3, 3), scale, 0
+
+    def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale * FACTOR + shift
+        return y
+
+
+def run(captured: Captured, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    value, stashed = captured.run(layer, args, kwargs, (), lambda constant: constant)
+    assert stashed == ()
+    return value
+
+
+def test_a_captured_layer_computes_the_same_and_serves_equal_layers() -> None:
+    layer, other = Scaled(), Scaled()
+    captured = capture(layer, (X,), {"shift": 1.0})
+    assert torch.equal(run(captured, layer, X, shift=1.0), layer(X, shift=1.0))
+    assert torch.equal(run(captured, other, 2 * X, shift=1.0), other(2 * X, shift=1.0))
+
+
+def test_guards_notice_what_the_forward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Scaled()
+    guards = capture(layer, (X,), {}).guards
+    assert guards.layer(scope_of(layer))
+    assert guards.ambient(scope_of(layer))
+    assert guards.layer(scope_of(Scaled()))
+    assert not guards.layer(scope_of(Scaled(4.0)))
+    layer.unused = 1
+    assert guards.layer(scope_of(layer))
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert not guards.ambient(scope_of(layer))
+
+
+def test_guards_follow_from_those_of_a_forward_that_reads_more() -> None:
+    class Less(Scaled):
+        def forward(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y
+
+    scaled, less = capture(Scaled(), (X,), {}).guards, capture(Less(), (X,), {}).guards
+    assert scaled.follows_from(scaled)
+    assert not scaled.follows_from(less)
+
+
+def branches(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def counts(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return x
+
+
+@torch.compiler.disable
+def opaque(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+CALLS: list[int] = []
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a branch on elements": (branches, "Data-dependent"),
+    "a side effect": (counts, "CALLS"),
+    "an opaque function": (opaque, "Skip calling"),
+}
+
+
+class Applies(nn.Module):
+    """Applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_that_a_graph_cannot_repeat_are_refused(name: str) -> None:
+    function, reason = FUNCTIONS[name]
+    with pytest.raises(Refused, match=reason):
+        capture(Applies(function), (X,), {})
+    assert CALLS == []
