@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
+MAX_SECONDS = 600.0
 
-# Runs the blocks of each page in order, in a process that is forked after the imports of torch and
-# gpipe_fast, because these imports take longer than most pages. Prints a line of JSON per page.
+# Runs the blocks of each page whose path it reads from stdin, in a process that is forked after the imports
+# of torch and gpipe_fast, because these take longer than most pages. Prints a line of JSON per page.
 RUN_PAGES = """
 import contextlib, io, json, os, re, sys, tempfile, traceback, warnings
 import numpy, torch
@@ -38,15 +41,15 @@ def run(page):
         os.chdir("/")
 
 
-for page in sys.argv[2:]:
+for page in sys.stdin:
     child = os.fork()
     if not child:
         error = None
         try:
-            run(page)
+            run(page.strip())
         except BaseException:
             error = traceback.format_exc()
-        print(json.dumps([page, error]), flush=True)
+        print(json.dumps(error), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 """
@@ -57,22 +60,37 @@ def name_of(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def errors_by_page() -> dict[str, str | None]:
-    command = [sys.executable, "-c", RUN_PAGES, BLOCK.pattern, *map(str, PAGES_WITH_CODE)]
+def error_of() -> Iterator[Callable[[Path], str | None]]:
+    """Yields a function that runs the blocks of a page, and returns their error."""
     # As a reader runs them: with PyTorch's own choice of threads.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    finished = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
-    )
-    lines = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(lines) == len(PAGES_WITH_CODE), finished.stderr[-2000:]
-    return dict(lines)
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN_PAGES, BLOCK.pattern],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        pages, errors = process.stdin, process.stdout
+        assert pages is not None
+        assert errors is not None
+
+        def run(page: Path) -> str | None:
+            print(page, file=pages, flush=True)
+            assert select.select([errors], [], [], MAX_SECONDS)[0], "the page takes too long"
+            found: str | None = json.loads(errors.readline())
+            return found
+
+        yield run
+        process.kill()
 
 
 @pytest.mark.xdist_group("docs")
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
-def test_the_python_blocks_of_a_page_run(page: Path, errors_by_page: dict[str, str | None]) -> None:
-    assert errors_by_page[str(page)] is None, errors_by_page[str(page)]
+def test_the_python_blocks_of_a_page_run(page: Path, error_of: Callable[[Path], str | None]) -> None:
+    error = error_of(page)
+    assert error is None, error
 
 
 def anchors_of(page: Path) -> set[str]:
