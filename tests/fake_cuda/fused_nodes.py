@@ -1,12 +1,13 @@
 """Prints what is fused in the stages of bench/fusion_stages.py; run with the fake runtime preloaded.
 
-`fused_nodes.py OPERATORS`: prints, for each stage, precision and graph, the nodes whose values kernels
-compute.
+`fused_nodes.py OPERATORS [STAGE...]`: prints, for each stage (by default all), precision and graph, the nodes
+whose values kernels compute.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 
 from bench.fusion_stages import PRECISIONS, SMALL, STAGES, trace_stage
 from gpipe_fast.fuse.casts import hoist_parameter_casts
@@ -22,9 +23,9 @@ def line(replaced: Replaced) -> str:
 
 
 def main() -> None:
-    for name, stage in STAGES.items():
+    for name in sys.argv[2:] or STAGES:
         for mode, precision in PRECISIONS.items():
-            joint = hoist_parameter_casts(trace_stage(stage, precision, SMALL))
+            joint = hoist_parameter_casts(trace_stage(STAGES[name], precision, SMALL))
             parts = split(joint, FULL_RECOMPUTE)
             assert parts.backward is not None
             for fused in fuse_alike(parts.forward, parts.backward, lambda _: None, lambda _: False):

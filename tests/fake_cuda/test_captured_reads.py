@@ -69,16 +69,21 @@ def problems(libraries: Libraries, log: Path, models: str, devices: str, *words:
     return ([] if found == ["equal"] else found) + accesses_of_freed_memory(read(log))
 
 
-@pytest.mark.sampled(1)
+def test_graphs_use_living_memory(libraries: Libraries, tmp_path: Path) -> None:
+    words = ("skips", ONE_DEVICE, "except_last", "frozen")
+    assert problems(libraries, tmp_path / "log", *words) == []
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("devices", [ONE_DEVICE, FOUR_DEVICES], ids=["one", "four"])
 @pytest.mark.parametrize("words", [("always",), ("except_last", "frozen"), ("never",), ("inference",)])
-def test_graphs_use_living_memory(
+def test_graphs_of_all_models_use_living_memory(
     words: tuple[str, ...], devices: str, libraries: Libraries, tmp_path: Path
 ) -> None:
     assert problems(libraries, tmp_path / "log", MODELS, devices, *words) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [ONE_DEVICE, TWO_DEVICES], ids=["one", "two"])
 @pytest.mark.parametrize("words", [(), ("frozen",), ("inference",)], ids=["train", "frozen", "inference"])
 def test_statistics_of_captured_forwards(

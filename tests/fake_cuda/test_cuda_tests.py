@@ -18,15 +18,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "chosen",
     [
-        "(test_cuda_steps and not uncaptured) or (test_forced and pinned and mlp) "
-        "or (test_training and except_last and several and (skips or python))",
+        "(test_an_optimizer_step and not uncaptured) or (test_training and mlp and except_last and mixed)",
+        pytest.param(
+            "(test_cuda_steps and not uncaptured) or (test_forced and pinned and mlp) "
+            "or (test_training and except_last and several and (skips or python))",
+            marks=pytest.mark.extended,
+        ),
         pytest.param("test_cuda", marks=pytest.mark.soak),
     ],
-    ids=["sample", "all"],
+    ids=["few", "sample", "all"],
 )
 def test_gpu_tests_pass_on_the_fake_runtime(chosen: str, libraries: tuple[Path, Path]) -> None:
     runtime, operators = libraries

@@ -24,12 +24,12 @@ FOUR_DEVICES, ONE_DEVICE, WITH_CPU = (
 )
 CAPTURED = "mlp/skips/several/batch norm/dropout/tied/convolutions"
 ALL_MODELS = f"{CAPTURED}/python/convolutions, channels last"
-NUM_CASES, NUM_SOAK_CASES, CASES_PER_TEST = 20, 1000, 200
+NUM_CASES, NUM_LONGER_CASES, NUM_SOAK_CASES, CASES_PER_TEST = 5, 20, 1000, 200
 
 Libraries = tuple[Path, Path]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
 def test_models_equal_the_plain_loop(devices: str, libraries: Libraries) -> None:
     models = "skips/batch norm/python"
@@ -43,7 +43,7 @@ def test_captured_models_equal_the_plain_loop(devices: str, libraries: Libraries
     assert run("train_models.py", libraries, *words, defer=2) == ["equal"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("word", ["own_streams", "failures", "pinned"])
 def test_caller_streams_failing_steps_and_pinned_transport_keep_bits(word: str, libraries: Libraries) -> None:
     words = ("small/large" if word == "pinned" else "small", FOUR_DEVICES, word, "except_last")
@@ -64,8 +64,9 @@ def test_all_models_equal_the_plain_loop(
     assert run("train_models.py", libraries, models, devices, *words, defer=seed) == ["equal"]
 
 
-def test_random_schedules_equal_the_plain_loop(libraries: Libraries) -> None:
-    assert run("train_random_schedules.py", libraries, "0", str(NUM_CASES), defer=4, late=2) == ["equal"]
+@pytest.mark.parametrize("count", [NUM_CASES, pytest.param(NUM_LONGER_CASES, marks=pytest.mark.extended)])
+def test_random_schedules_equal_the_plain_loop(count: int, libraries: Libraries) -> None:
+    assert run("train_random_schedules.py", libraries, "0", str(count), defer=4, late=2) == ["equal"]
 
 
 @pytest.mark.soak

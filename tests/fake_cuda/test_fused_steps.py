@@ -18,26 +18,28 @@ pytestmark = pytest.mark.skipif(
 CASES = [
     "equal_stages_share_kernels",  # first: libraries stay loaded
     "a_kernel_that_does_not_compile_is_left_out",
+    "a_wrong_forward_is_left_out",
+    "deterministic_steps_launch_none",
+    "fuse_may_be_set_between_calls",
+    "replays_launch_the_kernels",
+    "the_self_test_reports_a_wrong_kernel",
+]
+LONGER_CASES = [
     "a_kernel_that_does_not_load_is_left_out",
     "kernels_that_one_device_does_not_load_are_left_out",
-    "a_wrong_forward_is_left_out",
     "a_wrong_backward_is_left_out",
     "a_wrong_kernel_in_a_captured_step",
-    "deterministic_steps_launch_none",
     "without_fuse_steps_launch_none",
-    "fuse_may_be_set_between_calls",
     "the_variable_turns_fused_kernels_off",
     "unaligned_inputs_take_the_other_form",
     "two_steps_may_be_in_flight",
     "parameters_may_be_replaced",
     "checkpoint_modes",
-    "replays_launch_the_kernels",
     "replays_have_the_bits_of_other_steps",
     "batches_without_rows",
     "recordings_name_the_kernels",
     "an_explanation_names_the_kernels_that_run",
     "the_self_test_of_doctor",
-    "the_self_test_reports_a_wrong_kernel",
     "the_self_test_reports_large_errors",
 ]
 # The libraries of `equal_stages_share_kernels`: two forms of six kernels.
@@ -53,8 +55,10 @@ def test_fused_steps(libraries: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_fused_steps_with_deferred_work(libraries: tuple[Path, Path]) -> None:
-    assert run("fused_step_cases.py", libraries, *CASES, interpreted=True, fused=True, defer=1) == CASES
+@pytest.mark.parametrize("variables", [{}, {"defer": 1}], ids=["at once", "deferred"])
+def test_more_fused_steps(variables: dict[str, int], libraries: tuple[Path, Path]) -> None:
+    cases = [*CASES, *LONGER_CASES] if variables else LONGER_CASES
+    assert run("fused_step_cases.py", libraries, *cases, interpreted=True, fused=True, **variables) == cases
 
 
 @pytest.mark.extended

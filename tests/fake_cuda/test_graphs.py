@@ -48,12 +48,21 @@ SEVERAL_PLANS = (
 Libraries = tuple[Path, Path]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE], ids=["four", "one"])
+@pytest.mark.parametrize(
+    ("models", "devices", "checkpoints"),
+    [
+        (("skips", "batch norm"), FOUR_DEVICES, ["except_last"]),
+        *(
+            pytest.param(MODELS, each, ["never", "except_last", "always"], marks=pytest.mark.extended)
+            for each in (FOUR_DEVICES, ONE_DEVICE)
+        ),
+    ],
+    ids=["some", "four", "one"],
+)
 def test_captured_models_equal_the_plain_loop_without_races(
-    devices: str, libraries: Libraries, tmp_path: Path
+    models: tuple[str, ...], devices: str, checkpoints: list[str], libraries: Libraries, tmp_path: Path
 ) -> None:
-    words = ("/".join(MODELS), devices, "captured", "never", "except_last", "always")
+    words = ("/".join(models), devices, "captured", *checkpoints)
     assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
     assert check(read(tmp_path / "log")) == []
 
@@ -120,7 +129,7 @@ def test_allocators_without_capture_run_uncaptured(
     assert found == ["allocator_cannot_capture: equal"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
     checkpoint: str, libraries: Libraries

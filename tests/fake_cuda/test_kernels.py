@@ -37,6 +37,7 @@ def test_launched_kernels_compute_without_races(libraries: Libraries, tmp_path: 
 
 
 @needs_runtime
+@pytest.mark.extended
 def test_deferred_kernels_compute(libraries: Libraries) -> None:
     assert run("kernel_cases.py", libraries, f"{CASES}/missing_wait", interpreted=True, defer=1) == ["equal"]
 
@@ -52,12 +53,14 @@ def test_a_missing_wait_between_kernels_is_a_race(libraries: Libraries, tmp_path
 
 
 @needs_runtime
+@pytest.mark.extended
 def test_a_failing_kernel_fails_the_process(libraries: Libraries) -> None:
     with pytest.raises(AssertionError, match=r"inline_asm not supported[^$]*1 kernel launches failed"):
         run("kernel_cases.py", libraries, "failing", interpreted=True)
 
 
 @needs_runtime
+@pytest.mark.extended
 def test_every_family_matches_pytorch(libraries: Libraries) -> None:
     assert run("kernel_cases.py", libraries, "families", interpreted=True) == ["equal"]
 

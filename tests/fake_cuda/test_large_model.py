@@ -48,6 +48,7 @@ def test_it_may_be_larger_than_all_memory_of_the_process(libraries: tuple[Path, 
     assert found == large_model.train_plain(path, LARGE_WIDTH)
 
 
+@pytest.mark.extended
 def test_layers_on_the_cpu_do_not_fit(libraries: tuple[Path, Path], path: Path) -> None:
     """So the limit is effective."""
     _, *found = program(libraries, "plain", path, WIDTH, LIMIT)

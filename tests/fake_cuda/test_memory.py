@@ -38,6 +38,7 @@ def test_memory_is_predicted(libraries: tuple[Path, Path]) -> None:
     assert check_predictions(libraries, "uneven", "1f1b", "2", "4", "always,never,0.5") == 6
 
 
+@pytest.mark.extended
 def test_memory_of_a_concatenation_is_freed(libraries: tuple[Path, Path]) -> None:
     assert check_predictions(libraries, "unet", "", "1", "1", "always,never") == 2
 

@@ -37,17 +37,22 @@ several_models = pytest.mark.parametrize(
     ],
     ids=["one", "all"],
 )
-BACKENDS = [
-    "gloo",
-    pytest.param(
-        "nccl",
-        marks=pytest.mark.skipif(
+NEEDS = {
+    "gloo": [],
+    "nccl": [
+        pytest.mark.skipif(
             tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
             reason="a process group in Python needs torch 2.14",
-        ),
-    ),
-]
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+        )
+    ],
+}
+
+
+def with_backends(first: str, second: str) -> pytest.MarkDecorator:
+    """Runs a test with one backend in `make test`, and with the other one in the longer tests."""
+    longer = pytest.param(second, marks=[*NEEDS[second], pytest.mark.extended])
+    return pytest.mark.parametrize("backend", [pytest.param(first, marks=NEEDS[first]), longer])
+
 
 Runs = Callable[..., list[str]]
 
@@ -74,7 +79,7 @@ def logs(folder: Path) -> list[list[Line]]:
     return [read(folder / f"log{rank}") for rank in range(NUM_RANKS)]
 
 
-@every_backend
+@with_backends("gloo", "nccl")
 @several_models
 def test_bits_equal_those_of_one_process_without_races(
     models: str, schedules: str, backend: str, run: Runs, tmp_path: Path
@@ -92,9 +97,11 @@ def test_deferred_work_keeps_the_bits(models: str, schedules: str, run: Runs) ->
     assert run(*words, logged=False, defer=5, late=1) == [str(number)] * NUM_RANKS
 
 
-@every_backend
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("model", "schedule"), [("skips", "1f1b"), ("ties", "zb-h1")])
+@with_backends("gloo", "nccl")
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [("skips", "1f1b"), pytest.param("ties", "zb-h1", marks=pytest.mark.extended)],
+)
 def test_copies_go_through_pinned_memory_on_streams_of_their_own(
     model: str, schedule: str, backend: str, run: Runs, tmp_path: Path
 ) -> None:
@@ -122,7 +129,7 @@ def test_copies_go_through_pinned_memory_on_streams_of_their_own(
         assert bool(losses) == (rank == NUM_RANKS - 1)
 
 
-@every_backend
+@with_backends("nccl", "gloo")
 def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs, tmp_path: Path) -> None:
     """Without the waits of the streams on which workers compute, or copy from the device, there are races."""
     run(backend, "steps", "batch norm", "1f1b", "cuda", late=1)
@@ -146,15 +153,14 @@ def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs,
             assert check(kept, may_wait=True), f"stream {stream} needs no wait"
 
 
-@every_backend
+@with_backends("gloo", "nccl")
 def test_recordings_have_the_stages_of_both_ranks(backend: str, run: Runs) -> None:
     first, second = run(backend, "recorded", "gpt", "1f1b", "cuda", logged=False)
     assert first == second
 
 
-@every_backend
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("action", ["0F1", "1I0"])
+@with_backends("nccl", "gloo")
+@pytest.mark.parametrize("action", ["0F1", pytest.param("1I0", marks=pytest.mark.extended)])
 def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str, run: Runs) -> None:
     """Groups of NCCL are aborted. The next step has new ones, and equals the first."""
     own, other = run(backend, "failing", action, late=1)[:: 1 if action[0] == "0" else -1]

@@ -46,13 +46,27 @@ def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     return run
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
-def test_models_equal_the_plain_loop_without_races(devices: str, train: Runs) -> None:
-    assert check(train("/".join(MODELS), devices, "never", "except_last", "always", late=1)) == []
+@pytest.mark.parametrize(
+    ("models", "devices", "checkpoints"),
+    [
+        (("several", "batch norm", "python"), WITH_CPU, ["except_last"]),
+        *(
+            pytest.param(MODELS, each, ["never", "except_last", "always"], marks=pytest.mark.extended)
+            for each in (FOUR_DEVICES, ONE_DEVICE, WITH_CPU)
+        ),
+    ],
+    ids=["some", "four", "one", "mixed"],
+)
+def test_models_equal_the_plain_loop_without_races(
+    models: Sequence[str], devices: str, checkpoints: list[str], train: Runs
+) -> None:
+    assert check(train("/".join(models), devices, *checkpoints, late=1)) == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [name if name == "1f1b" else pytest.param(name, marks=pytest.mark.extended) for name in SCHEDULES],
+)
 def test_whole_steps_equal_the_plain_loop_without_races(schedule: str, train: Runs) -> None:
     assert check(train("mlp/skips/dropout", FOUR_DEVICES, schedule, "never", "always", late=1)) == []
 

@@ -14,7 +14,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("variables", [{}, {"peers": "0"}, {"defer": 3}], ids=["peer", "pinned", "deferred"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *(pytest.param(v, marks=pytest.mark.extended) for v in ({}, {"peers": "0"})),
+        {"defer": 3},
+    ],
+    ids=["peer", "pinned", "deferred"],
+)
 def test_times_are_those_of_stream_events(libraries: tuple[Path, Path], variables: dict[str, object]) -> None:
     assert run("recording_cases.py", libraries, "0", **variables) == ["right"]
 
