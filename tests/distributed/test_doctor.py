@@ -63,6 +63,7 @@ def test_two_ranks_of_torchrun() -> None:
     check(found, 2, [(0, 1)])
 
 
+@pytest.mark.extended
 def test_stages_of_the_first_and_the_last_rank_are_neighbours(port: int) -> None:
     (status, found, _), *others = run_ranks(3, cases.doctor, port, 3)
     assert status == 0
@@ -87,6 +88,7 @@ def test_an_edge_that_fails(port: int) -> None:
     assert len(found["problems"]) == 2
 
 
+@pytest.mark.extended
 def test_a_rank_that_hangs(port: int) -> None:
     (status, found, _), _, other = run_ranks(3, cases.with_a_rank_that_hangs, port, hangs=[1])
     assert (status, other[0]) == (1, 1)

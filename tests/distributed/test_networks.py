@@ -12,22 +12,25 @@ pytestmark = needs_gloo
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "names"),
+    ("num_ranks", "names", "schedules"),
     [
-        (2, ["skips"]),
-        *(pytest.param(n, ["gpt", "skips", "ties"], marks=pytest.mark.extended) for n in (2, 3)),
+        (2, ["tuples"], ["1f1b"]),
+        *(
+            pytest.param(n, ["gpt", "skips", "ties"], ["gpipe", "1f1b"], marks=pytest.mark.extended)
+            for n in (2, 3)
+        ),
     ],
 )
-def test_latency_and_a_limited_rate_change_no_bit(num_ranks: int, names: list[str]) -> None:
+def test_latency_and_a_limited_rate_change_no_bit(
+    num_ranks: int, names: list[str], schedules: list[str]
+) -> None:
     """Each process is in a network namespace of its own, and packets take 2 ms longer."""
     try:
         with network(num_ranks, delay=0.002, megabits=50) as hosts:
-            found = run_ranks(
-                num_ranks, cases.same_bits, names, ["gpipe", "1f1b"], [4], ["always"], hosts=hosts
-            )
+            found = run_ranks(num_ranks, cases.same_bits, names, schedules, [4], ["always"], hosts=hosts)
     except NoNetworkError as error:
         pytest.skip(str(error))
-    assert found == [2 * len(names)] * num_ranks
+    assert found == [len(names) * len(schedules)] * num_ranks
 
 
 def test_the_network_has_the_latency() -> None:

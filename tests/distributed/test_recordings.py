@@ -65,7 +65,10 @@ def delays_of(found: dict[str, Any], least: float) -> list[float]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_stages", "name"),
-    [(2, 2, "1f1b"), (3, 3, "zb-h1"), (2, 4, "interleaved")],
+    [
+        (2, 4, "interleaved"),
+        *(pytest.param(n, n, name, marks=pytest.mark.extended) for n, name in ((2, "1f1b"), (3, "zb-h1"))),
+    ],
 )
 def test_every_rank_has_all_stages(num_ranks: int, num_stages: int, name: str) -> None:
     found = run_ranks(num_ranks, cases.recorded, "step", num_stages, name)
@@ -87,7 +90,7 @@ def test_forward_and_backward_in_two_calls() -> None:
     assert found[0]["report"]["between"] > 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_clocks_that_differ(num_ranks: int) -> None:
     """Clocks of hosts have nothing in common; here each is 1000 s ahead of the one before."""
     found = run_ranks(num_ranks, cases.on_other_clocks, AHEAD)
@@ -130,6 +133,7 @@ def test_ranks_that_do_otherwise() -> None:
     assert first[2] == second[2] == ""
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come() -> None:
     with pytest.raises(RankFailed, match=r"rank 0 has waited for .* s for ranks \[1\]"):
         run_ranks(2, cases.not_leaving, hangs=[1])

@@ -14,16 +14,19 @@ pytestmark = needs_gloo
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("names", "schedules"),
     [
-        "batch norm",
-        "ties",
-        *(pytest.param(n, marks=pytest.mark.extended) for n in ("gpt", "dropout", "skips")),
+        (["ties"], ["1f1b"]),
+        *(
+            pytest.param([name], ["gpipe", "1f1b", "zb-h1"], marks=pytest.mark.extended)
+            for name in ("batch norm", "ties", "gpt", "dropout", "skips")
+        ),
     ],
+    ids=str,
 )
-def test_gradients_are_summed_in_the_order_of_replicas(name: str) -> None:
+def test_gradients_are_summed_in_the_order_of_replicas(names: list[str], schedules: list[str]) -> None:
     """Two replicas with 11 and 6 samples, of two stages each, equal two processes added up, bit for bit."""
-    assert run_ranks(4, cases.same_sums, [name], ["gpipe", "1f1b", "zb-h1"]) == [3] * 4
+    assert run_ranks(4, cases.same_sums, names, schedules) == [len(schedules)] * 4
 
 
 @pytest.mark.extended
@@ -60,7 +63,7 @@ def test_parameters_stay_equal_and_running_statistics_do_not() -> None:
     assert run_ranks(4, cases.averaged) == [7, 2, 7, 2]
 
 
-@pytest.mark.parametrize(("rank", "action"), [(2, "0B0"), (3, "1F1")])
+@pytest.mark.parametrize(("rank", "action"), [(2, "0B0"), pytest.param(3, "1F1", marks=pytest.mark.extended)])
 def test_a_failure_in_one_replica_fails_all(rank: int, action: str) -> None:
     """When the first stage of one replica fails in its last action, that of the other waits for the sum."""
     found = run_ranks(4, cases.failing, rank, action)
@@ -82,7 +85,7 @@ def test_replicas_differ() -> None:
     assert all(error for errors in found for error in errors)
 
 
-@pytest.mark.parametrize("how", ["exit", "stop"])
+@pytest.mark.parametrize("how", ["exit", pytest.param("stop", marks=pytest.mark.extended)])
 def test_a_rank_of_a_replica_is_lost(how: str) -> None:
     *others, _ = run_ranks(4, cases.losing_a_rank, how, hangs=[3])
     for error in others:

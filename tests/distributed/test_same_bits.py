@@ -9,74 +9,46 @@ from tests.distributed.launch import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
 
+# Ranks, models, schedules, numbers of micro-batches, checkpoint modes, and the number of stages. With eleven
+# samples in 2, 3, 4 or 5 micro-batches, the last is smaller.
+CASES = {
+    "smaller last micro-batch": (2, ["batch norm"], ["gpipe"], [5], ["except_last"], 2),
+    "skips beyond neighbours": (3, ["skips"], ["zb-h1"], [4], ["except_last"], 3),
+    "stages in turn": (2, ["ties"], ["interleaved"], [4], ["except_last"], 4),
+}
+SCHEDULES, BOUNDARIES = ["gpipe", "1f1b", "zb-h1"], ["tuples", "skips", "dropout"]
+TURNS = ["batch norm", "tuples", "skips", "ties", "dropout"], ["interleaved", "1f1b", "gpipe"]
+LONGER_CASES = {
+    "checkpoints of 2": (2, ["batch norm"], ["gpipe"], [1, 2, 5], ["always", "never"], 2),
+    "checkpoints of 3": (3, ["batch norm"], ["gpipe"], [2, 5], ["always"], 3),
+    **{f"schedules of {n}": (n, ["gpt"], SCHEDULES, [4], ["except_last"], n) for n in (2, 3, 4)},
+    **{
+        f"boundaries of {n}, {name}": (n, BOUNDARIES, [name], [5], ["except_last"], n)
+        for n in (2, 3)
+        for name in ("gpipe", "1f1b")
+    },
+    **{f"ties of {n}": (n, ["ties"], ["gpipe", "1f1b"], [3], ["except_last"], n) for n in (2, 3)},
+    "all models in turn": (2, *TURNS, [4], ["except_last"], 4),
+}
+
 
 @pytest.mark.parametrize(
-    ("num_ranks", "chunks", "checkpoints"),
+    "case",
     [
-        (2, [5], ["except_last"]),
-        pytest.param(2, [1, 2, 5], ["always", "never"], marks=pytest.mark.extended),
-        pytest.param(3, [2, 5], ["always"], marks=pytest.mark.extended),
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.extended) for name, case in LONGER_CASES.items()),
     ],
 )
-def test_uneven_micro_batches_and_checkpoints(
-    num_ranks: int, chunks: list[int], checkpoints: list[str]
+def test_steps_backwards_and_evaluations_equal(
+    case: tuple[int, list[str], list[str], list[int], list[str], int],
 ) -> None:
-    """Eleven samples in 2 and 5 micro-batches: the last is smaller."""
-    found = run_ranks(num_ranks, cases.same_bits, ["batch norm"], ["gpipe"], chunks, checkpoints)
-    assert found == [len(chunks) * len(checkpoints)] * num_ranks
+    """With ties, every process that has a copy of a parameter gets the sum of the gradients of all stages.
 
-
-@pytest.mark.parametrize(
-    ("num_ranks", "schedules"),
-    [
-        (3, ["zb-h1"]),
-        *(pytest.param(n, ["gpipe", "1f1b", "zb-h1"], marks=pytest.mark.extended) for n in (2, 3, 4)),
-    ],
-)
-def test_schedules(num_ranks: int, schedules: list[str]) -> None:
-    found = run_ranks(num_ranks, cases.same_bits, ["gpt"], schedules, [4], ["except_last"])
-    assert found == [len(schedules)] * num_ranks
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule"),
-    [
-        (3, "1f1b"),
-        *(
-            pytest.param(n, s, marks=pytest.mark.extended)
-            for n, s in ((2, "gpipe"), (2, "1f1b"), (3, "gpipe"))
-        ),
-    ],
-)
-def test_kinds_of_boundaries(num_ranks: int, schedule: str) -> None:
-    """Tuples, skip connections of neighbours and beyond, and random layers."""
-    names = ["tuples", "skips", "dropout"]
-    found = run_ranks(num_ranks, cases.same_bits, names, [schedule], [5], ["except_last"])
-    assert found == [3] * num_ranks
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
-def test_tied_parameters(num_ranks: int) -> None:
-    """Every process that has a copy of a parameter gets the sum of the gradients of all stages."""
-    found = run_ranks(num_ranks, cases.same_bits, ["ties"], ["gpipe", "1f1b"], [3], ["except_last"])
-    assert found == [2] * num_ranks
-
-
-@pytest.mark.parametrize(
-    ("names", "schedules"),
-    [
-        (["skips", "ties"], ["interleaved"]),
-        pytest.param(
-            ["batch norm", "tuples", "skips", "ties", "dropout"],
-            ["interleaved", "1f1b", "gpipe"],
-            marks=pytest.mark.extended,
-        ),
-    ],
-)
-def test_several_stages_on_each_rank(names: list[str], schedules: list[str]) -> None:
-    """Four stages take turns on two ranks; skip connections and ties lie within a rank and between both."""
-    found = run_ranks(2, cases.same_bits, names, schedules, [4], ["except_last"], 4)
-    assert found == [len(names) * len(schedules)] * 2
+    Where four stages take turns on two ranks, skip connections and ties lie within a rank and between both.
+    """
+    num_ranks, names, schedules, chunks, checkpoints, _ = case
+    number = len(names) * len(schedules) * len(chunks) * len(checkpoints)
+    assert run_ranks(num_ranks, cases.same_bits, *case[1:]) == [number] * num_ranks
 
 
 def test_delays_change_no_bit() -> None:

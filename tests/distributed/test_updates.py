@@ -12,12 +12,13 @@ pytestmark = needs_gloo
 
 def test_clipping_and_scaling() -> None:
     """The gradients of one step are infinite in the first stage alone."""
-    assert min(run_ranks(3, cases.same_bits, ["clipping in groups", "scaler and clipping"], "1f1b")) > 20
+    assert min(run_ranks(2, cases.same_bits, ["scaler and clipping"], "1f1b")) > 20
 
 
 @pytest.mark.extended
-def test_all_updates() -> None:
-    assert min(run_ranks(2, cases.same_bits, list(cases.RECIPES))) > 100
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "gpipe"), (3, "1f1b")])
+def test_all_updates(num_ranks: int, schedule: str) -> None:
+    assert min(run_ranks(num_ranks, cases.same_bits, list(cases.RECIPES), schedule)) > 60
 
 
 @pytest.mark.extended
