@@ -42,7 +42,7 @@ def _check_layer(name: str, thorough: bool) -> None:
         assert verdict.inexact_formats == set(), f"{verdict.max_error_ratio} times the plain loop's error"
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_of_torch_nn_equals_the_plain_loop(name: str) -> None:
     _check_layer(name, thorough=False)
@@ -253,28 +253,28 @@ def make_model_and_input(name: str) -> tuple[nn.Sequential, Tensor]:
     return make(), _make_input(shape)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_in_one_stage_equals_the_plain_loop(name: str) -> None:
     model, x = make_model_and_input(name)
     check_step(model, x)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_whose_input_needs_no_gradient_equals_the_plain_loop(name: str) -> None:
     model, x = make_model_and_input(name)
     check_step(model, x, input_gradient=False, budgets=(0.0,))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "tied parameters"])
 def test_a_model_with_one_stage_per_layer_equals_the_plain_loop(name: str) -> None:
     model, x = make_model_and_input(name)
     check_step(model, x, balance=[1] * len(model), budgets=(0.0, 1.0))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_inference_equals_the_plain_loop(name: str) -> None:
     model, x = make_model_and_input(name)

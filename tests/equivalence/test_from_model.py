@@ -409,7 +409,7 @@ def tied_across_stages(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if owners.get(parameter, 0) > 1}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_that_of_the_plain_model(name: str) -> None:
     # Batch norm needs more than one sample.
@@ -417,7 +417,7 @@ def test_a_step_equals_that_of_the_plain_model(name: str) -> None:
     compare(CASES[name], stages=2, chunks=chunks, mode="except_last")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -441,7 +441,7 @@ TIED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", TIED)
 def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages(name: str, stages: int) -> None:
@@ -454,7 +454,7 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages(name: st
     assert unequal(ours, untied) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["GPT-2", "Llama with padding", "BERT", "ViT"])
 def test_a_whole_step_equals_that_of_the_plain_model(name: str) -> None:
     _, inputs, loss = CASES[name]
@@ -481,7 +481,7 @@ def test_a_whole_step_equals_that_of_the_plain_model(name: str) -> None:
     assert not evaluated.requires_grad
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 def test_a_stream_equals_calls(name: str, backend: str) -> None:
@@ -551,6 +551,7 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_plain_calls() -> None:
             assert torch.equal(ours, expected)
 
 
+@pytest.mark.extended
 def test_verify_compares_with_the_plain_model() -> None:
     model = pipeline_of(CASES["BERT"], 2, 2)
     report = gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss)
@@ -617,7 +618,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [by_view, by_shifted, by_mask, by_padding, by_weights])
 def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: Any) -> None:
     plain, (ids, labels) = Tokens(loss), tokens()

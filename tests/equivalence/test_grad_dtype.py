@@ -155,6 +155,7 @@ def differing_gradients(ours: Gradients, expected: Gradients) -> list[str]:
     return [name for name in expected if not equal(ours[name], expected[name])]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("dtype", LOW_PRECISION_DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)

@@ -36,7 +36,9 @@ def gpt(**options: object) -> tuple[GPipe, Tensor]:
     return GPipe(layers, **options), torch.randn(8, 32, 32)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [n if n == "gpt" else pytest.param(n, marks=pytest.mark.extended) for n in MODELS]
+)
 def test_calls_within_a_memory_equal_the_plain_loop(name: str) -> None:
     model, x, balance = made(name)
     expected = loop_step(model, x, CHUNKS)

@@ -178,7 +178,10 @@ def all_equal(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    "checkpoint",
+    [c if c == "except_last" else pytest.param(c, marks=pytest.mark.extended) for c in CHECKPOINT_MODES],
+)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_nested_values_equal_the_plain_loop(name: str, checkpoint: str) -> None:
     functions, arguments = ARGUMENTS[name]
@@ -272,6 +275,7 @@ def test_an_error_names_the_layer_that_returns_an_unsupported_type() -> None:
             GPipe(nn.Sequential(Set(), nn.Identity()), [1, 1], chunks=2, backend=backend)(features())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["auto", "aten", "eager"])
 @pytest.mark.parametrize(
     "value", [None, True, 3, 2.5, "text", (), [], {"a": None, "b": [1]}, "x" * 1000], ids=reprlib.repr

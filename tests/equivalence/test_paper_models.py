@@ -33,7 +33,13 @@ def num_parameters(make: Callable[[], nn.Module]) -> int:
 # Table 1 of the GPipe paper: 82, 318, 542, 1050 and 1800 million. torchgpipe's benchmarks: the numbers below.
 @pytest.mark.parametrize(
     ("size", "millions"),
-    [((18, 208), 81.5), ((18, 416), 319.0), ((18, 544), 542.7), ((36, 544), 1055.8), ((72, 512), 1844.9)],
+    [
+        ((18, 208), 81.5),
+        ((18, 416), 319.0),
+        ((18, 544), 542.7),
+        ((36, 544), 1055.8),
+        pytest.param((72, 512), 1844.9, marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_amoebanet_d_has_the_published_number_of_parameters(size: tuple[int, int], millions: float) -> None:
@@ -42,7 +48,13 @@ def test_amoebanet_d_has_the_published_number_of_parameters(size: tuple[int, int
 
 @pytest.mark.parametrize(
     ("size", "millions"),
-    [((6, 72), 362.2), ((11, 128), 2213.8), ((24, 128), 4993.9), ((24, 160), 7802.9), ((48, 160), 15822.2)],
+    [
+        ((6, 72), 362.2),
+        ((11, 128), 2213.8),
+        ((24, 128), 4993.9),
+        ((24, 160), 7802.9),
+        pytest.param((48, 160), 15822.2, marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_unet_has_the_published_number_of_parameters(size: tuple[int, int], millions: float) -> None:
@@ -65,7 +77,9 @@ def test_gpt_has_the_expected_number_of_parameters() -> None:
 @pytest.mark.parametrize(
     ("make", "shape", "output", "num_layers"),
     [
-        (partial(amoebanet_d, 18, 208), (2, 3, 224, 224), (2, 1000), 24),
+        pytest.param(
+            *(partial(amoebanet_d, 18, 208), (2, 3, 224, 224), (2, 1000), 24), marks=pytest.mark.extended
+        ),
         (partial(unet, 6, 72), (2, 3, 192, 192), (2, 1, 192, 192), 285),
         (partial(unet, 5, 64), (2, 3, 192, 192), (2, 1, 192, 192), 241),
         (resnet101, (2, 3, 224, 224), (2, 1000), 370),
@@ -137,7 +151,7 @@ def pipe(request: pytest.FixtureRequest, case: ModelCase) -> GPipe:
     return GPipe(case.model, balance, chunks=CHUNKS, backend="aten")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_pipeline_equals_the_plain_loop_bit_for_bit(case: ModelCase, pipe: GPipe, checkpoint: str) -> None:
     pipe.checkpoint = checkpoint

@@ -62,7 +62,7 @@ def check_all_batches(make: Model, batch: Batch, num_stages: int, repetitions: i
                     assert unequal(pipeline_step(pipe, x), expected) == [], f"{context}, seed {seed}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @every_model
 def test_a_pipeline_equals_the_plain_loop_bit_for_bit(make: Model, batch: Batch, num_stages: int) -> None:
@@ -103,7 +103,11 @@ def run_two_in_flight(
         return [collect(model, leaves[i], outputs[i]) for i in order]
 
 
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["first first", "last first"])
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param([0, 1], marks=pytest.mark.extended), [1, 0]],
+    ids=["first first", "last first"],
+)
 @every_model
 def test_two_mini_batches_in_flight_do_not_interfere(make: Model, batch: Batch, order: list[int]) -> None:
     """Each mini-batch has its own random key, buffers for its recompute, and activations."""

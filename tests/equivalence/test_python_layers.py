@@ -46,7 +46,7 @@ from tests.untraceable import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", UNTRACEABLE)
@@ -64,7 +64,7 @@ def test_an_untraceable_layer_equals_the_plain_loop(kind: str, backend: str, che
             assert unequal(ours, expected) == [], f"step {number}, balance {balance}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_a_layer_in_forward_mode_equals_the_plain_loop(backend: str, checkpoint: str) -> None:

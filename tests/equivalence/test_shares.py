@@ -132,14 +132,14 @@ def check_step(name: str, schedule: str, choice: CheckpointChoice) -> None:
     assert [n for n in expected if not torch.equal(found[n], expected[n])] == []  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("choice", "schedule"), list(product([*CHOICES, *LISTS], SCHEDULES)), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_equals_the_plain_loop(name: str, schedule: str, choice: CheckpointChoice) -> None:
     check_step(name, schedule, choice)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", [*CHOICES, *LISTS], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_and_backward_equal_the_plain_loop(name: str, choice: CheckpointChoice) -> None:

@@ -94,7 +94,7 @@ def step(pipe: Any, x: Tensor, y: Tensor, **options: Any) -> dict[str, Any]:
 cross_entropy = functools.partial(F.cross_entropy, reduction="sum")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 @pytest.mark.parametrize("chunks", [1, 2, 4, 7, 9])
@@ -182,7 +182,7 @@ def test_schedules_dumped_by_pytorch_run(name: str, tmp_path: Path) -> None:
     assert unequal(ours, gradients_in_order(layers(), balance, schedule, x, y, (y != -100).sum())) == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_schedule_of_the_user_equals_the_plain_loop(seed: int) -> None:
     balance = [[8], [3, 5], [2, 3, 3], [2, 2, 2, 2]][seed % 4]

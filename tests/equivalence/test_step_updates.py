@@ -190,7 +190,7 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer_in", ["end", "drain"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -240,7 +240,7 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(x, labels), "logits": x}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["AdamW", "clipping", "scaler and clipping"])
 def test_50_steps_of_a_model_that_is_not_sequential(name: str, schedule: str) -> None:
@@ -326,7 +326,7 @@ def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("stages", [1, 2, 3])

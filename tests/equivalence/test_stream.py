@@ -131,7 +131,7 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("num_stages", BALANCES)
 def test_results_equal_those_of_calls(num_stages: int, chunks: int) -> None:
