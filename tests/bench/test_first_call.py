@@ -85,6 +85,7 @@ def test_the_models_are_sequences_with_a_balance() -> None:
     assert set(first_call.MODELS) == set(first_call_process.MODELS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", first_call.IMPORTS.values())
 def test_the_import_is_timed_in_a_process_of_its_own(options: tuple[str, ...]) -> None:
     assert first_call.run(first_call.ROOT, "import", *options).keys() == {"import"}

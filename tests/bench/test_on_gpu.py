@@ -113,7 +113,7 @@ def test_the_summary_names_what_a_failed_phase_left(results_folder: Path, failur
         Phase("never", {"unused": good}, 1),
     ]
     summary = on_gpu.Summary(wanted)
-    summary.keep(wanted[0], on_gpu.run_commands(wanted[0], 10 if failure == "hang" else 60))
+    summary.keep(wanted[0], on_gpu.run_commands(wanted[0], 5 if failure == "hang" else 60))
     summary.keep(wanted[1], on_gpu.run_commands(wanted[1], 60))
     lines = (results_folder / "gpu-summary.txt").read_text().splitlines()
     assert lines[0] == "machine: NOT RUN"
@@ -170,7 +170,7 @@ HANGS = "print('imports', flush=True); import time; time.sleep(60)"
         (None, NO_STEP, NO_STEP, "check failed: no step"),
         (NO_STEP, "no nvcc", NO_STEP, "BUILD FAILED (1), existing build used; check failed: no step"),
         (NO_STEP, NO_STEP, NO_STEP, "the new build is no better (no step), existing build used"),
-        (HANGS, WORKS, WORKS, "because: the first step took longer than 10 s; it runs on the device"),
+        (HANGS, WORKS, WORKS, "because: the first step took longer than 5 s; it runs on the device"),
         (NO_IMPORT, "no nvcc", None, "BUILD FAILED (1), existing build used; check failed: another torch"),
     ],
 )
@@ -193,7 +193,7 @@ def test_the_better_of_the_existing_and_the_new_extension_is_used(
         (results_folder / "bench" / f"{name}.py").touch()
     monkeypatch.setattr(on_gpu, "ROOT", results_folder)
     monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", f"exec(open('gpipe_fast/{EXTENSION}').read())")
-    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 10)
+    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 5)
     assert on_gpu.prepare_extension(60, on_gpu.Summary([])) is (used is not None)
     assert extension.read_text() == (used or old)
     assert summary in (results_folder / "gpu-machine.txt").read_text().splitlines()[-1]

@@ -18,6 +18,7 @@ from tests.examples.gpt.tiny import piped, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_the_plain_loop_of_the_table_computes_the_same(checkpoint: str) -> None:
     args = tiny("--dropout", "0.2", "--checkpoint", checkpoint)

@@ -41,6 +41,7 @@ def test_the_held_out_loss_is_the_mean_over_all_windows(folder: Path) -> None:
     assert held_out_loss(model, text, args) == pytest.approx(nats.item() / math.log(2), rel=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_training_is_that_of_a_plain_loop_bit_for_bit(folder: Path, dropout: str, checkpoint: str) -> None:

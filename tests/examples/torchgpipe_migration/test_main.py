@@ -27,6 +27,7 @@ def test_without_torchgpipe(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "pip install torchgpipe==0.0.7" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_both_libraries_give_the_same_numbers(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     torchgpipe = pytest.importorskip("torchgpipe")
@@ -52,7 +53,8 @@ def test_a_difference_ends_the_program(capsys: pytest.CaptureFixture[str]) -> No
     assert "NOT EQUAL" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", ["--steps=2", pytest.param("--steps=40", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("steps", ["--steps=2", "--steps=40"])
 def test_the_quick_run_of_the_command(steps: str) -> None:
     pytest.importorskip("torchgpipe")
     output = run("torchgpipe_migration", "--quick", "--threads=2", steps, folder=ROOT)

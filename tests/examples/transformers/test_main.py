@@ -59,7 +59,7 @@ class MicroBatches(nn.Module):
         return torch.cat([self.model(part).logits for part in tokens.chunk(self.chunks)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_command_with_quick(name: str, tmp_path: Path) -> None:
     """It compares, trains, saves and loads, and prints nothing on stderr, such as warnings."""
@@ -77,7 +77,7 @@ def test_the_command_with_quick(name: str, tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_a_step_equals_the_plain_model(example: ModuleType, checkpoint: str) -> None:
     args, model = tiny(example, "--checkpoint", checkpoint)
@@ -95,6 +95,7 @@ def test_a_step_equals_the_plain_model(example: ModuleType, checkpoint: str) -> 
 
 
 @both
+@pytest.mark.sampled(1)
 def test_one_stage_equals_the_plain_model_in_every_gradient(example: ModuleType) -> None:
     args, model = tiny(example, "--stages", "1")
     batch = example.windows(example.some_text(), args)
@@ -105,6 +106,7 @@ def test_one_stage_equals_the_plain_model_in_every_gradient(example: ModuleType)
 
 
 @both
+@pytest.mark.sampled(1)
 def test_training_equals_that_of_the_plain_model(example: ModuleType) -> None:
     """In one stage, so that the gradient of the tied weight is equal, too."""
     states = []
@@ -118,6 +120,7 @@ def test_training_equals_that_of_the_plain_model(example: ModuleType) -> None:
 
 
 @both
+@pytest.mark.sampled(1)
 def test_the_saved_model_has_the_keys_and_weights_of_the_library(example: ModuleType, tmp_path: Path) -> None:
     args, model = tiny(example)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -130,6 +133,7 @@ def test_the_saved_model_has_the_keys_and_weights_of_the_library(example: Module
 
 
 @both
+@pytest.mark.sampled(1)
 def test_wrong_layers_are_reported(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks of the pipeline get no mask, which is not causal with the attention "eager"."""
     args, model = tiny(example)

@@ -40,7 +40,7 @@ def test_bad_arguments_are_refused(arguments: str, message: str, capsys: pytest.
     assert message in refusal(example.parse_arguments, arguments.split(), capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("balance", [[8], [2, 3, 3], [1] * 8], ids=len)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_step_equals_the_plain_unet(
@@ -96,6 +96,7 @@ def run_and_check(*arguments: str) -> str:
     return output
 
 
+@pytest.mark.extended
 def test_the_command_with_one_step() -> None:
     run_and_check("--steps=1")
 
