@@ -21,6 +21,7 @@ MIDDLE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 @pytest.mark.parametrize("name", MIDDLE_LAYERS)
 def test_a_channels_last_model_of_single_pixels_equals_the_plain_loop(

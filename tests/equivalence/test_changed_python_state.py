@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
 from tests.reference import plain_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -420,21 +421,10 @@ def step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: Any, x: Tenso
     return [output.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpoint", "position"),
-    [
-        pytest.param(
-            kind,
-            checkpoint,
-            position,
-            marks=[] if number % 6 == 2 * modes.index(checkpoint) + position else pytest.mark.extended,
-        )
-        for modes in [("always", "except_last", "never")]
-        for number, kind in enumerate(KINDS)
-        for checkpoint in modes
-        for position in (0, 1)
-    ],
-)
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: int) -> None:
     forward, change = KINDS[kind]
     cls = type(

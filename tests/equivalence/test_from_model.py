@@ -426,6 +426,7 @@ def test_equal_for_every_mode(name: str, stages: int, chunks: int, mode: str) ->
     compare(CASES[name], stages, chunks, mode)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("make", [lambda: gpt2(tie_word_embeddings=True)])
 def test_tied_weights_in_one_stage_are_equal(make: Callable[[], nn.Module]) -> None:
     model = compare((make, CAUSAL, ITEMS), stages=1, chunks=2, mode="always")

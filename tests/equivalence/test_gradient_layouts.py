@@ -150,6 +150,7 @@ def call_that_may_fail(pipe: GPipe, x: Tensor) -> None:
         pipe(x * 1e6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_models_with_losses_in_random_order_equal_the_plain_loop(seed: int) -> None:
     with without_warnings():
@@ -163,6 +164,7 @@ def test_many_random_models_with_losses_in_random_order_equal_the_plain_loop(see
         train_random_model(seed, 8)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[2, 2], [4]])
 def test_two_alternating_losses_beside_layers_in_python_equal_the_plain_loop(
@@ -179,6 +181,7 @@ def test_two_alternating_losses_beside_layers_in_python_equal_the_plain_loop(
             ), step_index
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_a_batch_norm_in_eval_mode_equals_the_plain_loop(loss: str) -> None:
     torch.manual_seed(SEED)
@@ -201,6 +204,7 @@ def test_equal_gradient_layouts_share_one_trace_and_alternating_losses_stay_cach
     assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 2, True)]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_after_one_step_no_fallback_segment_is_searched(loss: str) -> None:
     layers = nn.Sequential(

@@ -147,6 +147,7 @@ class UserError(Exception):
     pass
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize(
     "error",

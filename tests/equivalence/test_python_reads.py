@@ -17,7 +17,6 @@ import logging
 import math
 import operator
 import pathlib
-import random
 import re
 import sys
 import threading
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
 from tests.equivalence.python_state_cases import (
     ALIASED,
     CONFIG,
@@ -42,7 +42,6 @@ from tests.equivalence.python_state_cases import (
     StateCase,
     reset_state,
 )
-from tests.sampling import seed
 
 
 @functools.singledispatch
@@ -133,15 +132,10 @@ def _compare_training(
     return [str(w.message) for w in caught if "runs in Python" in str(w.message)]
 
 
-def _sample_cases(names: list[str], number: int) -> list[tuple[str, str, str]]:
-    """Returns for each kind of state random access paths and checkpoint modes, seeded by the commit."""
-    draw = random.Random(seed())
-    access_paths, modes = ["directly", "indirectly"], ["always", "except_last", "never"]
-    return [
-        (name, *rest)
-        for name in names
-        for rest in draw.sample(list(itertools.product(access_paths, modes)), number)
-    ]
+every_access_and_mode = pytest.mark.parametrize(
+    ("layer_class", "checkpoint"),
+    list(itertools.product([ReadsState, ReadsStateIndirectly], CHECKPOINT_MODES)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -150,37 +144,34 @@ def settings_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
 
 
-@pytest.mark.parametrize(("name", "access", "checkpoint"), _sample_cases(list(GUARDED), 1))
-def test_a_change_of_guarded_state_is_seen_without_a_warning(name: str, access: str, checkpoint: str) -> None:
-    layer_class = ReadsStateIndirectly if access == "indirectly" else ReadsState
+@pytest.mark.sampled(15)
+@every_access_and_mode
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_change_of_guarded_state_is_seen_without_a_warning(
+    name: str, layer_class: type[ReadsState], checkpoint: str
+) -> None:
     found = _compare_training(GUARDED[name], layer_class, checkpoint, [1.0, 1.0, 2.0, 0.5, 2.0])
     assert len(found) == (name in CATCHING)
 
 
-@pytest.mark.parametrize(("name", "access", "checkpoint"), _sample_cases(list(CONSTANT), 1))
-def test_a_layer_that_reads_constant_objects_is_equal(name: str, access: str, checkpoint: str) -> None:
-    layer_class = ReadsStateIndirectly if access == "indirectly" else ReadsState
+@pytest.mark.sampled(10)
+@every_access_and_mode
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_layer_that_reads_constant_objects_is_equal(
+    name: str, layer_class: type[ReadsState], checkpoint: str
+) -> None:
     found = _compare_training(CONSTANT[name], layer_class, checkpoint, [1.0, 1.0])
     assert len(found) <= (name not in NATIVE)
 
 
-@pytest.mark.parametrize(("name", "access", "checkpoint"), _sample_cases(list(UNGUARDABLE), 1))
+@pytest.mark.sampled(10)
+@every_access_and_mode
+@pytest.mark.parametrize("name", UNGUARDABLE)
 def test_a_layer_that_reads_unguardable_state_runs_in_python_with_a_warning(
-    name: str, access: str, checkpoint: str
+    name: str, layer_class: type[ReadsState], checkpoint: str
 ) -> None:
-    layer_class = ReadsStateIndirectly if access == "indirectly" else ReadsState
     (warning,) = _compare_training(UNGUARDABLE[name](), layer_class, checkpoint, [1.0, 1.0, 2.0])
     assert "layer 1" in warning
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("layer_class", [ReadsState, ReadsStateIndirectly])
-def test_all_kinds_of_state_in_every_checkpoint_mode(layer_class: type[ReadsState], checkpoint: str) -> None:
-    for name, state in GUARDED.items():
-        assert _compare_training(state, layer_class, checkpoint, [1.0, 1.0, 2.0, 0.5, 2.0, 1.0]) == [], name
-    for name, make in UNGUARDABLE.items():
-        assert len(_compare_training(make(), layer_class, checkpoint, [1.0, 1.0, 2.0, 1.0])) == 1, name
 
 
 class AddsConstant(nn.Module):

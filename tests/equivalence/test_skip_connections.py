@@ -74,6 +74,7 @@ def features(batch: int = 8) -> Tensor:
     return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_training_with_skips_equals_the_plain_loop(balance: list[int], backend: str) -> None:
@@ -99,6 +100,7 @@ def branch_on_data(f: nn.Module, x: Tensor) -> Any:
     return y if float(y.detach().sum()) < 1e9 else -y
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("balance", [[8], [3, 3, 2], [1] * 8], ids=str)
 @pytest.mark.parametrize("position", [0, 2, 4, 7])
 def test_skips_across_layers_in_python_equal_the_plain_loop(position: int, balance: list[int]) -> None:

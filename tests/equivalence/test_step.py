@@ -259,6 +259,7 @@ def without_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_mean_is_that_of_the_whole(name: str) -> None:
     loss_fn, y = LOSSES[name]

@@ -108,6 +108,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_schedulers_and_clipping_equal_the_plain_loop(name: str, checkpoint: str) -> None:
@@ -174,6 +175,7 @@ def test_autocast_with_a_grad_scaler_equals_the_plain_loop() -> None:
     check_equal_training(train, make_both())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_copies_are_independent_of_the_original(checkpoint: str) -> None:
     """Copies by deepcopy, pickle and torch.save, each between a forward and its backward."""

@@ -217,6 +217,7 @@ def check_step_after_error(pipe: Any, layers: list[RecordingLinear]) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.sampled(3)
 @both_libraries
 @every_mode
 def test_a_call_raises_the_exception_of_a_stage(checkpoint: str, library: Library) -> None:
@@ -230,6 +231,7 @@ def test_a_call_raises_the_exception_of_a_stage(checkpoint: str, library: Librar
             check_step_after_error(pipe, layers)
 
 
+@pytest.mark.sampled(4)
 @both_libraries
 @pytest.mark.parametrize(
     ("faults", "first"),
@@ -254,6 +256,7 @@ def test_of_several_exceptions_the_first_in_schedule_order_is_raised(
     check_step_after_error(pipe, layers)
 
 
+@pytest.mark.sampled(3)
 @both_libraries
 @pytest.mark.parametrize("stage", range(3))
 def test_the_backward_raises_the_exception_of_a_recompute(stage: int, library: Library) -> None:
