@@ -129,6 +129,7 @@ def test_copies_go_through_pinned_memory_on_streams_of_their_own(
         assert bool(losses) == (rank == NUM_RANKS - 1)
 
 
+@pytest.mark.extended
 @with_backends("nccl", "gloo")
 def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs, tmp_path: Path) -> None:
     """Without the waits of the streams on which workers compute, or copy from the device, there are races."""
@@ -153,6 +154,7 @@ def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs,
             assert check(kept, may_wait=True), f"stream {stream} needs no wait"
 
 
+@pytest.mark.extended
 @with_backends("gloo", "nccl")
 def test_recordings_have_the_stages_of_both_ranks(backend: str, run: Runs) -> None:
     first, second = run(backend, "recorded", "gpt", "1f1b", "cuda", logged=False)
