@@ -18,6 +18,8 @@ from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
+# Those that pipeline models of transformers.
+LONGER_PAGES = {"device_map.md", "generation.md", "not_sequential.md", "training_loops.md"}
 MAX_SECONDS = 600.0
 
 # Runs the blocks of each page whose path it reads from stdin, in a process that is forked after the imports
@@ -87,7 +89,11 @@ def error_of() -> Iterator[Callable[[Path], str | None]]:
 
 
 @pytest.mark.xdist_group("docs")
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.extended) if p.name in LONGER_PAGES else p for p in PAGES_WITH_CODE],
+    ids=name_of,
+)
 def test_the_python_blocks_of_a_page_run(page: Path, error_of: Callable[[Path], str | None]) -> None:
     error = error_of(page)
     assert error is None, error
