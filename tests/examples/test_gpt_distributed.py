@@ -14,7 +14,7 @@ from examples.gpt_distributed import last_step
 from tests.distributed.launch import needs_gloo
 from tests.examples.commands import ROOT
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.extended, pytest.mark.xdist_group("torchrun")]
 
 STEPS, EVERY = 8, 3
 ENVIRONMENT = {
@@ -80,14 +80,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[st
     return run(folder, script, 3, "--steps=5") | run(folder, script, 2, f"--steps={STEPS}")
 
 
-@pytest.mark.xdist_group("torchrun")
 def test_fewer_processes_go_on_from_a_checkpoint(uninterrupted: dict[int, list[str]]) -> None:
     assert uninterrupted.keys() == set(range(1, STEPS + 1))
     assert float(uninterrupted[STEPS][0]) < float(uninterrupted[1][0])
 
 
-@pytest.mark.extended
-@pytest.mark.xdist_group("torchrun")
 @pytest.mark.parametrize(("rank", "at", "in_save"), [(1, 5, False), (0, 6, True)])
 def test_a_restart_after_a_kill(
     rank: int, at: int, in_save: bool, tmp_path: Path, uninterrupted: dict[int, list[str]]
