@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gpipe_fast.from_model.dataflow import Dataflow, Refused
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow
 
 # What `blocks=` names: modules or classes of modules, or the names of modules.
 Blocks = str | nn.Module | type[nn.Module] | Iterable[Any]
@@ -72,17 +72,19 @@ def check_calls(flow: Dataflow, blocks: Sequence[nn.Module], names: dict[nn.Modu
     """Checks that a call of the model calls the blocks in their order, each as often as it is one.
 
     Raises:
-        Refused: it does not.
+        CannotCut: it does not.
     """
     called = _called(flow, set(blocks))
     times, wanted = Counter(called), Counter(blocks)
     for block in blocks:
         if times[block] != wanted[block]:
             how = "is not called" if not times[block] else f"is called {times[block]} times"
-            raise Refused(f"block {names[block]} ({type(block).__name__}) {how} in a call of the model")
+            raise CannotCut(f"block {names[block]} ({type(block).__name__}) {how} in a call of the model")
     if called != list(blocks):
         at = next(i for i, (a, b) in enumerate(zip(called, blocks, strict=True)) if a is not b)
-        raise Refused(f"blocks are called out of order: {names[called[at]]} comes before {names[blocks[at]]}")
+        raise CannotCut(
+            f"blocks are called out of order: {names[called[at]]} comes before {names[blocks[at]]}"
+        )
 
 
 def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[list[nn.Module], set[nn.Module]]:
@@ -97,7 +99,7 @@ def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[lis
         The blocks in the order of their calls, and the modules that are recorded by what they call.
 
     Raises:
-        Refused: there are none.
+        CannotCut: there are none.
     """
     lists = list(_outer_lists(model))
     found: list[nn.Module] = []
@@ -144,7 +146,7 @@ def _children_as_blocks(
             break
         closed = {max(large, key=costs.__getitem__)}
     if len(best) < 2:
-        raise Refused(f"{type(model).__name__} calls no two modules between which it could be cut")
+        raise CannotCut(f"{type(model).__name__} calls no two modules between which it could be cut")
     return best, opened
 
 

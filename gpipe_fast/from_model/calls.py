@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
-from gpipe_fast.from_model.dataflow import Dataflow, Nested, Owned, Refused
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
 from gpipe_fast.from_model.losses import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
@@ -292,7 +292,7 @@ class Calls:
                         held.enter_context(lock)
                 held.enter_context(TRACING_LOCK)
                 return call.find()
-        except Refused as refused:
+        except CannotCut as refused:
             raise RuntimeError(
                 f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write "
                 f"the layers yourself ({_GUIDE})"
@@ -380,12 +380,12 @@ class _CallOf:
             for groups in (lengths, []) if lengths else ([],):
                 try:
                     return self._kind_of(split, groups)
-                except Refused:
+                except CannotCut:
                     raise
                 except Exception as error:  # the model's own, for inputs of shapes that do not fit together
                     first_error = first_error or error
         if isinstance(first_error, Differs):
-            raise Refused(f"for another batch size, forward {first_error}") from None
+            raise CannotCut(f"for another batch size, forward {first_error}") from None
         assert first_error is not None
         raise first_error
 
@@ -607,7 +607,7 @@ class _CallOf:
         for module in self._calls._opened:
             tables = module._forward_hooks, module._forward_pre_hooks
             if any(tables) or module._backward_hooks or module._backward_pre_hooks:
-                raise Refused(
+                raise CannotCut(
                     f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, "
                     "which would not be called; register them on its blocks or on the model"
                 )
@@ -669,7 +669,7 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device, may_read: bool) 
                 extremes = []
         if len(extremes) == 2 and extremes[0] == extremes[1]:
             return extremes[0]
-        raise Refused(f"forward branches on a tensor at {place()}, which depends on {reason}")
+        raise CannotCut(f"forward branches on a tensor at {place()}, which depends on {reason}")
 
     return decide
 

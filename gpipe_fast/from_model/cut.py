@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpipe_fast.from_model.batch import Number, numbers_in
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Refused
+from gpipe_fast.from_model.dataflow import Call, CannotCut, Dataflow
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def cut(flow: Dataflow, blocks: Sequence[nn.Module], wanted: Sequence[int]) -> l
         wanted: the numbers of the values that the last layer returns.
 
     Raises:
-        Refused: a tensor is changed in place in another layer than it, or an alias of it, is used.
+        CannotCut: a tensor is changed in place in another layer than it, or an alias of it, is used.
     """
     layers = _pieces(flow, blocks)
     made_in = dict.fromkeys(range(flow.num_inputs), -1)
@@ -133,7 +133,7 @@ def _check_in_place(
                 aliases = [r for r in made_in if r != ref and flow.values[r].storage == storage]
                 if any(made_in[r] < index <= last_use.get(r, -1) for r in aliases):
                     shape = ", ".join(map(str, flow.values[ref].shape))
-                    raise Refused(
+                    raise CannotCut(
                         f"a tensor of shape [{shape}] is changed in place at {call.place}, in "
                         "another layer than the one that made it and an alias of it; "
                         "copy it first, as by x = x + y in place of x += y"

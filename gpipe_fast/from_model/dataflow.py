@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpipe_fast.torch_private import pytree
 
 
-class Refused(RuntimeError):
+class CannotCut(RuntimeError):
     """Raised where a model cannot be cut into layers. The message says what stands in the way."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.from_model.batch import at_sizes
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Device, Nested, Owned, Ref, Refused, Slice
+from gpipe_fast.from_model.dataflow import Call, CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
 from gpipe_fast.torch_private import pytree
 
 
@@ -22,9 +22,9 @@ def refuse_reading(owned: Owned) -> NoReturn:
     """Refuses to read a tensor of a module, which may be in another process.
 
     Raises:
-        Refused: always.
+        CannotCut: always.
     """
-    raise Refused(
+    raise CannotCut(
         f"what forward decides, or a loss is divided by, depends on {owned.name!r} of a "
         f"{type(owned.owner).__name__}, which with a mesh only the process of its stage has"
     )

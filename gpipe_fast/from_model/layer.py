@@ -25,12 +25,12 @@ from gpipe_fast.from_model.batch import Number
 from gpipe_fast.from_model.cut import Part, size_source, sizes_in
 from gpipe_fast.from_model.dataflow import (
     Call,
+    CannotCut,
     Dataflow,
     Device,
     Nested,
     Owned,
     Ref,
-    Refused,
     Slice,
     Surroundings,
 )
@@ -284,7 +284,7 @@ class _Writer:
         if isinstance(value, dict):  # as a ModelOutput
             inner = ", ".join(f"{key}={self._nested(each)}" for key, each in value.items())
             return f"{self._constant(type(value))}({inner})"
-        raise Refused(f"a {type(value).__name__} is passed between modules")
+        raise CannotCut(f"a {type(value).__name__} is passed between modules")
 
 
 class _Code:
@@ -307,4 +307,4 @@ def _paths(skeleton: Any, expression: str) -> Iterator[tuple[int, str]]:
     elif type(skeleton) is int:
         yield skeleton, expression
     else:
-        raise Refused(f"a {type(skeleton).__name__} is returned by a module between blocks")
+        raise CannotCut(f"a {type(skeleton).__name__} is returned by a module between blocks")

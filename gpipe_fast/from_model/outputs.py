@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.from_model.batch import at_sizes, batch_dims
-from gpipe_fast.from_model.dataflow import Dataflow, Device, Nested, Owned, Ref, Refused, Slice
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
 from gpipe_fast.from_model.losses import Rule, combine, concatenates, find_rule
 from gpipe_fast.torch_private import pytree
 
@@ -45,7 +45,7 @@ def outputs_of(
         static_sizes: the sizes besides the batch size that numbers follow.
 
     Raises:
-        Refused: a tensor follows from micro-batches in no known way.
+        CannotCut: a tensor follows from micro-batches in no known way.
     """
     found: dict[int, Output] = {}
     for name, leaf in zip(names, flow.result.leaves, strict=True):
@@ -54,7 +54,7 @@ def outputs_of(
             if output is not None:
                 found[leaf.index] = output
         elif isinstance(leaf, Owned):
-            raise Refused(f"output {name} is a parameter or buffer of the model; read it from the model")
+            raise CannotCut(f"output {name} is a parameter or buffer of the model; read it from the model")
     return found
 
 
@@ -68,7 +68,7 @@ def _output(
             return Output(ref, dims[0], None)
         if loss == "per-microbatch":
             return None
-        raise Refused(
+        raise CannotCut(
             f"output {name} has a dimension of size {size}, where B is the batch size, and the samples of "
             "micro-batches would come in another order; return a dimension for the batch alone, or pass "
             "loss='per-microbatch' to GPipe.from_model to get None in its place"
@@ -76,7 +76,7 @@ def _output(
     if dims:
         if loss == "per-microbatch":
             return None
-        raise Refused(
+        raise CannotCut(
             f"output {name} compares samples: its dimensions {dims} follow the batch size, so no micro-batch "
             "has all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
             "compute it from the model's other outputs"
@@ -88,7 +88,7 @@ def _output(
         return Output(ref, None, rule)
     if loss == "per-microbatch":
         return Output(ref, None, Rule("samples"))
-    raise Refused(
+    raise CannotCut(
         f"output {name} of a batch does not follow from those of its micro-batches; pass "
         "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from the "
         "model's other outputs"

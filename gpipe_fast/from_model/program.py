@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe_fast.from_model.cut import cut
-from gpipe_fast.from_model.dataflow import Dataflow, Owned, Ref, Refused
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
 from gpipe_fast.from_model.layer import make_layer
 from gpipe_fast.from_model.losses import Rule
@@ -281,10 +281,10 @@ def _check_known_everywhere(outputs: Sequence[Output]) -> None:
     """Checks that each process can compute the weights of micro-batches.
 
     Raises:
-        Refused: they depend on weights of classes.
+        CannotCut: they depend on weights of classes.
     """
     if any(output.rule is not None and output.rule.weight() is not None for output in outputs):
-        raise Refused(
+        raise CannotCut(
             "its loss has weights of classes, which with a mesh only the process of the last stage has; "
             "leave out the labels, and compute the loss from the model's output"
         )

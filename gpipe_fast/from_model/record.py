@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_fast.from_model.dataflow import (
     Call,
+    CannotCut,
     Dataflow,
     Decision,
     Device,
@@ -34,7 +35,6 @@ from gpipe_fast.from_model.dataflow import (
     Owned,
     Place,
     Ref,
-    Refused,
     Slice,
     Surroundings,
     Value,
@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
         """Returns a nested value of stand-ins, constants and tensors of modules.
 
         Raises:
-            Refused: it contains something else.
+            CannotCut: it contains something else.
         """
         leaves, spec = pytree.tree_flatten(value)
         return Nested(tuple(map(self._leaf, leaves)), spec)
@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
     def _is_nested(self, value: Any) -> bool:
         try:
             self.nested(value)
-        except Refused:
+        except CannotCut:
             return False
         return True
 
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
                 return Ref(self._stand_ins[id(leaf)].number)
             owner = self._owners.get(id(leaf))
             if owner is None:
-                raise Refused(
+                raise CannotCut(
                     f"a tensor of shape {list(leaf.shape)} that no module has as an attribute is used at "
                     f"{place()}; register it as a buffer"
                 )
@@ -226,7 +226,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, torch.device):
             return Device() if leaf == self._device else leaf
         if not isinstance(leaf, _CONSTANTS):
-            raise Refused(f"a {type(leaf).__name__} is passed between modules at {place()}")
+            raise CannotCut(f"a {type(leaf).__name__} is passed between modules at {place()}")
         return leaf
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -242,7 +242,9 @@ class Recorder(TorchFunctionMode):
         tensors = [x for x in pytree.tree_leaves((fakes, fake_kwargs)) if isinstance(x, Tensor)]
         versions = list(map(_version, tensors))
         if getattr(func, "__name__", "") in _CHANGES_OF_SHAPE:
-            raise Refused(f"{func.__name__} is called between blocks at {place()}; use the form without '_'")
+            raise CannotCut(
+                f"{func.__name__} is called between blocks at {place()}; use the form without '_'"
+            )
         spy = _Spy()
         try:
             with self._mode, spy:
@@ -250,12 +252,12 @@ class Recorder(TorchFunctionMode):
         except DataDependentOutputException:
             return self._decision(func, self.nested((args, kwargs)))
         except DynamicOutputShapeException as error:
-            raise Refused(f"the shape of a tensor depends on its elements at {place()} ({error})") from None
+            raise CannotCut(f"the shape of a tensor depends on its elements at {place()} ({error})") from None
         changed = self._changed(tensors, versions)
         made = [x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
         if not made and not changed:
             if getattr(func, "__name__", "") in _REFUSED_METHODS:
-                raise Refused(f"{func.__name__} is called between blocks at {place()}")
+                raise CannotCut(f"{func.__name__} is called between blocks at {place()}")
             return returned
         arguments = self.nested((args, kwargs))
         if not changed:
@@ -267,14 +269,14 @@ class Recorder(TorchFunctionMode):
         """Returns the identities of the tensors that were changed in place since they had these versions.
 
         Raises:
-            Refused: one of them shares memory with a tensor of a module.
+            CannotCut: one of them shares memory with a tensor of a module.
         """
         changed = [x for x, before in zip(tensors, versions, strict=True) if _version(x) != before]
         for tensor in changed:
             owner = self._owned_storages.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 name = f"{self.names[owner.owner]}.{owner.name}".lstrip(".")
-                raise Refused(f"{name} is changed in place between blocks, at {place()}")
+                raise CannotCut(f"{name} is changed in place between blocks, at {place()}")
         return set(map(id, changed))
 
     def _another(self, fake: Tensor) -> Tensor:
@@ -341,14 +343,14 @@ class Recorder(TorchFunctionMode):
         name = self.names.get(module)
         if name is None:
             if any(True for _ in (*module.parameters(), *module.buffers())):
-                raise Refused(
+                raise CannotCut(
                     f"a {type(module).__name__} that is no submodule of the model is called at {place()}"
                 )
             return _unrecorded(module)(*args, **kwargs)  # as nn.CrossEntropyLoss() in a forward
         _refuse_collectors()
         try:
             arguments = self.nested((args, kwargs))
-        except Refused as refused:
+        except CannotCut as refused:
             odd = next(each for each, value in _named(args, kwargs) if not self._is_nested(value))
             return self._open(
                 module, args, kwargs, f"{refused}, as {odd}; it may be a side channel between blocks"
@@ -364,7 +366,7 @@ class Recorder(TorchFunctionMode):
         changed = self._changed(tensors, versions)
         try:
             return self._record(module, arguments, returned, spy.draws, changed)
-        except Refused as refused:
+        except CannotCut as refused:
             return self._open(module, args, kwargs, str(refused))
 
     def _run(self, module: nn.Module, spy: _Spy, args: Any, kwargs: Any) -> Any:
@@ -395,7 +397,7 @@ class Recorder(TorchFunctionMode):
     def _open(self, module: nn.Module, args: Any, kwargs: Any, reason: str) -> Any:
         """Records a module that is no block by what it calls, because it cannot be a single call."""
         if module in self._blocks:
-            raise Refused(f"block {self.names[module]}: {reason}")
+            raise CannotCut(f"block {self.names[module]}: {reason}")
         with mock.patch.object(self, "_opened", self._opened | {module}):
             return _unrecorded(module)(*args, **kwargs)
 
@@ -408,7 +410,7 @@ class Recorder(TorchFunctionMode):
         was = pytree.tree_unflatten(before[0], before[1])
         pairs = zip(_named(*after), _named(*was), strict=True)
         written = [name for (name, x), (_, y) in pairs if not _same(x, y)]
-        raise Refused(
+        raise CannotCut(
             f"{name} writes to {', '.join(written)}, which it gets as an argument: a side channel between "
             "blocks, which may run at the same time"
         )
@@ -544,7 +546,7 @@ def _refuse_collectors() -> None:
     found = collecting and collecting._active_collector.get()
     names = [key for key in found or () if not key.startswith("_")]
     if names:
-        raise Refused(
+        raise CannotCut(
             f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or "
             "call model.plain() for such an output"
         )
@@ -595,7 +597,7 @@ def record(
         The record, and what the model returned, with stand-ins.
 
     Raises:
-        Refused: something cannot be recorded.
+        CannotCut: something cannot be recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = {module: name for name, module in model.named_modules()}
@@ -617,13 +619,13 @@ def record(
         except Exception:
             if not recorder.hidden:
                 raise
-            raise Refused(
+            raise CannotCut(
                 f"{recorder.hidden} runs between blocks, where PyTorch shows no call of a function"
             ) from None
         finally:
             _active.recorder = None
         if [x._version for x in fakes] != versions:
-            raise Refused("forward changes an input tensor in place")
+            raise CannotCut("forward changes an input tensor in place")
         check(recorder)
     result = recorder.nested(open_dataclass(returned))
     flow = Dataflow(
@@ -667,7 +669,7 @@ def _patched(classes: Set[type[nn.Module]]) -> Iterator[None]:
         try:
             yield
             if random.getstate() != state:
-                raise Refused(
+                raise CannotCut(
                     "forward draws from Python's random between blocks; later calls would repeat the draw"
                 )
         finally:
@@ -691,7 +693,9 @@ def _refusing_bound(function: type[Function], forward: Callable[..., Any]) -> Ca
         recorder = _active.recorder
         if recorder is not None and not recorder.is_in_module:
             name = function.__name__
-            raise Refused(f"{name}.apply was bound to a variable before; write {name}.apply(...) in forward")
+            raise CannotCut(
+                f"{name}.apply was bound to a variable before; write {name}.apply(...) in forward"
+            )
         return forward(*args, **kwargs)
 
     return refusing
@@ -703,7 +707,7 @@ def _seeding(function: Callable[..., Any]) -> Callable[..., Any]:
     def seed(*args: Any, **kwargs: Any) -> Any:
         recorder = _active.recorder
         if recorder is not None and not recorder.is_in_module:
-            raise Refused(f"forward seeds PyTorch's generator between blocks, at {place()}")
+            raise CannotCut(f"forward seeds PyTorch's generator between blocks, at {place()}")
         return function(*args, **kwargs)
 
     return seed
@@ -765,7 +769,7 @@ def _restored_attributes(names: dict[nn.Module, str]) -> Iterator[Callable[[Reco
     def check(recorder: Recorder) -> None:
         for name, value, contents in containers.values():
             if _contents(value) != contents:
-                raise Refused(
+                raise CannotCut(
                     f"forward writes to {name}, a side channel between blocks, which may run at the same time"
                 )
         for module, name in names.items():
@@ -773,7 +777,7 @@ def _restored_attributes(names: dict[nn.Module, str]) -> Iterator[Callable[[Reco
                 known = before[module].get(key)
                 written = value is not known and key not in _TABLES
                 if written and (module in recorder._opened or isinstance(value, StandIn)):
-                    raise Refused(f"forward sets {f'{name}.{key}'.lstrip('.')}, a side effect")
+                    raise CannotCut(f"forward sets {f'{name}.{key}'.lstrip('.')}, a side effect")
 
     try:
         yield check

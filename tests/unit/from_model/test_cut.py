@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.from_model.cut import Part, cut
-from gpipe_fast.from_model.dataflow import Refused
+from gpipe_fast.from_model.dataflow import CannotCut
 from tests.unit.from_model.recording import Calls, record_of
 
 X = torch.empty(4, 3)
@@ -84,5 +84,5 @@ def test_a_change_in_place_of_an_alias_from_another_layer_is_refused() -> None:
         base += 1
         return blocks[1](y + base) + alias.sum()
 
-    with pytest.raises(Refused, match=r"is changed in place at .*test_cut\.py"):
+    with pytest.raises(CannotCut, match=r"is changed in place at .*test_cut\.py"):
         parts_of(forward, blocks)
