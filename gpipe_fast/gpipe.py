@@ -419,7 +419,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             args: The first layer's arguments: tensors of any dtype, nested in tuples, lists and dicts, with
                 None, bools, numbers and strings. Every tensor is split along `batch_dim` into micro-batches,
                 unless it is wrapped by `replicate`. Every micro-batch gets replicated tensors and all other
-                values whole.
+                values whole. Layers are traced again for each value of a number; pass numbers that change
+                from call to call as ``replicate(torch.tensor(number))``.
             kwargs: Keyword arguments of the first layer, of the same types. A single argument ``input`` is
                 passed by position, as by ``Sequential``.
 

@@ -23,9 +23,10 @@ from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program
 from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record, surroundings
 from gpipe_fast.from_model.watch import attributes_of
-from gpipe_fast.layers.structure import Inputs, arguments_of
+from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointSetting
 from gpipe_fast.randomness.random import keyed_rng
+from gpipe_fast.runtime.module_warnings import changing_number_text
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.step import Losses
@@ -110,6 +111,7 @@ class Calls:
         self._make_pipeline = make_pipeline
         self.ranks = ranks
         self._takes_items: bool | None = None
+        self._warned_of_numbers = False
         self._forget()
 
     def _forget(self) -> None:
@@ -200,6 +202,13 @@ class Calls:
             returned = run(program, *given)
         self.end(program)
         return returned
+
+    def note_number(self, structure: Structure) -> None:
+        """Warns, once, if a number among the arguments of a new kind of call differs from earlier calls."""
+        number, num_others = changing_number(structure, [key[0] for key in self._kinds])
+        if num_others > 1 and not self._warned_of_numbers:
+            self._warned_of_numbers = True
+            warn_user(changing_number_text(number))
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that reports an error of its block to the other processes, if any."""
@@ -334,6 +343,7 @@ class _CallOf:
         calls, key = self._calls, self._key()
         kind = calls._kinds.get(key)
         if kind is None:
+            calls.note_number(self._inputs.structure)
             kind = calls._kinds[key] = self._new_kind()
             while len(calls._kinds) > _MAX_KINDS:
                 calls._kinds.popitem(last=False)

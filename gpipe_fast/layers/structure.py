@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -58,6 +58,11 @@ class Structure:
         """Returns the value's string, with ``...`` for each tensor."""
         return str(self.build([_Placeholder()] * len(self.leaves)))
 
+    def number(self, index: int) -> str:
+        """Returns the text of a leaf that is an integer or a float; "" for another leaf."""
+        leaf = self.leaves[index]
+        return leaf.text if isinstance(leaf, Constant) and leaf.kind in (int, float) else ""
+
     def build(self, tensors: Sequence[Any]) -> Any:
         """Returns the nested value with these tensors."""
         return pytree.tree_unflatten(
@@ -75,6 +80,27 @@ class Structure:
             else:
                 leaves.append(leaf.value)
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def changing_number(now: Structure, before: Iterable[Structure]) -> tuple[str, int]:
+    """Returns the number beside tensors that had most other values before, and how many other values it had.
+
+    Args:
+        now: the structure of a call's arguments.
+        before: those of earlier calls, of which those count that differ from ``now`` in numbers alone.
+
+    Returns:
+        The number as text, and how many other values it had; ("", 0) if none had another value.
+    """
+    values: dict[int, set[str]] = {}
+    for other in before:
+        differ = [i for i, (a, b) in enumerate(zip(now.leaves, other.leaves, strict=False)) if a != b]
+        numbers = [other.number(i) for i in differ if now.number(i)]
+        if other.spec == now.spec and all(numbers) and len(numbers) == len(differ):
+            for index, number in zip(differ, numbers, strict=True):
+                values.setdefault(index, set()).add(number)
+    found = max(values, key=lambda index: len(values[index]), default=None)
+    return ("", 0) if found is None else (now.number(found), len(values[found]))
 
 
 class _Placeholder:

@@ -27,6 +27,7 @@ class ModuleWarnings:
         self.python_layers: list[str] = []
         self.costs: list[str] = []
         self._seen: set[tuple[int, int | None]] = set()
+        self._number = ""
 
     def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
         """Records that a layer of a stage runs in Python; ``layer`` None means all layers, for new inputs."""
@@ -35,9 +36,10 @@ class ModuleWarnings:
         self._seen.add((index, layer))
         if stage is None or layer is None:
             where = "the module" if stage is None else f"stage {index}"
+            advice = f"; {_advice_on(self._number)}" if self._number else "; pad inputs to fewer shapes"
             text = (
                 f"{where} runs in Python for inputs that it was not traced for: {reason}, and no single "
-                "trace covers all inputs; pad inputs to fewer shapes"
+                f"trace covers all inputs{advice}"
             )
         else:
             self.in_python.add(stage.first_layer + layer)
@@ -59,3 +61,21 @@ class ModuleWarnings:
         )
         self.costs.append(text)
         self.pending.append(text)
+
+    def add_number(self, number: str) -> None:
+        """Records, once, that layers are traced again for each value of a number beside tensors."""
+        if not self._number:
+            self._number = number
+            self.pending.append(changing_number_text(number))
+
+
+def changing_number_text(number: str) -> str:
+    """Returns the warning about a number beside tensors that differs from call to call."""
+    return (
+        f"the number {number} among the inputs had other values in earlier calls, and layers are traced "
+        f"again for each value; {_advice_on(number)}"
+    )
+
+
+def _advice_on(number: str) -> str:
+    return f"pass numbers that change as tensors: gpipe_fast.replicate(torch.tensor({number}))"

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpipe_fast import _extension, progress
 from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import BatchDims, Inputs, Structure
+from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_number
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
@@ -263,6 +263,9 @@ class Planner:
                 raise RuntimeError(f"layers cannot be traced, and with a mesh all have to be: {obstacle}")
             plan = self._make_plan(call, compiled)
             if plan.compiled is not None:
+                number, num_others = self._changing_number(call)
+                if num_others > 1:
+                    self.module_warnings.add_number(number)
                 self.module_warnings.add_unfused(plan.unfused_layers)
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
@@ -291,13 +294,22 @@ class Planner:
 
     @contextlib.contextmanager
     def _progress(self, call: Call) -> Iterator[None]:
-        """Shows the work of a first call, if it takes long, and how many other shapes will be traced."""
-        left = self._compiler.num_sizes_to_trace(self.stages[0], call.microbatches)
-        what = f"the first call with inputs of {progress.title_of(call.inputs.tensors)} in this mode"
-        with progress.first_call(
-            [len(stage.layers) for stage in self.stages], what=what, outlook=_outlook(left)
-        ):
+        """Shows the work of a first call, if it takes long, and which other calls will take as long."""
+        inputs = progress.title_of(call.inputs.tensors)
+        number, _ = self._changing_number(call)
+        if number:
+            inputs, outlook = f"{inputs} and the number {number}", "; each new number takes as long"
+        else:
+            outlook = _outlook(self._compiler.num_sizes_to_trace(self.stages[0], call.microbatches))
+        what = f"the first call with inputs of {inputs} in this mode"
+        with progress.first_call([len(stage.layers) for stage in self.stages], what=what, outlook=outlook):
             yield
+
+    def _changing_number(self, call: Call) -> tuple[str, int]:
+        """Returns the number among the inputs that differs from earlier calls: as `changing_number` does."""
+        return changing_number(
+            call.inputs.structure, [signature.inputs.structure for (signature, _), _ in self._plans.entries()]
+        )
 
     def _make_plan(
         self, call: Call, compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None

@@ -40,7 +40,7 @@ class After(Between):
 
     def forward(self, x: Tensor, **more: Any) -> Any:
         assert self.plain_function is not None
-        return self.plain_function(x, self.blocks[1](self.blocks[0](x)))
+        return self.plain_function(x, self.blocks[1](self.blocks[0](x)), **more)
 
 
 class Writes(nn.Module):
@@ -383,7 +383,17 @@ def with_use_cache() -> None:
     cut(Between())(X, use_cache=True)
 
 
+def call_with_several_numbers() -> None:
+    def scale(x: Tensor, y: Tensor, number: int = 2) -> Tensor:
+        return y * number
+
+    model = cut(After(scale))
+    for number in (2, 3, 4):
+        model(X, number=number)
+
+
 WARNINGS_OF_MODELS: list[Case] = [
+    case("the number 4 among the inputs", "gpipe_fast.replicate(torch.tensor(4))", call_with_several_numbers),
     case("use_cache=True becomes use_cache=False", "keeps no cache", with_use_cache),
     case("becomes checkpoint='always'", "gradient checkpointing", enable_gradient_checkpointing, True),
     case(

@@ -258,6 +258,24 @@ def test_the_line_says_that_every_shape_is_slow(monkeypatch: pytest.MonkeyPatch)
     assert works[0].purpose.endswith("; later calls reuse the result; each new shape takes as long")
 
 
+class Scale(nn.Module):
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * number
+
+
+def test_the_line_blames_a_number_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Work] = []
+    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+    pipe = GPipe(nn.Sequential(Scale(), nn.Linear(4, 4)), [1, 1])
+    for number in (2, 3):
+        pipe(torch.randn(8, 4), number)
+    assert "if shapes change" in works[0].purpose
+    assert works[1].purpose == (
+        " for the first call with inputs of shape (8, 4) and the number 3 in this mode; later calls reuse "
+        "the result; each new number takes as long"
+    )
+
+
 def test_the_line_of_prepared_calls_is_about_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
     works: list[Work] = []
     monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))

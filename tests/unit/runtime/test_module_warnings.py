@@ -1,4 +1,4 @@
-"""Warnings that a module raises once, here about attention with dropout, which runs unfused on a GPU."""
+"""Warnings that a module raises once: about attention with dropout, and numbers that change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_fast import GPipe, doctor
+from gpipe_fast import GPipe, doctor, replicate
 from gpipe_fast.randomness import random
+from tests.internals import compiler_of
 
 
 def _encoder(dropout: float) -> nn.Sequential:
@@ -50,3 +51,72 @@ def test_attention_without_dropout_does_not_warn() -> None:
         warnings.simplefilter("error")
         pipe(x).sum().backward()
     assert "costs more" not in doctor(pipe)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, number: Any, flag: bool = False) -> torch.Tensor:
+        return self.linear(x) * number + flag
+
+
+def scaled() -> GPipe:
+    return GPipe(nn.Sequential(Scaled(), nn.Linear(4, 4)), [1, 1], chunks=8)
+
+
+def test_a_number_that_changes_warns_once_at_its_third_value() -> None:
+    pipe, x = scaled(), torch.randn(8, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in (2, 2.5, 2):
+            pipe(x, number)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (3, 4, 5):
+            pipe(x, number)
+    (warning,) = caught
+    assert "the number 3 among the inputs had other values" in str(warning.message)
+    assert "gpipe_fast.replicate(torch.tensor(3))" in str(warning.message)
+
+
+def test_only_calls_that_differ_in_one_number_are_compared() -> None:
+    pipe = scaled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows, number, flag in (
+            (8, 1, False),
+            (9, 1, False),
+            (10, 1, True),
+            (11, 2, True),
+            (8, True, True),
+        ):
+            pipe(torch.randn(rows, 4), number, flag)
+
+
+def test_the_advised_tensor_is_traced_once_and_has_the_same_bits() -> None:
+    pipe, x = scaled(), torch.randn(8, 4)
+    found = [pipe(x, replicate(torch.tensor(number))) for number in (2, 3)]
+    num_traces = compiler_of(pipe).num_traces
+    found.append(pipe(x, replicate(torch.tensor(4))))
+    assert compiler_of(pipe).num_traces == num_traces
+    for number, output in zip((2, 3, 4), found, strict=True):
+        assert torch.equal(output, scaled_by_loop(pipe, x, number))
+
+
+def scaled_by_loop(pipe: GPipe, x: torch.Tensor, number: int) -> torch.Tensor:
+    first, second = pipe.children()
+    return torch.cat([second(first(part, number)) for part in x.chunk(8)])
+
+
+def test_too_many_numbers_are_not_blamed_on_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 3)
+    pipe, x = scaled(), torch.randn(8, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(5):
+            pipe(x, number)
+    (text,) = [str(each.message) for each in caught if "was not traced for" in str(each.message)]
+    assert "pass numbers that change as tensors" in text
+    assert "pad" not in text
