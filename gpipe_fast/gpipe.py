@@ -73,7 +73,12 @@ from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.training.step import Given, Training
 from gpipe_fast.uncompiled import uncompiled
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
-from gpipe_fast.usage_warnings import warn_idle_stages, warn_sequence_first, warn_square_input
+from gpipe_fast.usage_warnings import (
+    warn_idle_stages,
+    warn_sequence_first,
+    warn_square_input,
+    warn_surplus_devices,
+)
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 
 if TYPE_CHECKING:
@@ -102,7 +107,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             processor without GPUs. The first call measures every layer on its first micro-batch and chooses
             the balance whose slowest partition is fastest; before it, and if a layer cannot be measured,
             partitions have about equal parameter counts.
-        devices: One device for each partition; surplus devices are ignored. By default all visible GPUs, or
+        devices: One device for each partition; surplus devices are ignored, without ``balance`` after a
+            warning. By default all visible GPUs, or
             the CPU for all stages if there are none. With a ``mesh``, the device of this process's stage, or
             a list with one for each process; by default the current GPU if the mesh is one of GPUs or a group
             of NCCL, else the CPU.
@@ -211,6 +217,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             devices = [self._ranks.device] * len(balance or range(self._ranks.size))
         check_module(module, "; other modules are cut into layers by GPipe.from_model(module, args=(x,))")
         self._user_devices = resolve_devices(devices)
+        if devices is not None and balance is None and mesh is None:
+            warn_surplus_devices(len(self._user_devices or ()), len(module))
         self._balance, self._devices = checked_placement(
             list(module.named_children()), balance, self._user_devices, own_partitions
         )
@@ -328,7 +336,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         options |= {"transport": transport, "fuse": fuse, "memory": memory}
         ranks = None
         if mesh is None:
-            options["devices"] = places = resolve_devices(devices)
+            places = resolve_devices(devices)
+            options["devices"] = None if devices is None else places
             number = None if places is None else len(places)
         else:
             options["mesh"] = ranks = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)

@@ -41,6 +41,21 @@ def warn_idle_stages(num_stages: int, chunks: int, num_samples: int) -> None:
         )
 
 
+def warn_surplus_devices(num_devices: int, num_layers: int) -> None:
+    """Warns of devices that get no stage, because there are more of them than layers.
+
+    Args:
+        num_devices: how many devices the user has passed.
+        num_layers: the number of layers.
+    """
+    if num_devices > num_layers > 0:
+        warn_user(
+            f"{num_devices} devices were passed for {num_layers} layers, and a stage has at least one layer, "
+            f"so the last {num_devices - num_layers} stay idle; pass {num_layers} devices, or split layers "
+            "into smaller ones"
+        )
+
+
 def warn_sequence_first(stages: Iterable[Sequence[nn.Module]], dims: BatchDims) -> None:
     """Warns of torch.nn layers that expect the sequence first, if inputs are split along dimension 0.
 

@@ -72,7 +72,10 @@ def check_partitions(partitions: int, num_layers: int) -> None:
     if number < 1:
         raise ValueError(f"partitions must be a positive integer ({partitions} < 1)")
     if num_layers < partitions:
-        raise ValueError(f"sequence is shorter than intended partitions ({num_layers} < {partitions})")
+        raise ValueError(
+            f"sequence is shorter than intended partitions ({num_layers} < {partitions}); pass at most one "
+            "partition for each layer, or split layers into smaller ones"
+        )
 
 
 def _as_integers(costs: Iterable[float]) -> list[int]:

@@ -306,6 +306,11 @@ class Calls:
                 f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write "
                 f"the layers yourself ({_GUIDE})"
             ) from None
+        except (TypeError, AttributeError) as error:
+            advice = call.advice_on_nested_arguments()
+            if not advice:
+                raise
+            raise TypeError(f"{error}; {advice}") from error
 
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -351,6 +356,18 @@ class _CallOf:
         program = self._program(kind, parts)
         calls._programs = [*(each for each in calls._programs if each is not program), program]
         return kind, program, parts
+
+    def advice_on_nested_arguments(self) -> str:
+        """Returns how to pass the tensors of the first list, tuple or dict among the arguments, if any."""
+        args, kwargs = arguments_of(self._inputs.structure.build(self._inputs.tensors))
+        for name, value in [*enumerate(args), *kwargs.items()]:
+            if isinstance(value, (list, tuple, dict)):
+                unpacked = "**tensors" if isinstance(value, dict) else "*tensors"
+                return (
+                    f"argument {name!r} is a {type(value).__name__} of {len(value)}, and forward gets it as "
+                    f"one argument; pass one for each tensor, model({unpacked}), or one batched tensor"
+                )
+        return ""
 
     def _key(self, shapes: bool = True) -> Any:
         """Returns everything that the kind of a call depends on; without shapes, if they may differ."""

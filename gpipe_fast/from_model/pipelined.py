@@ -11,8 +11,9 @@ So the two have the same parameters, modules and mode, and differ in their forwa
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -104,14 +105,15 @@ class Pipelined(nn.Module):
             it and what the model returns, without gradients.
 
         Raises:
-            TypeError: ``losses``, ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; or as for a
-                call.
+            TypeError: ``losses``, ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; a target or a
+                loss was passed, which the model does not take; or as for a call.
             ValueError: The model does not return one loss; or the optimizer, ``max_norm`` or ``optimizer_in``
                 is invalid, as for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
         with self._calls.reporting():
             check_list(losses)
+            _check_own_loss(self.plain(), kwargs, "step")
             ranks = self._calls.ranks
             update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, ranks=ranks)
             with update.after() as updates:
@@ -139,11 +141,13 @@ class Pipelined(nn.Module):
             As for `step`.
 
         Raises:
+            TypeError: A target or a loss was passed, which the model does not take; or as for a call.
             ValueError: The model does not return one loss.
             RuntimeError: As for a call.
         """
         with self._calls.reporting(), torch.no_grad():
             check_list(losses)
+            _check_own_loss(self.plain(), kwargs, "evaluate")
             each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
             return result_of(each, output, losses, return_outputs)
 
@@ -164,13 +168,14 @@ class Pipelined(nn.Module):
             The report.
 
         Raises:
-            TypeError: As for a call.
+            TypeError: As for `evaluate`.
             RuntimeError: As for a call; or the model is being recorded.
         """
         return self._steps(args, kwargs).report(check)
 
     def _steps(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps:
         """Returns steps with arguments as for `report`."""
+        _check_own_loss(self.plain(), kwargs, "report")
         self._calls.check_is_whole("a report", "make the model without mesh, which runs the same schedule")
         is_step = torch.is_grad_enabled() and self._returns_a_loss(args, kwargs)
 
@@ -273,10 +278,18 @@ class Pipelined(nn.Module):
         """The number of layers of each partition: what comes before the blocks, each block, and the rest."""
         return list(self.pipeline.balance)
 
+    @balance.setter
+    def balance(self, balance: Any) -> None:
+        _refuse_placement("balance", balance)
+
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self.pipeline.devices)
+
+    @devices.setter
+    def devices(self, devices: Any) -> None:
+        _refuse_placement("devices", devices)
 
     def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
         """Loads a state dict or a file, stage by stage, as `GPipe.load_weights` does; with the model's names.
@@ -371,6 +384,39 @@ class Pipelined(nn.Module):
         self._wrapper = state.pop(_WRAPPER)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._calls = state[STATE]
+
+
+def _refuse_placement(name: str, value: Any) -> NoReturn:
+    raise AttributeError(
+        f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value}; make another one: "
+        f"GPipe.from_model(model.plain(), ..., {name}={value})"
+    )
+
+
+def _check_own_loss(model: nn.Module, kwargs: Mapping[str, Any], method: str) -> None:
+    """Checks that no loss is passed to a model that computes its own.
+
+    Args:
+        model: the plain model.
+        kwargs: the keyword arguments of its call.
+        method: the name of the called method.
+
+    Raises:
+        TypeError: a keyword argument of `GPipe.step` was passed that is none of the model's forward.
+    """
+    others = [name for name in ("target", "loss_fn", "normalizer") if name in kwargs]
+    if not others:
+        return
+    taken = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    unknown = [each for each in others if each not in taken]
+    if unknown and not (takes_any and unknown == ["target"]):
+        raise TypeError(
+            f"{method} got {', '.join(f'{each}=' for each in unknown)}, but the loss of a pipeline of "
+            f"GPipe.from_model is the model's own, and its forward takes {', '.join(taken)}; "
+            "pass what it computes the loss from, such as labels=, or call loss_fn(model(...), "
+            "target).backward()"
+        )
 
 
 def gradient_checkpointing_enable(self: Pipelined, *args: Any, **kwargs: Any) -> None:

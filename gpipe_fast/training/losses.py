@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +124,19 @@ def check_target(loss_fn: Any, target: Any, method: str) -> None:
         raise TypeError(
             f"{method} got no target, but {_name(loss_fn)} compares the output with one; pass target=, or a "
             "loss_fn of the output alone, with normalizer="
+        )
+
+
+def check_normalizer(normalizer: Normalizer) -> None:
+    """Checks that the sum of the losses can be divided by a number.
+
+    Raises:
+        ValueError: it is 0 or not finite.
+    """
+    if isinstance(normalizer, Real) and not (normalizer and math.isfinite(normalizer)):
+        raise ValueError(
+            f"the sum of the losses cannot be divided by normalizer={normalizer}; pass the number of samples "
+            "or targets of the mini-batch, such as len(target), or 1 for the sum"
         )
 
 

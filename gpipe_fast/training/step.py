@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.runtime.plan import Order
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.training.loss_layer import loss_layer, shape_of_loss
-from gpipe_fast.training.losses import Loss, Normalizer, check_target, key_of, loss_of
+from gpipe_fast.training.losses import Loss, Normalizer, check_normalizer, check_target, key_of, loss_of
 from gpipe_fast.training.update import StageUpdates, checked_update
 from gpipe_fast.uncompiled import uncompiled
 
@@ -166,10 +167,11 @@ class Training(LayerSequence):
             stage.
 
         Raises:
-            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``optimizer``, ``scaler`` or
-                ``max_norm`` has a wrong type.
+            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer``, ``optimizer``,
+                ``scaler`` or ``max_norm`` has a wrong type.
             ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
-                not known, or nothing requires a gradient; the optimizer has no parameter of the model;
+                not known, 0 or not finite, or nothing requires a gradient; the optimizer has no parameter of
+                the model, or needs a closure, as ``torch.optim.LBFGS`` does;
                 ``max_norm`` is negative, NaN, or passed without an optimizer; or ``optimizer_in`` is unknown,
                 or ``'drain'`` with an optimizer that is not one of ``torch.optim``, or with hooks of the
                 optimizer or of parameters.
@@ -177,8 +179,7 @@ class Training(LayerSequence):
         """
         with self._reporting():
             check_list(losses)
-            if self._ranks is None:
-                check_target(loss_fn, target, "step")
+            self._check_loss(loss_fn, target, normalizer, "step")
             update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, self._ranks)
             loss = loss_of(loss_fn, normalizer)
             with update.after() as updates:
@@ -220,18 +221,23 @@ class Training(LayerSequence):
             As for `step`.
 
         Raises:
-            TypeError: As for `forward`; or ``loss_fn`` is not a function.
+            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer`` has a wrong type.
             ValueError: As for `forward`; the target has another batch size, or the divisor of ``loss_fn`` is
-                not known.
+                not known, 0 or not finite.
             RuntimeError: As for `forward`.
         """
         with self._reporting(), torch.no_grad():
             check_list(losses)
-            if self._ranks is None:
-                check_target(loss_fn, target, "evaluate")
+            self._check_loss(loss_fn, target, normalizer, "evaluate")
             loss = loss_of(loss_fn, normalizer)
             found, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
             return result_of(found, output, losses, return_outputs)
+
+    def _check_loss(self, loss_fn: Any, target: Any, normalizer: Normalizer, method: str) -> None:
+        if self._ranks is None:  # else only the processes with the last stage need the target
+            check_target(loss_fn, target, method)
+        if self._ranks is None or self._ranks.num_replicas == 1:  # else one replica may have no targets
+            check_normalizer(normalizer)
 
     def _step(
         self,
@@ -369,8 +375,13 @@ def _check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> Non
 
 def _checked_divisor(divisor: Any) -> Any:
     """Returns the divisor of the losses, without dimensions and without a graph."""
-    if not isinstance(divisor, Tensor):
+    if isinstance(divisor, Real):
         return divisor
+    if not isinstance(divisor, Tensor):
+        raise TypeError(
+            f"the normalizer must be a number or a tensor with one, got {type(divisor).__name__}; pass a "
+            "number, or a function of the target that returns one"
+        )
     if divisor.numel() != 1:
         raise ValueError(
             f"the normalizer must be one number, got a tensor of shape {list(divisor.shape)}; let it "

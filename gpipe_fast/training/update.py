@@ -220,9 +220,9 @@ def checked_update(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the optimizer has no parameter of the model; ``max_norm`` is negative or NaN, is passed
-            without an optimizer, or with ``ranks`` for other parameters; or ``optimizer_in`` is unknown, or
-            not possible.
+        ValueError: the optimizer needs a closure, or has no parameter of the model; ``max_norm`` is negative
+            or NaN, is passed without an optimizer, or with ``ranks`` for other parameters; or
+            ``optimizer_in`` is unknown, or not possible.
         RuntimeError: gradients are disabled.
     """
     if not torch.is_grad_enabled():
@@ -258,6 +258,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; pass one such as "
             "torch.optim.AdamW(model.parameters())"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"step runs the optimizer once, after the gradients, and {type(optimizer).__name__} calls a "
+            "closure several times; call optimizer.step(closure), with a closure that calls "
+            "optimizer.zero_grad() and returns model.step(...) without an optimizer"
+        )
     own = {id(parameter) for parameter in _parameters_of(optimizer)}
     if not any(id(parameter) in own for parameter in model.parameters()):
         raise ValueError(
@@ -271,11 +277,10 @@ def _check_drain(optimizer: Optimizer | None, *functions: Any) -> None:
     if optimizer is None:
         raise ValueError("optimizer_in='drain' needs an optimizer; pass optimizer=...")
     kind, advice = type(optimizer), "pass optimizer_in='end'"
-    is_of_torch = f"{kind.__module__}.".startswith("torch.optim.")
-    if not is_of_torch or isinstance(optimizer, torch.optim.LBFGS):
+    if not f"{kind.__module__}.".startswith("torch.optim."):
         raise ValueError(
             f"optimizer_in='drain' updates parameters stage by stage, and {kind.__name__} may compute with "
-            f"all of them together: only optimizers of torch.optim but LBFGS can do so; {advice}"
+            f"all of them together: only optimizers of torch.optim can do so; {advice}"
         )
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     step = vars(optimizer).get("step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -494,3 +495,40 @@ def test_a_failure_in_the_drain_names_the_updated_stages(where: str) -> None:
         assert "the parameters of stages [1] are updated already" in raised.value.__notes__[-1]
     after = [torch.equal(p, b) for p, b in zip(pipe.parameters(), before, strict=True)]
     assert after == [True, True, False, False]
+
+
+def test_the_advised_closure_of_lbfgs_trains_like_the_plain_loop() -> None:
+    def train(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        x, target = next(batches(1))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            return loss_of(x, target["y"])
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        return [p.detach().clone() for p in model.parameters()]
+
+    def plain(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(loop(x), y)
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    loop = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    pipe = GPipe(copy.deepcopy(loop), [2, 1], chunks=CHUNKS)
+    found = train(pipe, lambda x, y: pipe.step(x, target=y, loss_fn=F.cross_entropy))
+    for ours, wanted in zip(found, train(loop, plain), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("mistake", ["LBFGS", "normalizer", "text"])
+def test_a_mistake_is_refused_before_the_work(mistake: str) -> None:
+    pipe, (x, target) = pipeline(), next(batches(1))
+    buffers = copy.deepcopy(dict(pipe.named_buffers()))
+    optimizer = torch.optim.LBFGS(pipe.parameters()) if mistake == "LBFGS" else None
+    normalizer: Any = {"LBFGS": 1, "normalizer": 0, "text": "11"}[mistake]
+    with pytest.raises((TypeError, ValueError)):
+        pipe.step(x, target=target, loss_fn=weighted, normalizer=normalizer, optimizer=optimizer)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in pipe.named_buffers())

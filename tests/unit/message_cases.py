@@ -271,7 +271,7 @@ BALANCE = [
     case("got 3", "a number for each layer", balance_by_cost, 2, 3),
     case("got 2.0", "positive integer", balance_by_cost, 2.0, [1, 2]),
     case("0 < 1", "positive integer", balance_by_cost, 0, [1, 2]),
-    case("2 < 3", "", balance_by_cost, 3, [1, 2]),
+    case("2 < 3", "at most one partition for each layer", balance_by_cost, 3, [1, 2]),
     case("layer 1 must be a finite number, got nan", "", balance_by_cost, 1, [1, float("nan")]),
     case("got None", "seconds", balance_by_time, 2, mlp(), features(), timeout=None),
     case("got 0", "positive integer", profile_layers, mlp(), features(), threads=0),

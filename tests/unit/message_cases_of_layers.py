@@ -398,6 +398,7 @@ def prepare_in_vain() -> None:
 WARNINGS_OF_LAYERS = [
     case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
     case("2 micro-batches on 2 stages", "chunks=8 or chunks='auto'", call_few_microbatches),
+    case("9 devices were passed for 5 layers", "pass 5 devices", pipe, balance=None, devices=["cpu"] * 9),
     case("a mini-batch of 2 samples", "pass more samples", call_few_samples),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),

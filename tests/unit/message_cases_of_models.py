@@ -289,7 +289,28 @@ def nothing_counts() -> object:
     return model(x, mask)
 
 
+def with_labels(x: Tensor, y: Tensor, labels: Tensor | None = None) -> Tensor:
+    return y if labels is None else (y - labels).square().mean()
+
+
+def with_a_loss(method: str, **arguments: Any) -> object:
+    return getattr(cut(After(with_labels)), method)(X, **arguments)
+
+
+def set_placement(name: str, value: Any) -> None:
+    setattr(cut(Between()), name, value)
+
+
 OF_MODELS = [
+    case(
+        "got [1, 1]", "GPipe.from_model(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]
+    ),
+    case("got ['cpu']", "GPipe.from_model(model.plain(), ..., devices=", set_placement, "devices", ["cpu"]),
+    case("step got target=, loss_fn=", "such as labels=", with_a_loss, "step", target=X, loss_fn=torch.sum),
+    case("report got loss_fn=", "loss_fn(model(...), target)", with_a_loss, "report", loss_fn=torch.sum),
+    case("argument 0 is a list of 2", "model(*tensors)", lambda: cut(Between())([X, X])),
+    case("argument 0 is a tuple of 1", "model(*tensors)", lambda: cut(Between(), (X,))),
+    case("argument 'x' is a dict of 1", "model(**tensors)", lambda: cut(Between())(x={"x": X})),
     case("in micro-batch 1 of 2, nothing counts", "use fewer chunks", nothing_counts),
     case("got int", "must be an nn.Module", GPipe.from_model, 3, (X,)),
     case("got list", "pass (x,)", GPipe.from_model, Between(), [X]),

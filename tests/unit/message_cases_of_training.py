@@ -36,6 +36,12 @@ def step_of_an_optimizer(max_norm: Any) -> object:
     return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, max_norm=max_norm)
 
 
+def step_with_lbfgs() -> object:
+    layer = nn.Linear(3, 3)
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
+    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=torch.optim.LBFGS(layer.parameters()))
+
+
 class Foreign(torch.optim.SGD):
     pass
 
@@ -107,6 +113,10 @@ OF_TRAINING = [
     case("got weight=", "normalizer=", step, functools.partial(F.mse_loss, weight=X)),
     case("that requires a gradient", ".detach()", step, target=torch.randn(4, requires_grad=True)),
     case("got a tensor of shape [2]", "return a sum", step, normalizer=torch.ones(2)),
+    case("divided by normalizer=0", "such as len(target)", step, every_sample, normalizer=0),
+    case("divided by normalizer=nan", "or 1 for the sum", step, every_sample, normalizer=float("nan")),
+    case("got str", "a function of the target that returns one", step, every_sample, normalizer="4"),
+    case("LBFGS calls a closure several times", "optimizer.step(closure)", step_with_lbfgs),
     case("got tuple", "losses=[]", step, losses=()),
     case("'0.bias' has one", "pass optimizer_in='end'", drained, has_hook=True),
     case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
