@@ -58,7 +58,7 @@ from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
 from gpipe_fast.runtime.plan import Order, PlannedCall
-from gpipe_fast.runtime.planner import Call, Planner
+from gpipe_fast.runtime.planner import Call, Planner, failure_message
 from gpipe_fast.runtime.prepared_call import PreparedCall
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
@@ -549,7 +549,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         loss_fn: Callable[..., Any] | None,
         normalizer: Any,
         devices: Sequence[torch.device] | None,
-    ) -> Sequence[StageBytes | None]:
+    ) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
         """As for `Reporting._stage_bytes`."""
         if not len(self):
             raise ValueError("the model has no layers, so it needs no memory; pass some to GPipe")
@@ -570,27 +570,32 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             call = pipeline._describe(inputs, given)  # may choose the balance
             call = pipeline._within_memory(pipeline._planner, call)
             if devices is not None:
-                found = pipeline._stage_bytes_on(devices, call)
-            else:
-                compiled = pipeline._planner.plan(call).compiled
-                found = None if compiled is None else stage_bytes(pipeline._stages, compiled, call)
-            return [None] * len(self._stages) if found is None else found
+                return pipeline._stage_bytes_on(devices, call)
+            planner = pipeline._planner
+            plan = planner.plan(call)
+            if plan.compiled is None:
+                unknown = planner.unknown_stages(plan.failed_stage, plan.obstacle)
+                return [None] * len(self._stages), unknown
+            return stage_bytes(pipeline._stages, plan.compiled, call), ()
 
-    def _stage_bytes_on(self, devices: Sequence[torch.device], call: Call) -> list[StageBytes] | None:
-        """Returns what each stage needs on devices that the machine need not have.
+    def _stage_bytes_on(
+        self, devices: Sequence[torch.device], call: Call
+    ) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
+        """Returns what each stage needs on devices that the machine need not have, or why it is not known.
 
-        All are traced on the first one. None if a layer runs in Python.
+        All are traced on the first one.
         """
-        planner = self._absent_planner(devices[0])
+        planner, nothing = self._absent_planner(devices[0]), [None] * len(self._stages)
         if planner.backend == "eager":
-            return None
+            return nothing, planner.unknown_stages(None, "")
         with on_absent_device(call, devices[0]) as absent:
             absent.state.update_key()  # under these modes
             compiled = planner.compile(absent)
             if isinstance(compiled, CompilationFailure):
-                return None
+                reason = failure_message(compiled, planner.stages)
+                return nothing, planner.unknown_stages(compiled.stage_index, reason)
             stages = self._stages_for(self._balance, devices, is_absent=True)
-            return stage_bytes(stages, compiled, absent)
+            return stage_bytes(stages, compiled, absent), ()
 
     def _stage_parameters(self) -> list[list[Tensor]]:
         """As for `Reporting._stage_parameters`."""

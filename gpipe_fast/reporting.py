@@ -154,15 +154,18 @@ class Reporting(LayerSequence):
                     "leave one of them out"
                 )
             absent = [torch.device(first.type, stage) for stage in range(len(self.devices))]
-        found = self._stage_bytes(args, kwargs, target, loss_fn, normalizer, absent)
+        found, unknown = self._stage_bytes(args, kwargs, target, loss_fn, normalizer, absent)
         measured = (
             self._steps(args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
         )
+        devices = absent or self.devices
+        each = zip(self._stage_parameters(), devices, strict=True)
         return MemoryReport(
             tuple(found),
-            tuple(optimizer_bytes(optimizer, own) for own in self._stage_parameters()),
-            tuple(map(str, absent or self.devices)),
+            tuple(optimizer_bytes(optimizer, own, place) for own, place in each),
+            tuple(map(str, devices)),
             measured,
+            tuple(unknown),
         )
 
     def _stage_bytes(
@@ -173,8 +176,11 @@ class Reporting(LayerSequence):
         loss_fn: Callable[..., Any] | None,
         normalizer: Any,
         devices: Sequence[torch.device] | None,
-    ) -> Sequence[StageBytes | None]:
-        """Returns what each stage needs, on devices that the machine need not have, if any are given."""
+    ) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
+        """Returns what each stage needs, on devices that the machine need not have, if any are given.
+
+        If it is not known, also returns why, for each stage.
+        """
         raise NotImplementedError
 
     def _stage_parameters(self) -> list[list[Tensor]]:

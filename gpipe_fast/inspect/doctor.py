@@ -146,7 +146,7 @@ def _stages(model: GPipe) -> list[str]:
 def _in_python(model: GPipe) -> list[str]:
     if model.backend == "eager":
         return ["all, because backend='eager'"]
-    found = model._planner.module_warnings.python_layers
+    found = list(model._planner.module_warnings.python_layers.values())
     return found or (["none"] if model._planner.latest else ["unknown until the first call"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gpipe_fast.recording.advice import as_code
 from gpipe_fast.recording.report import StageMemory
-from gpipe_fast.runtime.stage_memory import StageBytes
+from gpipe_fast.runtime.stage_memory import StageBytes, block_bytes
 
-OptimizerChoice = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
+OptimizerChoice = Optimizer | Callable[[list[torch.nn.Parameter]], Optimizer] | None
 _MIB = 2**20
 
 
@@ -27,16 +29,19 @@ class MemoryReport:
     workspaces, such as cuBLAS's, are not counted, nor is what the allocator keeps for later.
 
     Attributes:
-        stages: what each stage needs; None for one with layers in Python, which is known only after a run.
+        stages: what each stage needs; None if layers run in Python, which are known only
+            after a run.
         optimizer: the state of the optimizer for the parameters of each stage; 0 if no optimizer was passed.
         devices: the device of each stage.
         measured: what was recorded in a step, if it was asked for; else empty.
+        unknown: for each stage, why it is not known what it needs; empty if it is.
     """
 
     stages: tuple[StageBytes | None, ...]
     optimizer: tuple[int, ...]
     devices: tuple[str, ...]
     measured: tuple[StageMemory, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, int | None]:
@@ -55,6 +60,7 @@ class MemoryReport:
             "devices": list(self.devices),
             "totals": self.totals,
             "measured": [own._asdict() for own in self.measured],
+            "unknown": list(self.unknown),
         }
 
     def _tables(self, form: str) -> list[str]:
@@ -63,7 +69,7 @@ class MemoryReport:
         for stage, (own, state) in enumerate(zip(self.stages, self.optimizer, strict=True)):
             place = [str(stage), self.devices[stage]]
             if own is None:
-                rows.append([*place, *["in Python: known after a run"], *[""] * (len(headers) - 3)])
+                rows.append([*place, "unknown", *[""] * (len(headers) - 3)])
             else:
                 rows.append([*place, *map(_mib, own), _mib(state), _mib(own.total + state)])
         tables = [_table(headers, rows, form)]
@@ -76,13 +82,20 @@ class MemoryReport:
             tables.append(_table(headers, measured, form))
         return tables
 
+    def _notes(self) -> list[str]:
+        """Returns why it is not known what stages need, in a line for those of the same reason."""
+        found: dict[str, list[str]] = {}
+        for stage, reason in enumerate(self.unknown):
+            found.setdefault(reason, []).append(str(stage))
+        return [f"stage{'s' * (len(s) > 1)} {', '.join(s)}: {reason}" for reason, s in found.items()]
+
     def __str__(self) -> str:
-        return "\n\n".join(self._tables("simple"))
+        return "\n\n".join([*self._tables("simple"), *self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "".join(self._tables("html"))
+        return "".join([*self._tables("html"), *(f"<p>{html.escape(note)}</p>" for note in self._notes())])
 
 
 @dataclass(frozen=True)
@@ -149,13 +162,14 @@ class MemoryChoices:
         return self._table("html")
 
 
-def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor]) -> int:
-    """Returns the bytes of an optimizer's state, after a step on tensors without memory.
+def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor], device: torch.device) -> int:
+    """Returns the bytes of an optimizer's state on a device, after a step on tensors without memory.
 
     Args:
         optimizer: an optimizer, whose class and defaults are used, or a function that makes one of a list of
             parameters, such as ``torch.optim.AdamW``; None for nothing.
         parameters: the parameters.
+        device: the device on which they count. On a GPU, counters of steps that stay on the host do not.
 
     Raises:
         TypeError: ``optimizer`` is none of these.
@@ -165,7 +179,7 @@ def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor]) ->
     ]
     if optimizer is None or not stand_ins:
         return 0
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, Optimizer):
         # Tensors without memory have no fused kernels, and some defaults are no arguments.
         known = inspect.signature(type(optimizer)).parameters.keys() - {"fused"}
         made = type(optimizer)(stand_ins, **{n: v for n, v in optimizer.defaults.items() if n in known})
@@ -180,7 +194,14 @@ def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor]) ->
         parameter.grad = torch.empty_like(parameter)
     made.step()
     states = (value for state in made.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if isinstance(value, Tensor))
+    counts_host = device.type == "cpu" or (
+        isinstance(optimizer, Optimizer) and optimizer.defaults.get("fused")
+    )
+    return sum(
+        block_bytes(value.nbytes, device)
+        for value in states
+        if isinstance(value, Tensor) and (value.is_meta or counts_host)
+    )
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:

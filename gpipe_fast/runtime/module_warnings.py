@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.runtime.stage import Stage
 
+# The end of a warning about one layer.
+OTHERS_UNAFFECTED = "; other layers are unaffected"
+
 _log = logging.getLogger("gpipe_fast")
 
 
@@ -17,23 +20,22 @@ class ModuleWarnings:
     Attributes:
         in_python: indices, in the whole module, of layers that cannot be traced faithfully.
         pending: pending warnings, one per layer; the caller that issues them removes them.
-        python_layers: all warnings about layers that run in Python, pending or issued.
+        python_layers: all warnings about layers that run in Python, pending or issued, by stage and layer;
+            the layer is None for a whole stage.
         costs: all warnings about avoidable costs.
     """
 
     def __init__(self) -> None:
         self.in_python: set[int] = set()
         self.pending: list[str] = []
-        self.python_layers: list[str] = []
+        self.python_layers: dict[tuple[int, int | None], str] = {}
         self.costs: list[str] = []
-        self._seen: set[tuple[int, int | None]] = set()
         self._number = ""
 
     def add(self, index: int, stage: Stage | None, layer: int | None, reason: str) -> None:
         """Records that a layer of a stage runs in Python; ``layer`` None means all layers, for new inputs."""
-        if (index, layer) in self._seen:
+        if (index, layer) in self.python_layers:
             return
-        self._seen.add((index, layer))
         if stage is None or layer is None:
             where = "the module" if stage is None else f"stage {index}"
             advice = f"; {_advice_on(self._number)}" if self._number else "; pad inputs to fewer shapes"
@@ -44,10 +46,10 @@ class ModuleWarnings:
         else:
             self.in_python.add(stage.first_layer + layer)
             where = f"stage {index}, {layer_title(stage.first_layer + layer, stage.layers[layer])}"
-            text = f"{where} runs in Python: {reason}; other layers are unaffected"
+            text = f"{where} runs in Python: {reason}{OTHERS_UNAFFECTED}"
         _log.debug(text)
         self.pending.append(text)
-        self.python_layers.append(text)
+        self.python_layers[index, layer] = text
 
     def add_unfused(self, titles: Sequence[str]) -> None:
         """Records, once, the layers whose attention with dropout runs without a fused kernel."""

@@ -68,6 +68,7 @@ class PlannedCall:
         segment_keys: the keys of the compiled stages.
         unfused_layers: the names of layers whose attention with dropout runs without a fused kernel on a GPU.
         obstacle: why the plan is valid for one call only; empty if it is not.
+        failed_stage: the stage whose trace failed, which is the obstacle; None if none failed.
         is_step: whether forwards and backwards are one run.
     """
 
@@ -78,6 +79,7 @@ class PlannedCall:
     segment_keys: Sequence[SegmentKey] = ()
     unfused_layers: Sequence[str] = ()
     obstacle: str = ""
+    failed_stage: int | None = None
     is_step: bool = False
 
     @property

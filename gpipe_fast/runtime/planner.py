@@ -28,7 +28,7 @@ from gpipe_fast.runtime.compiled import (
 from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
-from gpipe_fast.runtime.module_warnings import ModuleWarnings
+from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
 from gpipe_fast.runtime.plan import (
     Order,
     PlannedCall,
@@ -248,7 +248,7 @@ class Planner:
         eager = self.backend == "eager"
         with contextlib.ExitStack() as held:
             idle = eager or all(segments.try_lock(held) for segments in self._segments)
-            obstacle = "" if idle else _BUSY
+            obstacle, failed_stage = "" if idle else _BUSY, None
             compiled: list[list[CompiledStage]] | CompilationFailure | None = None
             if idle and not eager and not self.module_warnings.in_python:
                 # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
@@ -258,7 +258,7 @@ class Planner:
                     self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
                 )
                 if isinstance(compiled, CompilationFailure):
-                    obstacle = self._checked_reason(compiled)
+                    obstacle, failed_stage = self._checked_reason(compiled), compiled.stage_index
             if self._has_remote_stages and obstacle:
                 raise RuntimeError(f"layers cannot be traced, and with a mesh all have to be: {obstacle}")
             plan = self._make_plan(call, compiled)
@@ -269,7 +269,7 @@ class Planner:
                 self.module_warnings.add_unfused(plan.unfused_layers)
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
-            return replace(plan, obstacle=obstacle)
+            return replace(plan, obstacle=obstacle, failed_stage=failed_stage)
 
     def compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
         """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
@@ -287,6 +287,26 @@ class Planner:
                 if isinstance(found, CompilationFailure):
                     self._checked_reason(found)
                 return found
+
+    def unknown_stages(self, failed_stage: int | None, reason: str) -> list[str]:
+        """Returns, for each stage, why it is not known what it needs, if layers run in Python.
+
+        Args:
+            failed_stage: the stage whose trace has failed; None if none has.
+            reason: why.
+        """
+        number = len(self.stages)
+        if self.backend == "eager":
+            return ["all layers run in Python: backend='eager'"] * number
+        own: dict[int, str] = {} if failed_stage is None else {failed_stage: reason}
+        for (stage, _), warning in self.module_warnings.python_layers.items():
+            text = warning.removesuffix(OTHERS_UNAFFECTED)
+            own[stage] = f"{own[stage]}; {text}" if stage in own else text
+        if not own:
+            return [reason] * number
+        own = {stage: text.removeprefix(f"stage {stage}, ") for stage, text in own.items()}
+        others = f"depends on the tensors of stage {min(own)}"
+        return [own.get(stage, others) for stage in range(number)]
 
     def lowered(self) -> list[CompiledStage]:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
@@ -324,7 +344,7 @@ class Planner:
             for index, stage in enumerate(self.stages):
                 untraceable = check_initialized(stage.layers)
                 if untraceable is not None:
-                    raise RuntimeError(_failure_message(CompilationFailure(index, untraceable), self.stages))
+                    raise RuntimeError(failure_message(CompilationFailure(index, untraceable), self.stages))
         dims, fractions = call.inputs.dims, call.saved_fractions
         return make_plan(
             self.stages, searches, call.microbatches, fractions, call.threads, dims, known, call.order
@@ -353,7 +373,7 @@ class Planner:
         Raises:
             RuntimeError: no layer may run in Python instead; or an exception of another type.
         """
-        reason, text = failure.untraceable, _failure_message(failure, self.stages)
+        reason, text = failure.untraceable, failure_message(failure, self.stages)
         if self.backend == "aten" or reason.is_fatal:
             if not reason.is_fatal and reason.error is RuntimeError:
                 text += (
@@ -376,7 +396,8 @@ def _with_given(boundary: BoundarySpec, given: Sequence[Tensor]) -> BoundarySpec
     return boundary.with_skips([TensorSpec.of(x, False) for x in given]) if given else boundary
 
 
-def _failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:
+def failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:
+    """Returns the stage and the layer that cannot be compiled, and the reason."""
     stage, untraceable = stages[failure.stage_index], failure.untraceable
     where = f"stage {failure.stage_index}"
     if untraceable.layer is not None:

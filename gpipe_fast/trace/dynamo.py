@@ -654,6 +654,12 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
         return Refused(f"its forward changes {changed}, a side effect")
     if ASKS_PHASE in text:
         return Refused(ASKS_PHASE)
+    devices = _TWO_DEVICES.search(text)
+    if devices is not None:
+        return Refused(
+            f"it computes with tensors on {devices[1]} and {devices[2]}; make constants on the device of the "
+            "inputs, or register them as buffers of the layer, or of a loss that is a module of your own"
+        )
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, dynamo.Unsupported):
         return Refused(f"tracing raised {type(error).__name__}: {first}")
@@ -667,6 +673,8 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
     return Refused(f"PyTorch cannot trace it: {first}{about}")
 
 
+# How PyTorch says that an operator got tensors on two devices.
+_TWO_DEVICES = re.compile(r"two (?:different )?devices,? (\w+:?\d*)(?: and|,) (\w+:?\d*)")
 # Where Dynamo's own objects begin in what it says about a place.
 _ARGUMENTS = re.compile(r",? (?:args: |\[?<class 'torch\._dynamo)")
 # The maximum number of characters of what Dynamo says about the place of a failure.

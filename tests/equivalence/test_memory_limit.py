@@ -5,7 +5,9 @@ What PyTorch's allocator counts is compared in tests/fake_cuda/test_memory.py.
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -258,10 +260,63 @@ def test_memory_on_gpus_that_the_machine_lacks() -> None:
 def test_layers_in_python_are_known_after_a_run() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x if float(x.sum()) > -1e9 else -x
+            return x if x.sum() > -1e9 else -x
 
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6), Branches()), [1, 1], devices=["cpu"] * 2, chunks=2)
-    report = pipe.memory(torch.randn(8, 6))
-    assert report.stages == (None, None)
-    assert report.totals == {"cpu": None}
-    assert "known after a run" in str(report)
+    x = torch.randn(8, 6)
+    for has_run in (False, True):
+        report = pipe.memory(x)
+        assert report.stages == (None, None)
+        assert report.totals == {"cpu": None}
+        assert report.unknown[0] == "depends on the tensors of stage 1"
+        assert re.match(r"layer 1 \(Branches\) .*: .*Data-dependent branching", report.unknown[1]), has_run
+        assert report.unknown[1] in str(report)
+        assert "layer 1 (Branches)" in report._repr_html_()
+        pipe(x)
+    with_eager = wide(balance=[4, 4], chunks=2, backend="eager")
+    assert with_eager[0].memory(with_eager[1]).unknown == ("all layers run in Python: backend='eager'",) * 2
+    assert wide(balance=[4, 4], chunks=2)[0].memory(with_eager[1]).unknown == ()
+
+
+class Scaled(nn.Module):
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.scale: Tensor
+        if is_buffer:
+            self.register_buffer("scale", torch.ones(64))
+        else:
+            self.scale = torch.ones(64)
+
+    def forward(self, output: Tensor, *target: Tensor) -> Tensor:
+        scaled = output * self.scale
+        return (scaled - target[0]).square().sum() if target else scaled
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a constant may then be on the GPU")
+def test_constants_on_the_cpu_do_not_run_on_gpus_that_the_machine_lacks() -> None:
+    x = torch.randn(64, 64)
+    for is_buffer in (False, True):
+        pipe = GPipe(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), [1, 1], chunks=8)
+        report = pipe.memory(x, target=x, loss_fn=Scaled(is_buffer), normalizer=1, device="cuda")
+        assert (None in report.stages) is not is_buffer
+        assert is_buffer or re.search(
+            r"layer 2 \(Loss\).*tensors on cuda:0 and cpu; .*register them as buffers", report.unknown[1]
+        )
+        layers = GPipe(nn.Sequential(nn.Linear(64, 64), Scaled(is_buffer)), [1, 1], chunks=8)
+        assert (
+            "on cuda:0 and cpu" in " ".join(str(layers.explain(x, device="cuda")).split())
+        ) is not is_buffer
+
+
+def test_the_state_of_an_optimizer_on_a_gpu_takes_whole_blocks() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 200)), [1, 1], chunks=8)
+    x = torch.randn(8, 3)
+
+    def sizes(make: Any, **options: Any) -> tuple[int, ...]:
+        return pipe.memory(x, optimizer=make, **options).optimizer
+
+    own = 2 * (2 * 512), 2 * (2560 + 1024)  # of 9, 3, 600 and 200 elements; two moments of each
+    assert sizes(torch.optim.AdamW, device="cuda") == own
+    fused = torch.optim.AdamW(pipe.parameters(), fused=True)
+    assert sizes(fused, device="cuda") == tuple(size + 2 * 512 for size in own)  # and counters of steps
+    assert sizes(torch.optim.AdamW) == (8 * 12 + 2 * 4, 8 * 800 + 2 * 4)

@@ -136,7 +136,8 @@ gpipe_fast.recording
     code: property
     to_dict(self) -> dict[str, Any]
   class MemoryReport(stages: tuple[StageBytes | None, ...], optimizer: tuple[int, ...],
-      devices: tuple[str, ...], measured: tuple[StageMemory, ...] = ()) -> None
+      devices: tuple[str, ...], measured: tuple[StageMemory, ...] = (),
+      unknown: tuple[str, ...] = ()) -> None
     to_dict(self) -> dict[str, Any]
     totals: property
   class Phase(schedule: Schedule, events: Mapping[Action, Event], waits: Sequence[Event])
