@@ -130,14 +130,22 @@ class CallSettings:
     def capture(self) -> bool:
         """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
 
-        It has no effect with a mesh.
+        False with a mesh, whose processes exchange tensors during a mini-batch.
+
+        Raises:
+            ValueError: On assignment of True, there is a mesh. The old value is kept.
         """
-        return self._capture
+        return self._capture and self._ranks is None
 
     @capture.setter
     def capture(self, capture: bool) -> None:
+        if capture and self._ranks is not None:
+            raise ValueError(
+                f"capture={capture!r} with a mesh is not possible, because processes exchange tensors during "
+                "a mini-batch; leave it, or make the model without mesh"
+            )
         self._capture = bool(capture)
-        self._pipeline.set_capture(self._capture and self._ranks is None)
+        self._pipeline.set_capture(self._capture)
 
     @property
     def fuse(self) -> bool:

@@ -38,6 +38,7 @@ from gpipe_fast.distributed.mesh import (
     check_no_replicas,
     check_not_shared,
     checked_timeout,
+    refuse_ddp,
     ties_of,
 )
 from gpipe_fast.distributed.ranks import Ranks
@@ -138,7 +139,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             Python, in the same schedule, after a warning that names the stage, the layer and the reason.
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
-            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, and with a ``mesh``.
+            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh``:
+            the attribute is then False, and cannot be set to True.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
             memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
@@ -250,6 +252,9 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self._register_layers(module)
         if self._ranks is not None:
             self._ranks.note_homes(partitions)
+            refuse_ddp(
+                self, "instead, pass GPipe a mesh with a dimension 'dp_replicate', for replicas of all stages"
+            )
         if self._deferred_batch_norm:
             enable_deferral(self)
         self._python_workers = PythonWorkers()
@@ -349,7 +354,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
 
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
-        pipeline.set_capture(self._capture and self._ranks is None)
+        pipeline.set_capture(self.capture)
         silence_stream_warning(self._devices)
         return pipeline
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipe_fast import _extension
 from gpipe_fast.devices import Device, checked_devices, parse_device, parse_devices
 from gpipe_fast.runtime.stage import Tie
+from gpipe_fast.torch_private.modules import IGNORED_BY_DDP
 from gpipe_fast.trace.joint_graph import parameters_of
 
 if TYPE_CHECKING:
@@ -155,6 +156,29 @@ def check_no_replicas(num_replicas: int) -> None:
         raise ValueError(
             f"from_model has no replicas along 'dp_replicate' so far, got {num_replicas}; pass mesh['pp'], "
             "and average gradients over the other dimension after the backward"
+        )
+
+
+def refuse_ddp(model: nn.Module, instead: str) -> None:
+    """Makes DistributedDataParallel refuse a model whose stages are in several processes.
+
+    Args:
+        model: the model.
+        instead: what the user can do.
+    """
+    vars(model)[IGNORED_BY_DDP] = _NotForDDP(instead)
+
+
+class _NotForDDP:
+    """Stands for the names of the tensors that DistributedDataParallel would ignore; it raises ValueError."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel expects the same parameters in all processes, got a model with a mesh, "
+            f"whose processes have different layers; {self._instead}"
         )
 
 

@@ -27,6 +27,7 @@ from gpipe_fast.arguments import (
     checked_threads_per_stage,
 )
 from gpipe_fast.devices import casts_of
+from gpipe_fast.distributed.mesh import refuse_ddp
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.from_model.forward import PipelinedForward
 from gpipe_fast.from_model.stream import ModelStream
@@ -430,6 +431,23 @@ def gradient_checkpointing_disable(self: Pipelined) -> None:
     self.checkpoint = "never"
 
 
+def resize_token_embeddings(
+    self: Pipelined, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Resizes the embeddings as the model does, unless gradients of the old size would be left.
+
+    Raises:
+        RuntimeError: a parameter has a gradient.
+    """
+    if new_num_tokens is not None and any(parameter.grad is not None for parameter in self.parameters()):
+        raise RuntimeError(
+            f"resize_token_embeddings({new_num_tokens}) would leave gradients of the old size; resize the "
+            "model before GPipe.from_model, or call model.zero_grad() before, and make the optimizer afterwards"
+        )
+    plain: Any = self._plain_class
+    return plain.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
+
+
 def enable_input_require_grads(self: Pipelined) -> None:
     """Does nothing. Checkpoints of transformers need inputs with gradients, and stages do not."""
 
@@ -439,6 +457,12 @@ def pipelined(model: nn.Module, calls: Calls) -> Any:
     found: Any = _sharing(model, _pipelined_class(type(model)))
     found._calls, found._wrapper = calls, None
     vars(model)[STATE] = calls
+    if calls.ranks is not None:
+        refuse_ddp(
+            found,
+            "pass mesh['pp'] to GPipe.from_model, and average gradients over the other dimension after the "
+            "backward",
+        )
     return found
 
 
@@ -472,5 +496,7 @@ def _pipelined_class(cls: Any) -> type[Pipelined]:
     if hasattr(cls, "gradient_checkpointing_enable"):
         methods = gradient_checkpointing_enable, gradient_checkpointing_disable, enable_input_require_grads
         attributes |= {f.__name__: f for f in methods}
+    if hasattr(cls, "resize_token_embeddings"):
+        attributes["resize_token_embeddings"] = resize_token_embeddings
     _classes[cls] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
     return _classes[cls]

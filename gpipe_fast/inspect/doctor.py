@@ -68,6 +68,8 @@ def graph_lines(model: GPipe) -> list[str]:
     """Returns report lines on a model's captured CUDA graphs, one for each kind of call."""
     if all(device.type == "cpu" for device in model.devices):
         return []
+    if model._ranks is not None:
+        return ["nothing, because of the mesh"]
     if not model.capture:
         return ["nothing, because capture=False"]
     reports = model._pipeline.graph_reports()

@@ -16,6 +16,9 @@ from torch.optim import optimizer as _optimizer
 # The Python functions that the call of a module runs.
 CALLS: tuple[Any, ...] = (nn.Module.__call__, nn.Module._call_impl, nn.Module._wrapped_call_impl)
 
+# The attribute of a module in which DistributedDataParallel looks for names of tensors to ignore.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
 
 def global_hooks(name: str) -> dict[int, Any]:
     """Returns the table of global hooks that belongs to a module's table, such as ``_forward_hooks``.
@@ -37,4 +40,11 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
     return found
 
 
-__all__ = ["CALLS", "AnyBatchNorm", "global_hooks", "has_global_optimizer_hooks", "parse_to"]
+__all__ = [
+    "CALLS",
+    "IGNORED_BY_DDP",
+    "AnyBatchNorm",
+    "global_hooks",
+    "has_global_optimizer_hooks",
+    "parse_to",
+]

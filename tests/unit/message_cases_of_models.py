@@ -297,6 +297,16 @@ def with_a_loss(method: str, **arguments: Any) -> object:
     return getattr(cut(After(with_labels)), method)(X, **arguments)
 
 
+class Resizable(Between):
+    def resize_token_embeddings(self, number: int) -> None: ...
+
+
+def resize_with_gradients() -> None:
+    model = cut(Resizable())
+    model(X).sum().backward()
+    model.resize_token_embeddings(9)
+
+
 def set_placement(name: str, value: Any) -> None:
     setattr(cut(Between()), name, value)
 
@@ -306,6 +316,7 @@ OF_MODELS = [
         "got [1, 1]", "GPipe.from_model(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]
     ),
     case("got ['cpu']", "GPipe.from_model(model.plain(), ..., devices=", set_placement, "devices", ["cpu"]),
+    case("resize_token_embeddings(9)", "before GPipe.from_model", resize_with_gradients),
     case("step got target=, loss_fn=", "such as labels=", with_a_loss, "step", target=X, loss_fn=torch.sum),
     case("report got loss_fn=", "loss_fn(model(...), target)", with_a_loss, "report", loss_fn=torch.sum),
     case("argument 0 is a list of 2", "model(*tensors)", lambda: cut(Between())([X, X])),

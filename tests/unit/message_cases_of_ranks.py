@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_fast import GPipe, _extension, tune
 from gpipe_fast.distributed.mesh import (
@@ -63,6 +64,18 @@ def tied() -> object:
     first, last = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
     last.running_mean = first.running_mean
     return pipe(first, nn.ReLU(), last)
+
+
+def replicate_by_ddp(model: nn.Module) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def set_capture() -> None:
+    pipe().capture = True
 
 
 def set_balance() -> None:
@@ -231,6 +244,9 @@ OTHER_ORDER = """
 """
 
 OF_RANKS = [
+    case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(pipe())),
+    case("got a model with a mesh", "pass mesh['pp']", lambda: replicate_by_ddp(made())),
+    case("capture=True with a mesh", "without mesh", set_capture),
     case("memory='1GiB' with a mesh", "a number for each stage", pipe, memory="1GiB"),
     case("lacks", "pass mesh=None", group_without_gloo),
     case("got str", "pass init_device_mesh(", pipe, mesh="pp"),

@@ -41,8 +41,11 @@ def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None
 
 def test_no_graph_is_captured_with_a_mesh() -> None:
     pipe = rank_of(0, mlp(), [2, 3])
+    assert pipe.capture is False
     pipe._pipeline = mock.Mock(spec=pipe._pipeline)
-    pipe.capture = True
+    with pytest.raises(ValueError, match="capture=True with a mesh"):
+        pipe.capture = True
+    pipe.capture = False
     pipe._pipeline.set_capture.assert_called_once_with(False)
 
 

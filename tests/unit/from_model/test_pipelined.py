@@ -101,6 +101,39 @@ def test_a_changed_attribute_that_forward_reads_is_noticed() -> None:
     assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
 
 
+class Tokens(nn.Module):
+    """Has embeddings that are resized as those of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None) -> nn.Embedding:
+        if new_num_tokens is not None:
+            self.embedding = nn.Embedding(new_num_tokens, 4)
+        return self.embedding
+
+
+def test_embeddings_are_resized_unless_old_gradients_would_be_left() -> None:
+    model = pipelined(Tokens(), torch.tensor([0, 1, 2, 3]), balance=[1, 1])
+    assert model.resize_token_embeddings(7).num_embeddings == 7
+    x = torch.tensor([0, 6, 5, 1])
+    torch.testing.assert_close(model.step(x), model.plain()(x).detach())
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(9\).*before GPipe\.from_model"):
+        model.resize_token_embeddings(9)
+    assert model.resize_token_embeddings().num_embeddings == 7
+    model.zero_grad()
+    assert model.resize_token_embeddings(9).num_embeddings == 9
+    torch.testing.assert_close(model.step(x + 2), model.plain()(x + 2).detach())
+
+
 SETTINGS = {"scale": 1.0}
 
 
