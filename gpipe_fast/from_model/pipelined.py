@@ -442,7 +442,7 @@ def resize_token_embeddings(
     if new_num_tokens is not None and any(parameter.grad is not None for parameter in self.parameters()):
         raise RuntimeError(
             f"resize_token_embeddings({new_num_tokens}) would leave gradients of the old size; resize the "
-            "model before GPipe.from_model, or call model.zero_grad() before, and make the optimizer afterwards"
+            "model before GPipe.from_model, or call model.zero_grad() before, and make the optimizer after it"
         )
     plain: Any = self._plain_class
     return plain.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)

