@@ -48,6 +48,7 @@ def programs(explanation: Explanation) -> dict[str, ProgramExplanation]:
     return {program.direction: program for program in reversed(found.programs)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["GPT", "Llama"])
 def test_numbers_equal_those_of_the_graphs(name: str, precision: str) -> None:
@@ -103,6 +104,7 @@ def test_attention_in_float32_is_memory_efficient() -> None:
     assert "_scaled_dot_product_efficient_attention" in names
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["ViT", "ResNet", "GPT-2, attention dropout"])
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_other_models_are_explained(name: str, precision: str) -> None:

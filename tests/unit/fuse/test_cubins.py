@@ -279,6 +279,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.extended
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     """It defines one kernel itself and imports another, which the helper compiles."""
     done = started(tmp_path, SCRIPT)

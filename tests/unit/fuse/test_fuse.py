@@ -65,6 +65,7 @@ def check_norms(
         assert left <= MAY_BE_LEFT | ALSO_LEFT.get(name, set()), name
 
 
+@pytest.mark.extended
 def test_norms_and_rotary_embeddings_are_replaced_under_autocast(libraries: tuple[Path, Path]) -> None:
     check_norms("autocast", UNDER_AUTOCAST, libraries)
 
@@ -117,6 +118,7 @@ def _without_casts(replaced: list[str]) -> list[str]:
     return [", ".join(o for o in name.split(", ") if o != "_to_copy") for name in replaced]
 
 
+@pytest.mark.extended
 def test_activations_and_packed_projections_are_replaced_under_autocast(libraries: tuple[Path, Path]) -> None:
     check_activations(libraries, "autocast")
 

@@ -104,6 +104,7 @@ def kernel(p_x, p_y, size, BLOCK: tl.constexpr):
     return KernelSource(kernel_of("kernel", text), signature, (("BLOCK", 64),), ("p_x", "p_y"), 4, 1)
 
 
+@pytest.mark.extended
 def test_kernels_with_another_text_have_own_cubins(folder: Path) -> None:
     first, second, again = cubins.cubins([source(1), source(20), source(1)], HOPPER)
     assert isinstance(first, Cubin)

@@ -253,6 +253,7 @@ def test_one_template_covers_all_sizes() -> None:
         assert launch.grid == (-(-8 * batch // 16), 1, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers")
 @pytest.mark.parametrize("case", ["recomputing", "captured"])
 def test_a_pipeline_launches_a_users_kernels(libraries: tuple[Path, Path], case: str) -> None:

@@ -147,6 +147,7 @@ def lowered(instance: Instance, fraction: float) -> ProgramsOfStage:
     return lower_graphs(parts.forward_saving, parts.backward, ACCUMULATION)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_programs_of_all_lengths_equal_those_lowered_concretely(case: str) -> None:
     torch.manual_seed(0)

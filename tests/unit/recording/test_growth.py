@@ -15,6 +15,7 @@ from tests.unit.recording.test_timeline import tanh_layers
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
     """The prediction of each number equals what is recorded with it, if there is a recompute."""

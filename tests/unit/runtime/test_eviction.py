@@ -25,6 +25,7 @@ def tokens(batch: int, length: int) -> Tensor:
 LENGTHS = (5, 9, 7, 12, 30, 22, 3, 17, 11, 26)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mib", "most"), [("0", 1), ("1.2", 3), ("100", len(LENGTHS))])
 def test_many_lengths_stay_within_the_limit(mib: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", mib)

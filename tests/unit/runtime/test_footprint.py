@@ -57,6 +57,7 @@ def programs() -> list[ProgramIR]:
     return [lower(parts.forward), lower(parts.backward)]
 
 
+@pytest.mark.extended
 def test_bytes_of_a_graph() -> None:
     layers, x = stage()
     joints, measured = python_bytes(lambda: trace_joint(layers, x))

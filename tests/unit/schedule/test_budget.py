@@ -80,6 +80,7 @@ def test_what_is_chosen_fits_and_more_bytes_are_never_slower(name: str) -> None:
         assert before == pytest.approx(budget.time_of(nothing))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_no_choice_of_an_exhaustive_search_is_faster_by_more_than_three_percent(name: str) -> None:
     draw = random.Random(name)
