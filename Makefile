@@ -63,10 +63,10 @@ $(EXTENSION): $(INSTALLED_STAMP) $(SOURCES)
 import: build
 	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
 
-check: lint build  ## before every commit: lint, types, unit tests (4 to 11 minutes on two cores)
+check: lint build  ## before every commit: lint, types, unit tests (7 to 17 minutes on two cores)
 	$(PYTEST) tests/unit $(ARGS)
 
-test: lint build import  ## install, lint, build, import, test (30 to 60 minutes on two cores); lists omitted tests
+test: lint build import  ## install, lint, build, import, test (17 to 40 minutes on two cores); lists omitted tests
 	$(PYTEST) $(ARGS)
 
 test-all: test smoke-reference  ## in CI: `make test`, and smoke tests with the oldest torch

@@ -86,7 +86,8 @@ class MemoryReport:
         """Returns why it is not known what stages need, in a line for those of the same reason."""
         found: dict[str, list[str]] = {}
         for stage, reason in enumerate(self.unknown):
-            found.setdefault(reason, []).append(str(stage))
+            if reason:
+                found.setdefault(reason, []).append(str(stage))
         return [f"stage{'s' * (len(s) > 1)} {', '.join(s)}: {reason}" for reason, s in found.items()]
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from gpipe_fast.recording.memory_report import MemoryChoice, MemoryChoices, Memo
 from gpipe_fast.runtime.stage_memory import StageBytes
 
 MIB = 2**20
+CPU = torch.device("cpu")
 STAGE = StageBytes(*(MIB for _ in StageBytes._fields))
 
 
@@ -24,10 +25,12 @@ def test_totals_are_the_sums_of_the_stages_of_a_device() -> None:
 
 
 def test_a_stage_in_python_makes_the_total_unknown() -> None:
-    report = MemoryReport((None, STAGE, STAGE), (0, 0, 0), ("cpu", "cpu", "cuda:0"))
+    report = MemoryReport(
+        (None, STAGE, STAGE), (0, 0, 0), ("cpu", "cpu", "cuda:0"), unknown=("layer 0 runs in Python", "", "")
+    )
     assert report.totals == {"cpu": None, "cuda:0": STAGE.total}
     assert report.to_dict()["stages"][0] is None
-    assert "in Python: known after a run" in str(report)
+    assert str(report).endswith("stage 0: layer 0 runs in Python")
     assert report._repr_html_().count("<table>") == 2
 
 
@@ -38,19 +41,21 @@ def parameters() -> list[nn.Parameter]:
 def test_the_state_of_an_optimizer() -> None:
     """Adam keeps two tensors and a number of steps for each parameter that requires a gradient."""
     adam = 2 * 6 * 4 * 4 + 4
-    assert optimizer_bytes(torch.optim.AdamW, parameters()) == adam
-    assert optimizer_bytes(torch.optim.Adam(parameters()), parameters()) == adam
-    assert optimizer_bytes(partial(torch.optim.SGD, lr=0.1), parameters()) == 0
+    assert optimizer_bytes(torch.optim.AdamW, parameters(), CPU) == adam
+    assert optimizer_bytes(torch.optim.Adam(parameters()), parameters(), CPU) == adam
+    assert optimizer_bytes(partial(torch.optim.SGD, lr=0.1), parameters(), CPU) == 0
     momentum = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    assert optimizer_bytes(momentum, parameters()) == 6 * 4 * 4
-    assert optimizer_bytes(None, parameters()) == 0
-    assert optimizer_bytes(torch.optim.AdamW, []) == 0
+    assert optimizer_bytes(momentum, parameters(), CPU) == 6 * 4 * 4
+    assert optimizer_bytes(None, parameters(), CPU) == 0
+    assert optimizer_bytes(torch.optim.AdamW, [], CPU) == 0
     assert not momentum.state
+    # Each tensor takes a block of 512 bytes; the number of steps stays on the host.
+    assert optimizer_bytes(torch.optim.AdamW, parameters(), torch.device("cuda")) == 2 * 512
 
 
 def test_another_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"optimizer must be an optimizer or a function .*, got str"):
-        optimizer_bytes("adam", parameters())  # type: ignore[arg-type]
+        optimizer_bytes("adam", parameters(), CPU)  # type: ignore[arg-type]
 
 
 def test_choices_are_code_that_can_be_pasted() -> None:
