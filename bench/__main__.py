@@ -24,6 +24,7 @@ BENCHMARKS = {
     "inference-stream": "inference on many mini-batches: GPipe.stream compared with a call for each",
     "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
     "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
+    "ledger": "what mechanisms gain, each turned off by turns, and bytes of stages without parts of fusion",
     "largest": "the largest models that fit, with and without GPipe, by predictions on shapes",
     "lengths": "training steps on sequences of varying length",
     "memory": "peak memory of training steps compared with a checkpointed plain loop",
