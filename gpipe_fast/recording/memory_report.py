@@ -29,12 +29,11 @@ class MemoryReport:
     workspaces, such as cuBLAS's, are not counted, nor is what the allocator keeps for later.
 
     Attributes:
-        stages: what each stage needs; None if layers run in Python, which are known only
-            after a run.
+        stages: what each stage needs; None if that is not known, because layers run in Python.
         optimizer: the state of the optimizer for the parameters of each stage; 0 if no optimizer was passed.
         devices: the device of each stage.
         measured: what was recorded in a step, if it was asked for; else empty.
-        unknown: for each stage, why it is not known what it needs; empty if it is.
+        unknown: for each stage, the reason why its bytes are not known, or an empty text.
     """
 
     stages: tuple[StageBytes | None, ...]
@@ -83,7 +82,7 @@ class MemoryReport:
         return tables
 
     def _notes(self) -> list[str]:
-        """Returns why it is not known what stages need, in a line for those of the same reason."""
+        """Returns a line for each reason why bytes are not known, with the stages that it concerns."""
         found: dict[str, list[str]] = {}
         for stage, reason in enumerate(self.unknown):
             if reason:

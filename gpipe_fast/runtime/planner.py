@@ -289,11 +289,11 @@ class Planner:
                 return found
 
     def unknown_stages(self, failed_stage: int | None, reason: str) -> list[str]:
-        """Returns, for each stage, why it is not known what it needs, if layers run in Python.
+        """Returns, for each stage, the reason why its bytes are not known, where layers run in Python.
 
         Args:
             failed_stage: the stage whose trace has failed; None if none has.
-            reason: why.
+            reason: why it has failed.
         """
         number = len(self.stages)
         if self.backend == "eager":

@@ -128,7 +128,7 @@ def check_target(loss_fn: Any, target: Any, method: str) -> None:
 
 
 def check_normalizer(normalizer: Normalizer) -> None:
-    """Checks that the sum of the losses can be divided by a number.
+    """Checks that the losses can be divided by their normalizer.
 
     Raises:
         ValueError: it is 0 or not finite.
