@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import shlex
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bench.network import Host
-from tests.docs.markdown import ROOT
+from tests.programs import ROOT, run_python
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this build of PyTorch has no gloo"
@@ -77,7 +79,7 @@ def run_ranks(
         results = [("", None) if rank in hangs else _result(end) for rank, end in enumerate(ends)]
         errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(results) if error]
         if errors:
-            raise RankFailed("\n".join(errors))
+            raise RankFailed("\n".join([*errors, by_hand(number, case, args)]))
         return [value for _, value in results]
     finally:
         for process in processes:
@@ -98,16 +100,34 @@ dist.init_process_group("gloo", store=store, rank={rank}, world_size={number})
 def run_programs(number: int, statement: str) -> list[str]:
     """Runs a statement with `cases` in several programs; returns what each writes to stderr."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    programs = []
-    for rank in range(number):
+
+    def run(rank: int) -> str:
         text = _PROGRAM.format(port=store.port, rank=rank, number=number, statement=statement)
-        command = [sys.executable, "-c", text]
-        programs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT))
-    try:
-        return [program.communicate(timeout=MAX_SECONDS)[1] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
+        return run_python("-c", text, timeout=MAX_SECONDS).stderr
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(run, range(number)))
+
+
+def run_as_torchrun(number: int, *arguments: str, cwd: Path = ROOT) -> str:
+    """Runs a program in several processes with the variables of torchrun; returns what they print."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        return run_python(*arguments, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+
+    with ThreadPoolExecutor(number) as pool:
+        ranks = list(pool.map(run, range(number)))
+    assert [rank.returncode for rank in ranks] == [0] * number, "".join(rank.stderr[-3000:] for rank in ranks)
+    return "".join(rank.stdout for rank in ranks)
+
+
+def by_hand(number: int, case: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Returns the line of a shell that runs a case again."""
+    names = f"from pathlib import *; from {case.__module__} import *; from {__name__} import run_ranks"
+    return shlex.join(["python", "-c", f"{names}; print(run_ranks({number}, {case.__name__}, *{args!r}))"])
 
 
 def _result(end: Connection) -> tuple[str, Any]:

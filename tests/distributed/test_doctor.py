@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +12,7 @@ import torch.distributed as dist
 
 import gpipe_fast
 from tests.distributed import doctor_cases as cases
-from tests.distributed.launch import needs_gloo, run_ranks
-from tests.docs.markdown import ROOT
+from tests.distributed.launch import needs_gloo, run_as_torchrun, run_ranks
 
 pytestmark = needs_gloo
 
@@ -44,21 +40,7 @@ def check(found: Any, num_ranks: int, pairs: list[tuple[int, int]]) -> None:
 
 
 def test_two_ranks_of_torchrun() -> None:
-    options = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        "-m",
-        "gpipe_fast",
-        "doctor",
-        "--json",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)  # of rank 0 alone
+    found = json.loads(run_as_torchrun(2, "-m", "gpipe_fast", "doctor", "--json"))  # of rank 0 alone
     assert found["versions"]
     check(found, 2, [(0, 1)])
 

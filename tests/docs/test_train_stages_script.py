@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_fast import GPipe
-from tests.distributed.launch import needs_gloo
+from tests.distributed.launch import needs_gloo, run_as_torchrun
 from tests.docs.markdown import ROOT
 
 pytestmark = needs_gloo
@@ -31,19 +28,7 @@ def blocks() -> list[str]:
 
 def run(script: str, folder: Path, processes: int = 2) -> str:
     (folder / "train_stages.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={processes}", "train_stages.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_as_torchrun(processes, "train_stages.py", cwd=folder)
 
 
 def trained_alone() -> tuple[nn.Module, torch.Tensor]:

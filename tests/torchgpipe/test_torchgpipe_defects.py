@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.programs import run_python
 from tests.torchgpipe.libraries import (
     OURS,
     TORCHGPIPE,
@@ -178,7 +176,6 @@ SYSTEM_EXIT = """
 
     warnings.simplefilter("ignore")
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Exits()), [1, 1], devices=["cpu"] * 2, chunks=2)
-    print("ready", flush=True)
     pipe(torch.ones(4, 2))
 """
 
@@ -189,17 +186,8 @@ SYSTEM_EXIT = """
 def test_a_call_raises_the_system_exit_of_a_stage(library: Library, timeout_s: float) -> None:
     """The call raises SystemExit; torchgpipe waits for a thread that has ended."""
     program = textwrap.dedent(SYSTEM_EXIT.format(library=library.package.__name__))
-    root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            with library.torchgpipe_raises(subprocess.TimeoutExpired):
-                assert process.wait(timeout_s) == 3
-        finally:
-            process.kill()
+    with library.torchgpipe_raises(TimeoutError):
+        assert run_python("-c", program, timeout=timeout_s).returncode == 3
 
 
 PASSED_VALUES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], type[Exception]]] = {

@@ -148,14 +148,7 @@ def test_an_extension_built_for_another_torch_is_refused(tmp_path):
     assert f"built against torch 1.0.0, but this is torch {torch.__version__}" in result.stderr
 
 
-@pytest.mark.smoke
-def test_the_package_can_be_imported_from_any_folder(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    module = "gpipe_fast.kernels" if importlib.util.find_spec("triton") else "gpipe_fast"
-    command = [sys.executable, "-c", f"import {module}"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-
-
+@pytest.mark.extended
 def test_every_smoke_test_is_collected_without_triton():
     plugin = ["-p", "tests.unit.without_triton"]
     command = [sys.executable, "-m", "pytest", *plugin, "-q", "-m", "smoke", "--collect-only", "tests"]

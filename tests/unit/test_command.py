@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from gpipe_fast import simulate
 from gpipe_fast.command import main
 from gpipe_fast.schedule import one_f_one_b
+from tests.programs import run_python
 
 MAKES_A_MODEL = """
 import torch
@@ -90,6 +89,7 @@ def test_mistakes_end_with_status_2(
 
 @pytest.mark.parametrize("module", ["gpipe_fast", "gpipe_fast.doctor"])
 def test_modules_that_run_the_command(module: str) -> None:
-    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    run = run_python("-m", module, "--help")
+    assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("usage: gpipe-fast")
     assert ("simulate" in run.stdout) == (module == "gpipe_fast")

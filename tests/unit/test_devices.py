@@ -6,8 +6,6 @@ Tests that need a GPU are in tests/fake_cuda/test_placement.py.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe, devices
+from tests.programs import run_python
 
 SetVisible = Callable[[int], None]
 
@@ -77,6 +76,6 @@ for number in (0, 2):
     torch.cuda.device_count = lambda: number
     print(default_devices())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", program)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert done.stdout.splitlines() == ["None", str(gpus)], done.stderr

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
+import itertools
 import sys
 import textwrap
 import threading
@@ -29,6 +28,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.trace.dynamo import Captured, capture
 from gpipe_fast.trace.join import join
 from tests.internals import balance_is_pending, compiler_of, stages_are_idle, template_of
+from tests.programs import run_python
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,12 +139,13 @@ PLACES: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("function", "number"), PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("call", [GPipe.prepare, GPipe.__call__], ids=["prepare", "call"])
+@pytest.mark.parametrize(
+    ("place", "call"), zip(PLACES.values(), itertools.cycle([GPipe.prepare, GPipe.__call__])), ids=PLACES
+)
 def test_an_interrupted_call_leaves_a_model_that_works(
-    function: Callable[..., Any], number: int, call: Callable[[GPipe, Tensor], object]
+    place: tuple[Callable[..., Any], int], call: Callable[[GPipe, Tensor], object]
 ) -> None:
-    model = pipe()
+    model, (function, number) = pipe(), place
     before = tensors_of(model)
     with interrupt_at(function.__code__, number):
         call(model, features())
@@ -226,13 +227,10 @@ PROGRAM = """
 """
 
 
-def test_sigint_ends_a_trace_that_takes_long(tmp_path: Path) -> None:
+def test_sigint_ends_a_trace_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), progress.VARIABLE: "1"}
-    environment.pop("LOCAL_RANK", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, env=environment, timeout=120
-    )
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    done = run_python(str(script), warning="ignore", **{progress.VARIABLE: "1"})
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
     assert done.stderr.startswith("gpipe_fast: tracing stage ")

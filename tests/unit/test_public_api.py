@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import enum
 import importlib
+import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType
 
+import pytest
 from torch import nn
 
 from gpipe_fast import GPipe
+from tests.programs import ROOT
 
 API = """
 gpipe_fast
@@ -358,8 +363,9 @@ def test_a_pipeline_has_only_the_listed_public_attributes() -> None:
     assert {name for name in own if not name.startswith("_")} == names
 
 
-def test_importing_a_module_does_not_shadow_the_function_of_its_name() -> None:
-    """Runs in a new process, where nothing has been imported yet."""
+@pytest.mark.smoke
+def test_importing_a_module_does_not_shadow_the_function_of_its_name(tmp_path: Path) -> None:
+    """Runs in a new process, where nothing has been imported yet, and in a folder that is not the tree's."""
     program = """
 import gpipe_fast.doctor
 import gpipe_fast.verify
@@ -370,5 +376,9 @@ from gpipe_fast.verify import verify
 assert (doctor, verify) == (gpipe_fast.doctor, gpipe_fast.verify)
 gpipe_fast.balance, gpipe_fast.picture.draw, gpipe_fast.profile.table, gpipe_fast.recording, gpipe_fast.skip
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    if importlib.util.find_spec("triton"):
+        program += "import gpipe_fast.kernels"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

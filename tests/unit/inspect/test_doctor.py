@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe, doctor
 from gpipe_fast.layers.skip import pop, skippable, stash
+from tests.programs import run_python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,8 +65,8 @@ def test_the_report_says_for_which_gpus_the_extension_has_code(monkeypatch: pyte
 
 
 def test_the_command_line_prints_the_report() -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "gpipe_fast.doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = run_python("-m", "gpipe_fast.doctor", warning="error::RuntimeWarning")
+    assert done.returncode == 0, done.stderr
     assert section(done.stdout, "versions") == section(doctor(), "versions")
     assert "Warning" not in done.stderr
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gpipe_fast.recording.blame import CAUSES
 from gpipe_fast.recording.page import pipeline_page, report_page
+from tests.programs import run_python
 
 ROOT = Path(__file__).parents[3]
 DATA = {
@@ -41,7 +40,8 @@ def test_the_page_in_the_documentation_is_up_to_date(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "pipeline.html").read_text(encoding="utf-8")
     assert text == pipeline_page(), "run python -m gpipe_fast.recording.page docs/pipeline.html"
     file = tmp_path / "page.html"
-    subprocess.run([sys.executable, "-m", "gpipe_fast.recording.page", str(file)], check=True, timeout=120)
+    done = run_python("-m", "gpipe_fast.recording.page", str(file))
+    assert done.returncode == 0, done.stderr
     assert file.read_text(encoding="utf-8") == text
 
 

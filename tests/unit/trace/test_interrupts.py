@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ import pytest
 
 from gpipe_fast.trace import interrupts
 from gpipe_fast.trace.interrupts import interrupts_between_contexts
+from tests.programs import run_python
 
 
 class Interrupted:
@@ -138,8 +136,5 @@ PROGRAM = """
 def test_ctrl_c_between_the_modes_of_a_traced_backward_does_not_end_the_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = run_python(str(script), warning="ignore")
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

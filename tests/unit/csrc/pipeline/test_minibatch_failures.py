@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -20,6 +19,7 @@ from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.schedule import fill_drain
 from tests.internals import inject_failure, remove_faults
+from tests.programs import run_python
 from tests.reference import gradient_like, loop_step, pipeline_step, plain_loop, unequal
 from tests.unit.csrc.pipelines_under_test import K, M, PipelineUnderTest, mlp, pipeline_under_test
 from tests.untraceable import without_warnings
@@ -392,7 +392,5 @@ LOW_MEMORY_PROGRAM = """
 def test_a_pipeline_recovers_from_too_little_memory() -> None:
     """Lacks memory for the workers' stacks, for a forward and for a backward; then has enough again."""
     program = textwrap.dedent(LOW_MEMORY_PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
