@@ -24,7 +24,7 @@ from tests.distributed.cases import TIMEOUT, tied
 from tests.distributed.model_cases import LENGTH, numbers, small_gpt
 from tests.models import features, gpt, tokens
 
-CHUNKS, STEPS = 3, 3
+CHUNKS, STEPS = 4, 3
 
 
 def normed() -> nn.Sequential:

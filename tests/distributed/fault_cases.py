@@ -23,7 +23,7 @@ from gpipe_fast.distributed.timed_store import TimedStore
 from tests.distributed.checkpoint_cases import normed
 from tests.models import features
 
-STEPS, EVERY, CHUNKS = 6, 2, 3
+STEPS, EVERY, CHUNKS = 6, 2, 4
 BALANCES = {2: [4, 3], 3: [2, 2, 3]}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

@@ -10,9 +10,15 @@ from tests.distributed.launch import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
+def test_steps_and_evaluations_of_a_small_model() -> None:
+    """With ties of all stages, a frozen block, dropout and buffers."""
+    assert run_ranks(2, cases.same_bits, ["small"], ["1f1b"], [cases.BATCH], 0, False) == [1] * 2
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_small_model(num_ranks: int) -> None:
-    """With ties of all stages, a frozen block, dropout, buffers and seven samples in four micro-batches."""
+    """With backwards, too, and seven samples in four micro-batches."""
     assert run_ranks(num_ranks, cases.same_bits, ["small"], ["1f1b"], [4]) == [1] * num_ranks
 
 
@@ -35,5 +41,5 @@ def test_inputs_differ() -> None:
     for labels, call, kind in run_ranks(2, cases.differing):
         for error in (labels, call):
             assert "calls the model with other inputs than another rank" in error
-            assert '"weights of micro-batches": [[], [], [0.42' in error
+            assert '"weights of micro-batches": [[], [], [0.' in error
         assert "AttributeError: 'str' object has no attribute 'flatten'" in kind

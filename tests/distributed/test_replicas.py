@@ -25,7 +25,7 @@ pytestmark = needs_gloo
     ids=str,
 )
 def test_gradients_are_summed_in_the_order_of_replicas(names: list[str], schedules: list[str]) -> None:
-    """Two replicas with 11 and 6 samples, of two stages each, equal two processes added up, bit for bit."""
+    """Two replicas with 9 and 6 samples, of two stages each, equal two processes added up, bit for bit."""
     assert run_ranks(4, cases.same_sums, names, schedules) == [len(schedules)] * 4
 
 

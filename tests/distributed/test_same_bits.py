@@ -9,26 +9,26 @@ from tests.distributed.launch import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
 
-# Ranks, models, schedules, numbers of micro-batches, checkpoint modes, and the number of stages. With eleven
-# samples in 2, 3, 4 or 5 micro-batches, the last is smaller.
+# Ranks, models, schedules, numbers of micro-batches, checkpoint modes, numbers of stages and of samples. With
+# eleven samples in 2, 3, 4 or 5 micro-batches, the last is smaller.
 CASES = {
-    "smaller last micro-batch": (2, ["batch norm"], ["gpipe"], [5], ["except_last"], 2),
-    "skips beyond neighbours": (3, ["skips"], ["zb-h1"], [4], ["except_last"], 3),
-    "stages in turn": (2, ["ties"], ["interleaved"], [4], ["except_last"], 4),
+    "smaller last micro-batch": (2, ["batch norm"], ["gpipe"], [5], ["except_last"], 2, 11),
+    "skips beyond neighbours": (3, ["skips"], ["zb-h1"], [4], ["except_last"], 3, 12),
+    "stages in turn": (2, ["ties"], ["interleaved"], [4], ["except_last"], 4, 12),
 }
 SCHEDULES, BOUNDARIES = ["gpipe", "1f1b", "zb-h1"], ["tuples", "skips", "dropout"]
 TURNS = ["batch norm", "tuples", "skips", "ties", "dropout"], ["interleaved", "1f1b", "gpipe"]
 LONGER_CASES = {
-    "checkpoints of 2": (2, ["batch norm"], ["gpipe"], [1, 2, 5], ["always", "never"], 2),
-    "checkpoints of 3": (3, ["batch norm"], ["gpipe"], [2, 5], ["always"], 3),
-    **{f"schedules of {n}": (n, ["gpt"], SCHEDULES, [4], ["except_last"], n) for n in (2, 3, 4)},
+    "checkpoints of 2": (2, ["batch norm"], ["gpipe"], [1, 2, 5], ["always", "never"], 2, 11),
+    "checkpoints of 3": (3, ["batch norm"], ["gpipe"], [2, 5], ["always"], 3, 11),
+    **{f"schedules of {n}": (n, ["gpt"], SCHEDULES, [4], ["except_last"], n, 11) for n in (2, 3, 4)},
     **{
-        f"boundaries of {n}, {name}": (n, BOUNDARIES, [name], [5], ["except_last"], n)
+        f"boundaries of {n}, {name}": (n, BOUNDARIES, [name], [5], ["except_last"], n, 11)
         for n in (2, 3)
         for name in ("gpipe", "1f1b")
     },
-    **{f"ties of {n}": (n, ["ties"], ["gpipe", "1f1b"], [3], ["except_last"], n) for n in (2, 3)},
-    "all models in turn": (2, *TURNS, [4], ["except_last"], 4),
+    **{f"ties of {n}": (n, ["ties"], ["gpipe", "1f1b"], [3], ["except_last"], n, 11) for n in (2, 3)},
+    "all models in turn": (2, *TURNS, [4], ["except_last"], 4, 11),
 }
 
 
@@ -40,13 +40,13 @@ LONGER_CASES = {
     ],
 )
 def test_steps_backwards_and_evaluations_equal(
-    case: tuple[int, list[str], list[str], list[int], list[str], int],
+    case: tuple[int, list[str], list[str], list[int], list[str], int, int],
 ) -> None:
     """With ties, every process that has a copy of a parameter gets the sum of the gradients of all stages.
 
     Where four stages take turns on two ranks, skip connections and ties lie within a rank and between both.
     """
-    num_ranks, names, schedules, chunks, checkpoints, _ = case
+    num_ranks, names, schedules, chunks, checkpoints, *_ = case
     number = len(names) * len(schedules) * len(chunks) * len(checkpoints)
     assert run_ranks(num_ranks, cases.same_bits, *case[1:]) == [number] * num_ranks
 
