@@ -75,7 +75,7 @@ def test_every_cpp_file_has_a_program() -> None:
     ("name", "sanitizer"), [(name, s) for name, program in PROGRAMS.items() for s in program.sanitizers]
 )
 def test_program_passes_under_sanitizer(name: str, sanitizer: str) -> None:
-    run(build(name, sanitizer), "100", timeout=300)  # rounds of random schedules
+    run(build(name, sanitizer), "25", timeout=300)  # rounds of random schedules
 
 
 @pytest.mark.soak

@@ -215,17 +215,17 @@ def test_chunks_auto_makes_up_to_four_micro_batches_per_stage(batch_size: int, e
     assert torch.equal(output, plain_loop(nn.Sequential(*pipe), x, expected))
 
 
-class Repeated(nn.Module):
-    """A layer whose cost is proportional to `times`, with a fixed number of parameters."""
+class Sorting(nn.Module):
+    """A layer whose cost grows with the number of values that it sorts, with a fixed number of parameters."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.linear, self.times = nn.Linear(32, 32), times
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("values", torch.rand(number))
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = self.linear(x).tanh()
-        return x
+        found: Tensor = self.linear(x) + self.values.sort().values[0]
+        return found
 
 
 def test_without_a_balance_layers_are_measured() -> None:
@@ -233,7 +233,7 @@ def test_without_a_balance_layers_are_measured() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 32)
     model = nn.Sequential(
-        Repeated(200), nn.Dropout(0.5), nn.BatchNorm1d(32), *(Repeated(1) for _ in range(5))
+        Sorting(300_000), nn.Dropout(0.5), nn.BatchNorm1d(32), *(Sorting(1) for _ in range(5))
     )
     expected = loop_step(model, x, 4)
     pipe = GPipe(model, devices=["cpu", "cpu"], chunks=4)
@@ -259,7 +259,7 @@ def test_layers_that_cannot_be_measured_are_cut_evenly() -> None:
 
 
 def test_an_empty_batch_postpones_the_measurement() -> None:
-    model = nn.Sequential(Repeated(200), *(Repeated(1) for _ in range(3)))
+    model = nn.Sequential(Sorting(300_000), *(Sorting(1) for _ in range(3)))
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=8)
     assert pipe(torch.randn(0, 32)).shape == (0, 32)
     assert pipe.balance == [2, 2]

@@ -51,8 +51,7 @@ def check_statistics(norm: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aten", "eager"])
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 1, 2]], ids=str)
-@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize(("momentum", "balance"), [(0.1, [5]), (1.0, [2, 3]), (None, [1, 1, 1, 2])], ids=str)
 def test_running_statistics_are_those_of_the_whole_mini_batch(
     momentum: float | None, balance: list[int], backend: str
 ) -> None:
@@ -87,8 +86,9 @@ def branch_on_value(f: nn.Module, x: Tensor) -> Any:
     return f(x) if float(x.detach().sum()) < 1e9 else x
 
 
-@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    ("mode", "balance"), zip(CHECKPOINT_MODES, ([3], [1, 2], [1, 1, 1]), strict=True), ids=str
+)
 def test_statistics_are_deferred_in_python_layers_and_lowered_layers(mode: str, balance: list[int]) -> None:
     """The first step runs every layer in Python; later steps run the lowered layers."""
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ class MaskedEncoder(nn.Module):
 
 
 def gpt() -> list[nn.Module]:
-    return [nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY)]
+    return [nn.Embedding(VOCABULARY, WIDTH), Block(), nn.Linear(WIDTH, VOCABULARY)]
 
 
 def conv() -> list[nn.Module]:
@@ -178,7 +178,7 @@ def test_a_further_length_writes_no_graph() -> None:
         templates.at(instance, FULL_RECOMPUTE, ACCUMULATION)
     assert "joint" in vars(first)
     assert all("joint" not in vars(instance) for instance in others)
-    assert len(list(others[-1].joint.module.graph.nodes)) > 100, "but the graph can be written later"
+    assert len(list(others[-1].joint.module.graph.nodes)) > 50, "but the graph can be written later"
 
 
 @pytest.fixture
@@ -276,15 +276,15 @@ def test_the_number_of_kept_programs_and_of_attempts_is_limited(monkeypatch: pyt
 def test_training_on_many_lengths_lowers_concretely_only_at_first() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*gpt())
-    pipe = GPipe(layers, [2, 2], chunks=2)
+    pipe = GPipe(layers, [2, 1], chunks=2)
     for length in (5, 9, 7, 50):
         (x,) = tokens(4, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
     with mock.patch.object(program_template, "_lower", side_effect=AssertionError):
-        for length in (12, 30, 22, 45, 13):
+        for length in (12, 30, 13):
             (x,) = tokens(4, length)
             assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
-    assert compiler_of(pipe).num_instantiated == 2 * 7
+    assert compiler_of(pipe).num_instantiated == 2 * 5
     assert pipe.explain(x).stages, "explains an instantiated length"
 
 

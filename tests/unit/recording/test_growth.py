@@ -37,6 +37,7 @@ def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
     assert found[1].activations == found[1].paper
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_growth_and_memory_agree_on_the_present_number(schedule: str, checkpoint: str) -> None:

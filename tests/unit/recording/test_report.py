@@ -38,6 +38,7 @@ def recorded(
     return recording
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_times_of_a_stage_add_up_to_the_step(schedule: str, checkpoint: str) -> None:

@@ -22,7 +22,14 @@ def tokens(batch: int, length: int) -> Tensor:
     return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-LENGTHS = (5, 9, 7, 12, 30, 22, 3, 17, 11, 26)
+LENGTHS = (5, 9, 7, 12, 30, 22, 3)
+
+
+def small() -> nn.Sequential:
+    """Returns layers that trace fast."""
+    torch.manual_seed(0)
+    first = nn.Embedding(11, 8), nn.Linear(8, 8)
+    return nn.Sequential(*first, nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
 @pytest.mark.sampled(1)
@@ -43,7 +50,7 @@ def test_many_lengths_stay_within_the_limit(mib: str, most: int, monkeypatch: py
 
 
 def test_an_evicted_length_works_again_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = gpt()
+    layers = small()
     pipe = GPipe(layers, [2, 3], chunks=2)
     for length in (5, 9, 7, 12):
         pipeline_step(pipe, tokens(4, length))
@@ -57,7 +64,7 @@ def test_an_evicted_length_works_again_without_a_trace(monkeypatch: pytest.Monke
 
 
 def test_the_least_recently_used_length_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = GPipe(gpt(), [5], chunks=2)
+    pipe = GPipe(small(), [5], chunks=2)
     for length in (5, 9, 7, 5, 5):
         pipe(tokens(4, length))
     eviction = eviction_of(pipe)
@@ -71,7 +78,7 @@ def test_the_least_recently_used_length_is_evicted_first(monkeypatch: pytest.Mon
 def test_eviction_before_the_backward_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mini-batch keeps its own programs; those of its signature are evicted meanwhile."""
     monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0")
-    layers, x = gpt(), tokens(4, 9)
+    layers, x = small(), tokens(4, 9)
     pipe = GPipe(layers, [2, 3], chunks=2)
     with restored(pipe):
         output = pipeline(pipe, x)
@@ -85,7 +92,7 @@ def test_eviction_before_the_backward_changes_no_gradient(monkeypatch: pytest.Mo
 
 
 def test_what_is_evicted_can_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = GPipe(gpt(), [2, 3], chunks=2)
+    pipe = GPipe(small(), [2, 3], chunks=2)
     for length in (5, 9, 7, 12):
         pipeline_step(pipe, tokens(4, length))
     evicted = [weakref.ref(stage) for stage in compiled_stages(pipe)]
@@ -101,7 +108,7 @@ def test_graphs_made_from_a_template_are_dropped() -> None:
     def num_graphs() -> int:
         return sum(isinstance(each, fx.GraphModule) for each in gc.get_objects())
 
-    pipe = GPipe(gpt(), [2, 3], chunks=2)
+    pipe = GPipe(small(), [2, 3], chunks=2)
     for length in (5, 9, 7):
         pipe(tokens(4, length))
     before = num_graphs()
@@ -114,7 +121,7 @@ def test_graphs_made_from_a_template_are_dropped() -> None:
 
 
 def test_another_checkpoint_mode_after_the_graph_was_dropped() -> None:
-    layers = gpt()
+    layers = small()
     pipe = GPipe(layers, [2, 3], chunks=2, checkpoint="always")
     for length in (5, 9, 7, 12):
         pipeline_step(pipe, tokens(4, length))
@@ -142,7 +149,7 @@ def test_stages_between_python_layers_stay_within_the_limit(monkeypatch: pytest.
 
 def test_templates_of_layers_without_a_plan_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """In eval mode, layers have other templates; those for training go with the last plan for training."""
-    layers = gpt()
+    layers = small()
     pipe = GPipe(layers, [5], chunks=2)
     for length in (5, 9, 7):
         pipe(tokens(4, length))

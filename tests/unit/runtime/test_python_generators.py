@@ -124,6 +124,7 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return {"output": output.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("kind", LAYERS)

@@ -124,13 +124,13 @@ def rejection(schedule: Schedule, skips: Skips) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("ahead", "least"), [(0, 10), (unbuffered.MAX_UNDER_WAY_PER_STAGE, 0)])
+@pytest.mark.parametrize(("ahead", "least"), [(0, 2), (unbuffered.MAX_UNDER_WAY_PER_STAGE, 0)])
 def test_schedules_that_are_rejected_deadlock_and_others_complete(
     monkeypatch: pytest.MonkeyPatch, ahead: int, least: int
 ) -> None:
     monkeypatch.setattr(unbuffered, "MAX_UNDER_WAY_PER_STAGE", ahead)
     found: Counter[str] = Counter()
-    for schedule, skips in generated(ahead, 600):
+    for schedule, skips in generated(ahead, 150):
         error = rejection(schedule, skips)
         found[error.partition(" ")[0]] += 1
         if not error or error.startswith("deadlock"):
@@ -141,7 +141,7 @@ def test_schedules_that_are_rejected_deadlock_and_others_complete(
         if not error:
             assert not Network(schedule, skips, ahead, together=False).deadlocks(), (schedule.csv(), skips)
     assert found["deadlock"] >= least
-    assert found[""] >= 100
+    assert found[""] >= 25
 
 
 def test_a_deadlock_whatever_the_order_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

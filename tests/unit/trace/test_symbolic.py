@@ -105,21 +105,21 @@ def test_lengths_and_batch_sizes_of_a_gpt_share_few_templates(checkpoint: str) -
     layers = gpt()
     pipe = GPipe(layers, [2, 3], chunks=4, checkpoint=checkpoint)
     draw = random.Random(0)
-    shapes = [(8, draw.randint(2, 64)) for _ in range(12)] + [(draw.randint(1, 4) * 4, 9) for _ in range(4)]
+    shapes = [(8, draw.randint(2, 64)) for _ in range(7)] + [(draw.randint(1, 4) * 4, 9) for _ in range(4)]
     for batch, length in shapes:
         x = tokens(batch, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 4)) == [], (batch, length)
     compiler = compiler_of(pipe)
     # Per stage: traces of two lengths, a template, and at most two more templates for other batch sizes.
     assert compiler.num_traces <= 2 * 5
-    assert compiler.num_instantiated >= 2 * 10
+    assert compiler.num_instantiated >= 2 * 5
 
 
 def test_token_views_of_longer_sequences_share_a_template() -> None:
     """Language models train on all tokens but the last: a view with the strides of the whole sequence."""
     layers = gpt()
     pipe = GPipe(layers, [2, 3], chunks=2)
-    for length in (5, 9, 7, 12, 30, 22, 3):
+    for length in (5, 9, 7, 22):
         x = tokens(4, length + 1)[:, :-1]
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
     assert compiler_of(pipe).num_traces <= 2 * 3
@@ -160,7 +160,7 @@ def test_whole_slices_and_numbers_as_inputs_do_not_prevent_templates() -> None:
 def test_length_one_has_a_trace_of_its_own() -> None:
     layers = gpt()
     pipe = GPipe(layers, [5], chunks=2)
-    for length in (5, 1, 7, 6, 1, 2, 3):
+    for length in (5, 1, 7, 6, 1, 3):
         x = tokens(4, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
     assert compiler_of(pipe).num_traces <= 5
@@ -169,7 +169,7 @@ def test_length_one_has_a_trace_of_its_own() -> None:
 def test_images_of_many_sizes_equal_the_plain_loop() -> None:
     layers = conv()
     pipe = GPipe(layers, [4, 5], chunks=2)
-    for height, width in [(8, 8), (10, 8), (12, 8), (14, 8), (9, 11), (13, 12), (16, 10)]:
+    for height, width in [(8, 8), (10, 8), (12, 8), (9, 11), (13, 12)]:
         x = torch.randn(4, height, width, generator=torch.Generator().manual_seed(height))
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], (height, width)
 
@@ -181,7 +181,7 @@ def test_permuted_and_expanded_boundary_gradients_share_a_template() -> None:
     )
     layers.append(FunctionLayer(lambda f, x: f(x).mean(1, keepdim=True).expand_as(x)))
     pipe = GPipe(layers, [1, 1, 1], chunks=2)
-    for length in (4, 5, 6, 7, 9, 12):
+    for length in (4, 5, 6, 9):
         x = features(6, length)
         assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
     assert compiler_of(pipe).num_instantiated > 0
@@ -230,18 +230,18 @@ def test_graphs_that_depend_on_the_length_equal_the_plain_loop(
 def test_too_many_shapes_without_a_template_run_in_python_after_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 8)
+    monkeypatch.setattr("gpipe_fast.runtime.planner.MAX_TRACES", 4)
     layers = nn.Sequential(FunctionLayer(unrolled_over_length), nn.Linear(WIDTH, 2))
     pipe = GPipe(layers, [1, 1], chunks=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for length in (*range(2, 16), 3):
+        for length in (*range(2, 10), 3):
             x = features(2, length)
             assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 1)) == [], length
     messages = [str(w.message) for w in caught if "not traced for" in str(w.message)]
     assert len(messages) == 1
-    assert "the module runs in Python for inputs that it was not traced for: it was traced 8" in messages[0]
-    assert 8 <= compiler_of(pipe).num_traces <= 8 + 6
+    assert "the module runs in Python for inputs that it was not traced for: it was traced 4" in messages[0]
+    assert 4 <= compiler_of(pipe).num_traces <= 4 + 6
 
 
 def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,11 +250,11 @@ def test_backend_aten_traces_every_shape(monkeypatch: pytest.MonkeyPatch) -> Non
     layers = nn.Sequential(FunctionLayer(unrolled_over_length))
     pipe = GPipe(layers, [1], backend="aten")
     with torch.no_grad():
-        for length in range(2, 10):
+        for length in range(2, 7):
             x = features(1, length)
             assert torch.equal(pipe(x), layers(x)), length
     # One trace per length, and attempts to make a template.
-    assert compiler_of(pipe).num_traces >= len(range(2, 10))
+    assert compiler_of(pipe).num_traces >= len(range(2, 7))
     assert compiler_of(pipe).num_instantiated == 0
 
 
@@ -336,12 +336,13 @@ def test_sizes_that_were_equal_by_coincidence_may_differ_later() -> None:
 
 def test_equal_detects_every_kind_of_difference() -> None:
     layers = nn.Sequential(Block())
+    expected = trace_joint(layers, features(4, 5))
 
     def changed(change: Callable[[JointGraph, list[fx.Node]], object]) -> bool:
         joint = trace_joint(layers, features(4, 5))
-        assert equal(joint, trace_joint(layers, features(4, 5)))
+        assert equal(joint, expected)
         change(joint, [n for n in joint.module.graph.nodes if n.op == "call_function"])
-        return not equal(joint, trace_joint(layers, features(4, 5)))
+        return not equal(joint, expected)
 
     def other_target(joint: JointGraph, nodes: list[fx.Node]) -> None:
         node = next(n for n in nodes if n.target is torch.ops.aten.add.Tensor)
@@ -360,8 +361,7 @@ def test_equal_detects_every_kind_of_difference() -> None:
 
     for change in (other_target, other_number, other_shape, other_argument):
         assert changed(change), change.__name__
-    joint = trace_joint(layers, features(4, 5))
-    assert not equal(replace(joint, outputs=joint.outputs[::-1]), joint)
+    assert not equal(replace(expected, outputs=expected.outputs[::-1]), expected)
 
 
 def test_symbols_solve_only_shapes_that_fit() -> None:
