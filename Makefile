@@ -63,8 +63,8 @@ $(EXTENSION): $(INSTALLED_STAMP) $(SOURCES)
 import: build
 	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
 
-check: lint build  ## before every commit: lint, types, unit tests (7 to 17 minutes on two cores)
-	$(PYTEST) tests/unit $(ARGS)
+check: lint build  ## before every commit: lint, types, unit tests but those in tests/unit/longer.txt
+	$(PYTEST) --tier=check tests/unit $(ARGS)
 
 test: lint build import  ## install, lint, build, import, test (17 to 40 minutes on two cores); lists omitted tests
 	$(PYTEST) $(ARGS)

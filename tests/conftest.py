@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -17,7 +18,15 @@ from gpipe_fast.usage_warnings import warn_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of the tests in each tier; "" stands for tests without a marker.
-TIERS = {"test": {""}, "rest": {"extended"}, "all": {"", "extended"}, "soak": {"", "extended", "soak"}}
+TIERS = {
+    "check": {""},
+    "test": {""},
+    "rest": {"extended"},
+    "all": {"", "extended"},
+    "soak": {"", "extended", "soak"},
+}
+# The tests that the tier "check" leaves out, too.
+LONGER = Path(__file__).parent / "unit" / "longer.txt"
 DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -57,8 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; rest: the longer tests; all: both; soak: both, and "
-        "the long runs of `make soak`",
+        help="test (default): the tests of `make test`; check: those of up to a second; rest: the longer "
+        "tests; all: both; soak: both, and the long runs of `make soak`",
     )
 
 
@@ -83,6 +92,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.nodeid not in drawn:
                 item.add_marker(pytest.mark.extended)
     wanted = TIERS[config.getoption("--tier")]
+    longer = set(LONGER.read_text().splitlines()) if config.getoption("--tier") == "check" else set()
+    for item in items:
+        if re.split(r"[\[@]", item.nodeid)[0] in longer:
+            item.add_marker(pytest.mark.extended)
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
         return  # tests named on the command line always run
     deselected = [item for item in items if _marker(item) not in wanted]

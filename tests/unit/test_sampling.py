@@ -75,11 +75,15 @@ def test_long():
 
 @pytest.mark.parametrize(
     ("options", "num_run"),
-    [(["--tier=rest"], 10), (["--tier=all"], 12), (["--tier=soak"], 17), ([], 2)],
+    [(["--tier=rest"], 10), (["--tier=all"], 12), (["--tier=soak"], 17), ([], 2), (["--tier=check"], 1)],
 )
-def test_a_tier_runs(options: list[str], num_run: int, pytester: pytest.Pytester, use_seed) -> None:
+def test_a_tier_runs(
+    options: list[str], num_run: int, pytester: pytest.Pytester, use_seed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makeconftest("from tests.conftest import *")
-    pytester.makepyfile(SUITE)
+    suite = pytester.makepyfile(SUITE)
+    longer = pytester.makefile(".txt", f"{suite.name}::test_quick")
+    monkeypatch.setattr("tests.conftest.LONGER", longer)
     use_seed("a")
     pytester.runpytest_inprocess("-p", "no:xdist", *options).assert_outcomes(
         passed=num_run, deselected=17 - num_run
