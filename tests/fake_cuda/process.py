@@ -1,11 +1,10 @@
-"""Runs programs of this folder in subprocesses on the fake CUDA runtime."""
+"""Runs programs of this folder in processes of their own on the fake CUDA runtime."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import ROOT, by_hand, run_python
 
 FOLDER = Path(__file__).parent
 
@@ -32,13 +31,13 @@ def run(
     """
     runtime, operators = libraries
     runtime_variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in variables.items()}
-    runtime_variables |= {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(FOLDER.parents[1])}
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | runtime_variables
-    environment["GPIPE_FAST_DISABLE"] = "" if fused else "fuse"
-    environment["GPIPE_FAST_CACHE"] = str(FOLDER.parents[1] / "build" / "tests" / "cubins")
+    runtime_variables["LD_PRELOAD"] = str(runtime)
+    runtime_variables["GPIPE_FAST_DISABLE"] = "" if fused else "fuse"
+    runtime_variables["GPIPE_FAST_CACHE"] = str(ROOT / "build" / "tests" / "cubins")
     if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-W", "ignore", str(FOLDER / program), str(operators), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        runtime_variables["TRITON_INTERPRET"] = "1"
+    arguments = (str(FOLDER / program), str(operators), *words)
+    done = run_python(*arguments, warning="ignore", timeout=limit, **runtime_variables)
+    repeat = by_hand(done, **runtime_variables)
+    assert done.returncode == 0, f"{repeat}\n{done.stdout}{done.stderr[-3000:]}"
     return done.stdout.splitlines()
