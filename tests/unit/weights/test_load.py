@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
-from tests.programs import run_python
 from tests.unit.weights.layers import Rotation, assert_loaded, build, inputs, on_meta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -274,7 +275,8 @@ print((kib("VmHWM") - before) * 1024)
 def test_loading_on_the_cpu_takes_the_memory_of_the_model_and_one_tensor(tmp_path: Path) -> None:
     width, path = 1024, tmp_path / "model.safetensors"
     save_file({f"{i}.weight": torch.full((width, width), float(i)) for i in range(16)}, path)
-    done = run_python("-c", PEAK, str(width), str(path))
+    command = [sys.executable, "-c", PEAK, str(width), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     tensor = 4 * width * width
     assert 16 * tensor <= int(done.stdout) <= 17 * tensor + tensor // 2
