@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe, replicate
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
+from tests.contracts.contract_1_same_bits.test_skip_connections import AddSkip, StashInput
 from tests.reference import SEED, unequal
 from tests.unit.schedule import test_schedule_csv
 
@@ -29,33 +29,16 @@ Y = torch.randint(CLASSES, (9,), generator=torch.Generator().manual_seed(2))
 Y[3] = -100
 
 
-@skippable(stash=["side"])
-class Stashes(nn.Module):
-    """A layer with a skip connection to the last one."""
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("side", x * 2)
-        return x
-
-
-@skippable(pop=["side"])
-class Pops(nn.Module):
-    """Adds the skip tensor."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("side"))
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
-        Stashes(),
+        StashInput(),
         nn.BatchNorm1d(WIDTH),
         nn.Dropout(0.2),
         nn.Linear(WIDTH, WIDTH),
         nn.Tanh(),
-        Pops(),
+        AddSkip(),
         nn.Linear(WIDTH, CLASSES),
     )
 

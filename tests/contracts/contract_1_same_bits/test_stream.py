@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, replicate
-from gpipe_fast.layers.skip import pop, skippable, stash
+from tests.contracts.contract_1_same_bits.test_skip_connections import AddSkip, StashInput
 from tests.internals import inject_delays, inject_failure, remove_faults
 from tests.reference import SEED
 from tests.untraceable import FunctionLayer, StatefulLayer, segments_by_stage
@@ -30,23 +30,6 @@ pytestmark = [
 ]
 WIDTH = 8
 BALANCES = {1: [6], 2: [3, 3], 3: [2, 2, 2], 4: [2, 1, 2, 1]}
-
-
-@skippable(stash=["side"])
-class Stashes(nn.Module):
-    """A layer with a skip connection to a later one."""
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("side", x * 2)
-        return x
-
-
-@skippable(pop=["side"])
-class Pops(nn.Module):
-    """Adds the skip tensor."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("side"))
 
 
 class Several(nn.Module):
@@ -67,10 +50,10 @@ def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
-        Stashes(),
+        StashInput(),
         nn.Dropout(0.3),
         nn.Linear(WIDTH, WIDTH),
-        Pops(),
+        AddSkip(),
         nn.Dropout(0.2),
     )
 

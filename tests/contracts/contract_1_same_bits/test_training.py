@@ -20,8 +20,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpipe_fast import GPipe, keyed_rng
+from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.contracts.contract_1_same_bits.equality import PlainLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,15 +41,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-class PlainLoop(nn.Sequential):
-    """The plain loop over micro-batches."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        plain = nn.Sequential(*self)
-        with keyed_rng(plain):
-            return torch.cat([plain(part) for part in x.chunk(CHUNKS)])
-
-
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
     return [
@@ -61,6 +53,7 @@ def make_both(
     make: Callable[[], list[nn.Module]] = layers, checkpoint: str = "except_last"
 ) -> tuple[PlainLoop, GPipe]:
     plain = PlainLoop(*make())
+    plain.chunks = CHUNKS
     model = nn.Sequential(*copy.deepcopy(list(plain)))
     balance = [2, len(model) - 2]
     return plain, GPipe(model, balance, chunks=CHUNKS, checkpoint=checkpoint, backend=Backend.current)
@@ -329,7 +322,7 @@ def test_distributed_data_parallel_equals_one_process(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_train_replica, (str(tmp_path), checkpoint, backend), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
-    plain = PlainLoop(*_layers_without_dropout_and_batch_norm())
+    plain, _ = make_both(_layers_without_dropout_and_batch_norm)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(step, size=16)
