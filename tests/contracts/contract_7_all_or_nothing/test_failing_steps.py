@@ -1,0 +1,113 @@
+"""Steps and evaluations that fail change nothing (contract 7)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.schedule import SCHEDULES
+from tests.contracts.contract_1_same_bits.test_step_updates import CHUNKS, STEP, adamw, pipeline, scaler, sgd
+from tests.contracts.contract_1_same_bits.test_step_updates import X as INPUT
+from tests.contracts.contract_1_same_bits.test_steps import X, Y, layers
+from tests.reference import SEED, unequal
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
+
+
+def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
+    """Lets random actions of a step fail, at its begin or end, and compares everything with before."""
+    draw = random.Random(seed)
+    pipe = GPipe(
+        layers(),
+        [2, 2, 2, 2],
+        devices=["cpu"] * 4,
+        chunks=4,
+        checkpoint=draw.choice(CHECKPOINT_MODES),
+        schedule=schedule,
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+    ((trainer, *_),) = pipe._trainers.values()
+    actions = [str(action) for row in trainer._planner.latest.schedule.stages for action in row]
+
+    def everything() -> dict[str, Tensor]:
+        found = {name: t.detach() for name, t in (*pipe.named_parameters(), *pipe.named_buffers())}
+        found |= {f"gradient of {name}": p.grad for name, p in pipe.named_parameters()}
+        states = optimizer.state_dict()["state"]
+        return found | {f"momentum {i}": state["momentum_buffer"] for i, state in states.items()}
+
+    before = {name: t.clone() for name, t in everything().items()}
+    for _ in range(num_faults):
+        trainer._pipeline.inject_faults(faults=[(draw.choice(actions), 0, "RuntimeError")])
+        with pytest.raises(RuntimeError, match="injected"):
+            pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+        assert unequal(everything(), before) == []
+    trainer._pipeline.inject_faults()
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
+    assert unequal(everything(), before) != []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_random_failures_change_nothing(schedule: str) -> None:
+    failures_change_nothing(schedule, 6, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_thousand_failures_change_nothing(schedule: str) -> None:
+    failures_change_nothing(schedule, 250, 1)
+
+
+def test_a_step_that_fails_updates_nothing() -> None:
+    pipe = pipeline(schedule="1f1b")
+    optimizer, own = adamw(pipe), scaler()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe._pipeline.inject_faults(faults=[("0B2", 0, "RuntimeError")])
+    losses: list[Tensor] = []
+    with pytest.raises(RuntimeError, match="injected"):
+        pipe.step(INPUT, **STEP, optimizer=optimizer, scaler=own, max_norm=1.0, losses=losses)
+    pipe._pipeline.inject_faults()
+    assert unequal(dict(pipe.state_dict()), before) == []
+    assert (losses, optimizer.state_dict()["state"], own.get_scale()) == ([], {}, 3000)
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.step(INPUT, **STEP, optimizer=optimizer, scaler=own, max_norm=1.0, losses=losses)
+    assert len(losses) == CHUNKS
+
+
+def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
+    pipe, other = pipeline(), pipeline()
+    optimizer, losses = sgd(pipe), []
+
+    def refuse(*args: Any) -> None:
+        raise KeyError("refused")
+
+    optimizer.register_step_pre_hook(refuse)
+    torch.manual_seed(SEED)
+    with pytest.raises(KeyError, match="refused"):
+        pipe.step(INPUT, **STEP, optimizer=optimizer, losses=losses)
+    torch.manual_seed(SEED)
+    other.step(INPUT, **STEP)
+    assert losses == []
+    for ours, theirs in zip(pipe.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_an_evaluation_that_fails_changes_nothing(backend: str) -> None:
+    pipe = pipeline(backend=backend)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe._pipeline.inject_faults(faults=[("1F2", 0, "RuntimeError")])
+    with pytest.raises(RuntimeError, match="injected"):
+        pipe.evaluate(INPUT, **STEP)
+    pipe._pipeline.inject_faults()
+    assert unequal(dict(pipe.state_dict()), before) == []
+    pipe.evaluate(INPUT, **STEP)
