@@ -25,7 +25,7 @@ TIERS = {
     "all": {"", "extended"},
     "soak": {"", "extended", "soak"},
 }
-# The tests that the tier "check" leaves out, too.
+# Lists the unit tests that the tier "check" leaves out in addition.
 LONGER = Path(__file__).parent / "unit" / "longer.txt"
 DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
@@ -66,8 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; check: those of up to a second; rest: the longer "
-        "tests; all: both; soak: both, and the long runs of `make soak`",
+        help="test (default): the tests of `make test`; check: without those in "
+        "tests/unit/longer.txt; rest: the longer tests; all: both; soak: both, and the long runs of `make soak`",
     )
 
 

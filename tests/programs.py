@@ -1,7 +1,7 @@
-"""Runs Python programs in processes of their own, which need not import torch and gpipe_fast first.
+"""Runs Python programs in processes of their own without importing torch and gpipe_fast in each.
 
-Each is forked from an interpreter that has imported them, which takes seconds. Tests of imports start a new
-interpreter with `subprocess`.
+That import takes seconds, so each program is forked from an interpreter that has done it. Tests of imports
+start a new interpreter with `subprocess`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _run(arguments: list[str], warning: str, cwd: str, environment: Mapping[str,
         sys.path[0], sys.argv[:] = cwd, arguments[1:]
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return
-    # In the globals of the process, which the end of the interpreter clears.
+    # The program runs in the globals of `__main__`, which the interpreter clears when it ends.
     namespace: dict[str, Any] = sys.modules["__main__"].__dict__
     namespace.clear()
     namespace |= {"__name__": "__main__", "__builtins__": builtins}
