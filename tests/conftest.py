@@ -66,8 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; check: without those in "
-        "tests/unit/longer.txt; rest: the longer tests; all: both; soak: both, and the long runs of `make soak`",
+        help="test (default): the tests of `make test`; check: without those in tests/unit/longer.txt; "
+        "rest: the longer tests; all: both; soak: both, and the long runs of `make soak`",
     )
 
 
