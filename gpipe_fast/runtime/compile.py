@@ -92,6 +92,18 @@ class Compiler:
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
         """
+        grad = torch.is_grad_enabled()
+        # Graphs serve calls outside of inference mode, too, in which PyTorch decomposes fewer operators.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            return self._compile(stages, microbatches, layout_history, cat_dim)
+
+    def _compile(
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[BoundarySpec],
+        layout_history: GradientLayoutHistory | None,
+        cat_dim: int,
+    ) -> list[list[CompiledStage]] | CompilationFailure:
         pipelines: list[list[CompiledStage]] = []
         for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []

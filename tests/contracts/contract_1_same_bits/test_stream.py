@@ -176,6 +176,17 @@ def test_the_modes_of_the_caller_apply(mode: str, pipe: GPipe) -> None:
     assert [y.dtype for y in found] == [y.dtype for y in expected]
 
 
+def test_a_length_first_met_in_inference_mode_runs_as_a_program_later() -> None:
+    pipe = pipe_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)), 1)
+    streamed(pipe, batches([1, 6]))
+    with torch.inference_mode():
+        streamed(pipe, batches([4]))
+    items = batches([6, 4, 6])
+    assert equal(streamed(pipe, items), called(pipe, items))
+    called(pipe, batches([4]))
+    assert segments_by_stage(pipe) == [[(0, 2, True)]]
+
+
 def test_the_caller_keeps_its_grad_mode_between_results(pipe: GPipe) -> None:
     for y in pipe.stream(batches()):
         assert torch.is_grad_enabled()
@@ -245,7 +256,7 @@ def test_a_layer_in_python_that_changes_others_is_noticed() -> None:
         return y
 
     pipe = pipe_of(nn.Sequential(FunctionLayer(change), other))
-    items = batches([6] * 6)
+    items = batches([6] * 9)  # of which some are read after the fifth has run
     items[4][0, 0] = 7
     with pytest.raises(RuntimeError, match="changed what other layers read"):
         streamed(pipe, items, depth=2)
