@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from xml.sax.saxutils import escape
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
-from bench.measure import ROOT, Table, alternate, report
+from bench.measure import ROOT, Ratio, Table, report, samples, timing
 from bench.models.gpt import blocks
 from bench.peers import (
     TOLERANCE,
@@ -80,6 +80,17 @@ class Case:
         return input, gradient
 
 
+@dataclass
+class Timed(Result):
+    """The measurements of one candidate.
+
+    Attributes:
+        times: the microseconds of each round; none if the gradients are wrong.
+    """
+
+    times: Sequence[float] = field(default_factory=list)
+
+
 def name_of(share: float) -> str:
     return f"{OURS}, checkpoint={share:g}"
 
@@ -133,37 +144,43 @@ def reference_gradients(case: Case) -> list[Tensor]:
     return step.gradients()
 
 
-def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Result]:
+def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
     """Compares the gradients of a step, then times the candidates whose gradients are right, by turns."""
     with contextlib.ExitStack() as stack:
         wanted = reference_gradients(case)
         candidates: dict[str, ProcessCandidate] = {}
-        results: dict[str, Result] = {}
+        results: dict[str, Timed] = {}
         for name in names:
             threads = 1 if name.startswith(OURS) else STAGES
             candidates[name] = ProcessCandidate(make, (name, case), threads)
             stack.callback(candidates[name].close)
         for name, candidate in candidates.items():
             candidate()
-            results[name] = Result(relative_difference(candidate.gradients(), wanted))
+            results[name] = Timed(relative_difference(candidate.gradients(), wanted))
             results[name].peak_bytes = candidate.peak_bytes()
         correct = {n: c for n, c in candidates.items() if gradients_agree(n, results[n].off)}
-        for name, timing in alternate(correct, rounds, pause=PAUSE).items():
-            results[name].timing = timing
+        for name, times in samples(correct, rounds, pause=PAUSE).items():
+            results[name].times, results[name].timing = times, timing(times)
     return results
 
 
-HEADERS = ["candidate", "ms: median [p20, p80]", "time / 'never'", "peak memory, MiB", "gradients"]
+HEADERS = [
+    "candidate",
+    "ms: median [p20, p80]",
+    "time / 'never': median of pairs [95%]",
+    "peak memory, MiB",
+    "gradients",
+]
 
 
-def rows(results: Mapping[str, Result]) -> list[list[object]]:
+def rows(results: Mapping[str, Timed]) -> list[list[object]]:
     """Returns one row per candidate; one whose gradients are wrong gets no time."""
-    never = results[name_of(1.0)].timing
+    never = results[name_of(1.0)].times
     return [
         [
             name,
             result.timing.ms() if result.timing else "-",
-            result.timing.median / never.median if result.timing and never else "-",
+            str(Ratio.of(result.times, never)) if result.times and never else "-",
             "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
             describe_difference(name, result.off),
         ]

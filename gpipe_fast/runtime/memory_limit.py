@@ -250,6 +250,7 @@ class _Limited:
             },
             stage.device,
             outputs,
+            scratch_stays=stage.device.type == "cpu",
         )
 
     def _choice_of(self, climb: Climb) -> Choice:
