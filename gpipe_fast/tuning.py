@@ -86,8 +86,8 @@ def tune(
     if memory is not None:
         if not isinstance(model, GPipe):
             raise TypeError(
-                "tune with memory takes a GPipe so far, got a model made by GPipe.from_model; set "
-                "model.memory_limit, which chooses what to recompute"
+                "tune with memory takes a GPipe so far, got a model made by GPipe.from_model; pass memory to "
+                "GPipe.from_model, which chooses what to recompute"
             )
         return _choices_within(model, args, kwargs, memory)
     given = (target, loss_fn, normalizer)

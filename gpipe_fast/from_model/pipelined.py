@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ from gpipe_fast.weights.load import Initialize, load_weights, make_lazy
 from gpipe_fast.weights.source import Source
 
 _STAGES_HAVE_DEVICES = "every stage has its own device; pass devices=[...] to GPipe.from_model"
+# Settings of a `GPipe` that only another pipeline has another value of.
+_FIXED = ("backend", "balance", "capture", "devices", "fuse", "grad_dtype", "memory_limit", "transport")
 
 # The attribute that tells `keyed_rng` the blocks of a plain model.
 STATE = "_gpipe_fast"
@@ -279,18 +281,19 @@ class Pipelined(nn.Module):
         """The number of layers of each partition: what comes before the blocks, each block, and the rest."""
         return list(self.pipeline.balance)
 
-    @balance.setter
-    def balance(self, balance: Any) -> None:
-        _refuse_placement("balance", balance)
-
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self.pipeline.devices)
 
-    @devices.setter
-    def devices(self, devices: Any) -> None:
-        _refuse_placement("devices", devices)
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_of_model = name not in ("balance", "devices") and hasattr(self, name)
+        if name in _FIXED and not is_of_model:
+            raise AttributeError(
+                f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value!r}; make "
+                f"another one: GPipe.from_model(model.plain(), ..., {name.removesuffix('_limit')}={value!r})"
+            )
+        super().__setattr__(name, value)
 
     def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
         """Loads a state dict or a file, stage by stage, as `GPipe.load_weights` does; with the model's names.
@@ -385,13 +388,6 @@ class Pipelined(nn.Module):
         self._wrapper = state.pop(_WRAPPER)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._calls = state[STATE]
-
-
-def _refuse_placement(name: str, value: Any) -> NoReturn:
-    raise AttributeError(
-        f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value}; make another one: "
-        f"GPipe.from_model(model.plain(), ..., {name}={value})"
-    )
 
 
 def _check_own_loss(model: nn.Module, kwargs: Mapping[str, Any], method: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.strides import span
 from gpipe_fast.torch_private import pytree
 
 # Types allowed beside tensors: all are immutable.
@@ -278,6 +279,17 @@ class Inputs(NamedTuple):
     def batch_size(self) -> int:
         """The number of samples."""
         return self.dims.batch_size(self.tensors)
+
+    def with_memory(self, device: torch.device) -> Inputs:
+        """Returns these arguments with zeros on a device in place of meta tensors."""
+
+        def zeros(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta or tensor.layout is not torch.strided:
+                return tensor
+            memory = torch.zeros(span(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
+            return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+        return self._replace(tensors=[*map(zeros, self.tensors)])
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim = 0) -> Inputs:
