@@ -151,7 +151,7 @@ ON_CPUS = [
     ),
     Mechanism(
         BYTE_LIMITS,
-        [f"{RUNTIME}{name}.py" for name in ("eviction", "footprint")] + ["tests/**/*eviction*.py"],
+        [f"{RUNTIME}{name}.py" for name in ("eviction", "cache")] + ["tests/**/*eviction*.py"],
         _nothing_evicted,
     ),
 ]

@@ -35,6 +35,10 @@ from gpipe_fast.arguments import (
     checked_transport,
     pass_through,
     switched_backend,
+    warn_idle_stages,
+    warn_sequence_first,
+    warn_square_input,
+    warn_surplus_devices,
 )
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.container import Container
@@ -52,7 +56,7 @@ from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.explanation import Explanation
 from gpipe_fast.explanation.explain import explain_call, on_absent_device
 from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.make import make_pipelined
+from gpipe_fast.from_model.pipelined import make_pipelined
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
@@ -66,8 +70,7 @@ from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
 from gpipe_fast.runtime.plan import Order, PlannedCall
-from gpipe_fast.runtime.planner import Call, Planner, failure_message
-from gpipe_fast.runtime.prepared_call import PreparedCall
+from gpipe_fast.runtime.planner import Call, Planner, PreparedCall, failure_message
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.runtime.state import ModuleState
@@ -78,8 +81,15 @@ from gpipe_fast.stages import checked_placement, partitions_of, resolve_balance,
 from gpipe_fast.streaming import CallStream, arguments_of, check_depth, results
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
-from gpipe_fast.training.loss_layer import loss_layer
-from gpipe_fast.training.losses import Loss, Normalizer, check_normalizer, check_target, key_of, loss_of
+from gpipe_fast.training.losses import (
+    Loss,
+    Normalizer,
+    check_normalizer,
+    check_target,
+    key_of,
+    loss_layer,
+    loss_of,
+)
 from gpipe_fast.training.step import (
     Given,
     Losses,
@@ -91,14 +101,7 @@ from gpipe_fast.training.step import (
     result_of,
 )
 from gpipe_fast.training.update import StageUpdates, checked_update
-from gpipe_fast.uncompiled import uncompiled
-from gpipe_fast.unsupported import global_hook, has_observers, without_observers
-from gpipe_fast.usage_warnings import (
-    warn_idle_stages,
-    warn_sequence_first,
-    warn_square_input,
-    warn_surplus_devices,
-)
+from gpipe_fast.unsupported import global_hook, has_observers, uncompiled, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 
 if TYPE_CHECKING:

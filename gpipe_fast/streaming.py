@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpipe_fast._extension import InferenceStream
 from gpipe_fast.randomness.random import minibatch_key
-from gpipe_fast.runtime.prepared_call import PreparedCall
+from gpipe_fast.runtime.planner import PreparedCall
 
 
 class OpenStream(Protocol):

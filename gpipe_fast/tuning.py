@@ -15,7 +15,7 @@ from gpipe_fast.recording.steps import Tuning
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 
 @uncompiled

@@ -13,7 +13,7 @@ import torch
 
 import gpipe_fast
 import gpipe_fast.devices
-from gpipe_fast.usage_warnings import warn_idle_stages
+from gpipe_fast.arguments import warn_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of the tests in each tier; "" stands for tests without a marker.

@@ -21,9 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_fast import devices as _devices
 from gpipe_fast.balance.device_memory import check_layers_fit, check_layers_have_data
 from gpipe_fast.devices import Device, intra_op_threads
-from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import Key, declared, skip_scope
-from gpipe_fast.layers.structure import BatchDim, Inputs, LayerSequence, Structure, call_unpacked, flatten
+from gpipe_fast.layers.structure import (
+    BatchDim,
+    Inputs,
+    LayerSequence,
+    Structure,
+    call_unpacked,
+    flatten,
+    layer_title,
+)
 from gpipe_fast.progress import working
 from gpipe_fast.torch_private.modes import TorchDispatchMode
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec

@@ -56,7 +56,7 @@ from gpipe_fast.distributed.agreement import (
 from gpipe_fast.distributed.clocks import Offset, offset_to_first
 from gpipe_fast.distributed.mesh import check_replicas, default_kind, grid_of, own_device, uses_nccl
 from gpipe_fast.distributed.timed_store import TimedStore
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call

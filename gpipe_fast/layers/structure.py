@@ -332,3 +332,8 @@ def _make_dims(replicated: Sequence[bool], batch_dim: BatchDim) -> BatchDims:
         )
     left = iter(batch_dim)
     return BatchDims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])
+
+
+def layer_title(position: int | str, layer: nn.Module) -> str:
+    """Returns ``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
+    return f"layer {position!r} ({type(layer).__name__})"

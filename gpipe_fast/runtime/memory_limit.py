@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward

@@ -15,8 +15,7 @@ from gpipe_fast import _extension
 from gpipe_fast._extension import BoundaryForm
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
-from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips

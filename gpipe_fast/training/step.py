@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.runtime.plan import Order
-from gpipe_fast.training.loss_layer import shape_of_loss
+from gpipe_fast.training.losses import shape_of_loss
 from gpipe_fast.training.update import StageUpdates
 
 

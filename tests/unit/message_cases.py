@@ -24,7 +24,7 @@ from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording, Report
-from gpipe_fast.runtime.footprint import LIMIT_VARIABLE
+from gpipe_fast.runtime.cache import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.runtime.stage import Stage

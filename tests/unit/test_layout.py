@@ -39,7 +39,6 @@ TESTED_BY = {
     "gpipe_fast/trace/joint_export.py": "tests/unit/trace/test_trace_wrong_value_pitfalls.py",
     "gpipe_fast/trace/layer_states.py": "tests/unit/runtime/test_state.py",
     "gpipe_fast/trace/triton_calls.py": "tests/unit/fuse/test_user_kernels.py",
-    "gpipe_fast/weights/entry.py": "tests/unit/weights/test_lazy_tensor.py",
 }
 # Sources in C++ that are tested through the test of another one, by a program, or on the fake CUDA runtime.
 CPP_TESTED_BY = {

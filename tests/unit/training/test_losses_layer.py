@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.layers.skip import outer_skips
-from gpipe_fast.training.loss_layer import loss_layer, shape_of_loss
-from gpipe_fast.training.losses import Loss
+from gpipe_fast.training.losses import Loss, loss_layer, shape_of_loss
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, [1]), (2, [1, 1, 1]), (-1, [1]), (-3, [1, 1, 1])])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpipe_fast.randomness.random import MinibatchKey
-from gpipe_fast.runtime.prepared_call import PreparedCall
+from gpipe_fast.runtime.planner import PreparedCall
 
 
 def call(draws: bool | None = None, state: Any = None) -> PreparedCall:

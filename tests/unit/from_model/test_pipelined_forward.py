@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.from_model.forward import PipelinedForward
+from gpipe_fast.from_model.pipelined import PipelinedForward
 
 
 def run(model: Any, x: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, is_recomputing
-from gpipe_fast.runtime.python_generators import PythonGenerators
+from gpipe_fast.runtime.python_state import PythonGenerators
 
 SHARED = random.Random(3)
 MODES = ("always", "except_last", "never")
@@ -78,9 +78,9 @@ class OwnGenerators(LayerDrop):
 
 
 def imports_and_draws() -> float:
-    from tests.unit.runtime import test_python_generators
+    from tests.unit.runtime import test_python_state_generators
 
-    return test_python_generators.SHARED.random()
+    return test_python_state_generators.SHARED.random()
 
 
 class MakesGenerators(LayerDrop):
@@ -186,7 +186,7 @@ def test_a_layer_that_asks_is_recomputed_unless_it_draws(
     backend: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a large program, too: it reaches more values than are searched."""
-    monkeypatch.setattr("gpipe_fast.runtime.python_generators._MAX_VALUES", limit)
+    monkeypatch.setattr("gpipe_fast.runtime.python_state._MAX_VALUES", limit)
     layer = asking(LayerDrop(random.random))
     model = GPipe(
         nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], chunks=4, checkpoint="always", backend=backend
@@ -212,7 +212,7 @@ def test_the_global_generator_counts_for_layers_that_can_draw(kind: str) -> None
 
 
 def test_if_not_all_values_are_searched_the_global_generators_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe_fast.runtime.python_generators._MAX_VALUES", 10)
+    monkeypatch.setattr("gpipe_fast.runtime.python_state._MAX_VALUES", 10)
     generators = PythonGenerators([LayerDrop(lambda: 0.5)])
     before = generators.states()
     assert generators.states() == before

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.arguments import warn_sequence_first
 from gpipe_fast.layers.structure import BatchDims
-from gpipe_fast.usage_warnings import warn_sequence_first
 from tests.models import features, mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

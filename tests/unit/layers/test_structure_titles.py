@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 
 
 def test_a_title_has_the_position_or_name_and_the_class() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 REASON = "the reason of this test"
 

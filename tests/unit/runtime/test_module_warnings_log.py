@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_fast.runtime.plan_log import layers_title, log_graph
+from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.stage import Stage, TensorSpec
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpipe_fast.schedule import Schedule, fill_drain, interleaved, one_f_one_b
-from gpipe_fast.schedule.choice import SCHEDULES, schedule_for
+from gpipe_fast.schedule.schedules import SCHEDULES, schedule_for
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

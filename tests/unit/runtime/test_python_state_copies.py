@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_fast.runtime.writable_copy import writable_copy
+from gpipe_fast.runtime.python_state import writable_copy
 
 MEMORY = torch.arange(64.0)
 TENSORS = {

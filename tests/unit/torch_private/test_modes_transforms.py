@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gpipe_fast.torch_private.transforms import (
+from gpipe_fast.torch_private.modes import (
     has_dual_level,
     innermost_transform,
     jit_trace,

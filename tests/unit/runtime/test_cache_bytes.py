@@ -16,7 +16,7 @@ from gpipe_fast._extension import Arena
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
-from gpipe_fast.runtime.footprint import graph_bytes, limit_bytes, native_bytes, program_bytes
+from gpipe_fast.runtime.cache import graph_bytes, limit_bytes, native_bytes, program_bytes
 from tests.heap import heap_bytes
 from tests.internals import eviction_of
 from tests.models import gpt

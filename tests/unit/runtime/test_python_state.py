@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_fast.runtime.buffers import run_and_undo, run_with_buffers, snapshot_buffers
+from gpipe_fast.runtime.python_state import run_and_undo, run_with_buffers, snapshot_buffers
 
 
 def norm() -> nn.BatchNorm1d:
