@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             "median",
             "stages with 5% more bytes",
         )
-        note = "Bytes of a stage's recomputing backward, or of its forward, as in fusion.md, without it / with it."
+        note = "Bytes of a stage's forward or recomputing backward, as in fusion.md, without it / with it."
         tables = [Table("On GPUs", headers, gpu_rows(build()[0]), note)]
     report(
         "ledger",

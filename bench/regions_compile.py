@@ -20,9 +20,8 @@ from bench.fusion_stages import DEVICE, LARGE, PRECISIONS, Stage, trace_stage
 from bench.models import gpt
 from gpipe_fast.fuse import cubins
 from gpipe_fast.fuse.casts import hoist_parameter_casts
-from gpipe_fast.fuse.fuse import fuse_alike
-from gpipe_fast.fuse.fusion import Fusion
-from gpipe_fast.fuse.loader import KernelLoader
+from gpipe_fast.fuse.cubins import KernelLoader
+from gpipe_fast.fuse.fuse import Fusion, fuse_alike
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.split import split
 

@@ -1,17 +1,17 @@
-"""A kernel to compile, and its compilation to machine code, for a GPU that need not be there."""
+"""A kernel to compile, perhaps generated, and its compilation for a GPU that need not be there."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from gpipe_fast.fuse.generated import generated_from
 
 # The folder of Triton's disk cache; by default Triton's own.
 FOLDER_VARIABLE = "GPIPE_FAST_CACHE"
@@ -19,6 +19,39 @@ _CONSTANT_TYPES = (bool, int, float, str, type(None))
 _MAX_REASON = 1000
 # The format of records in a cubin that have a size, and the attribute EIATTR_KPARAM_INFO.
 _SIZED, _PARAMETER = 0x04, 0x17
+# The name of the module of generated kernels, and of the source in their globals.
+MODULE = "gpipe_fast.generated"
+_SOURCE = "__gpipe_fast_source__"
+
+_lock = threading.Lock()
+_kernels: dict[str, Any] = {}
+
+
+def kernel_of(name: str, text: str) -> Any:
+    """Returns the kernel that a source defines; the same object for the same source.
+
+    Args:
+        name: the kernel's name in the source.
+        text: the source of a module.
+
+    Returns:
+        A `triton.jit` function, whose name begins with ``generated.`` in recordings.
+    """
+    with _lock:
+        if text not in _kernels:
+            file = f"<gpipe_fast {name}>"
+            # Triton reads a kernel's source with `inspect`, which looks here.
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+            namespace: dict[str, Any] = {"__name__": MODULE, _SOURCE: text}
+            exec(compile(text, file, "exec"), namespace)
+            _kernels[text] = namespace[name]
+        return _kernels[text]
+
+
+def generated_from(function: Any) -> str | None:
+    """Returns the source of a generated kernel's Python function; None for another function."""
+    found = getattr(function, "__globals__", {}).get(_SOURCE)
+    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)

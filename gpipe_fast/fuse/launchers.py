@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
 from gpipe_fast.lower.alias import source_of
-from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
+from gpipe_fast.lower.launch import (
+    KernelLaunch,
+    is_divisible,
+    is_launch,
+    launch_kernel,
+    number_type,
+    pointer_type,
+)
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.torch_private.graphs import make_fx
 

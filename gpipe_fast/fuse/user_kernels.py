@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.launchers import ALLOCATES
-from gpipe_fast.fuse.loader import KernelLoader
-from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.lower.alias import is_view_op
-from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
+from gpipe_fast.lower.launch import (
+    NUMBER_TYPES,
+    KernelLaunch,
+    is_divisible,
+    launch_kernel,
+    number_type,
+    pointer_type,
+)
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload

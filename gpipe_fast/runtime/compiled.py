@@ -31,9 +31,8 @@ from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 if TYPE_CHECKING:
-    from gpipe_fast.fuse.fuse import Fused, Replaced
-    from gpipe_fast.fuse.fusion import Fusion
-    from gpipe_fast.fuse.loader import KernelLoader
+    from gpipe_fast.fuse.cubins import KernelLoader
+    from gpipe_fast.fuse.fuse import Fused, Fusion, Replaced
 
 # The maximum number of entries in each cache of segments or gradient layouts, per stage.
 CACHE_LIMIT = 64

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench.fusion_stages import PRECISIONS, STAGES, Precision, Size, Stage
 from gpipe_fast import GPipe, keyed_rng, replicate
-from gpipe_fast.fuse import loader
+from gpipe_fast.fuse import cubins
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.cubin_files import keep_cubins
@@ -34,14 +34,14 @@ DEVICE = torch.device("cuda:0")
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads."""
     keep_cubins()
-    load = loader.KernelLoader.load
+    load = cubins.KernelLoader.load
 
-    def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:
-        for cubin in loader.cubins(loader.sources_of(launch), self.capability):
+    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
+        for cubin in cubins.cubins(cubins.sources_of(launch), self.capability):
             interpreter.register(cubin.image, launch.kernel, launch.signature, launch.constants)
         return load(self, launch)
 
-    mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
+    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()
 
 
 def inputs_of(stage: Stage, precision: Precision, seed: int) -> list[Tensor]:

@@ -14,10 +14,9 @@ from torch import nn
 
 from gpipe_fast.fuse import cubins
 from gpipe_fast.fuse.compile_helper import job_of
-from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, Cubin, KernelSource
+from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, MODULE, Cubin, KernelSource, generated_from, kernel_of
+from gpipe_fast.fuse.cubins import sources_of
 from gpipe_fast.fuse.fuse import fuse
-from gpipe_fast.fuse.generated import MODULE, generated_from, kernel_of
-from gpipe_fast.fuse.loader import sources_of
 from gpipe_fast.fuse.regions.kernel import block_of
 from gpipe_fast.fuse.regions.source import source_of
 from tests.unit.fuse.graphs import Function, regions_in, stage_of

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.fuse import left_out
-from gpipe_fast.fuse.fusion import Fusion
+from gpipe_fast.fuse.fuse import Fusion
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.unit.fuse.graphs import Function, stage_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from gpipe_fast.fuse.regions.grouping import BYTES_PER_FUNCTION, BYTES_PER_OPERATION, reduces, work_of
 from gpipe_fast.fuse.regions.values import Mapped, Reduced, Value
-from gpipe_fast.fuse.regions.work import BYTES_PER_FUNCTION, BYTES_PER_OPERATION, reduces, work_of
 
 F32 = torch.float32
 

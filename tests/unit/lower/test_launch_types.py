@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.jit import mangle_type
 
-from gpipe_fast.fuse.triton_types import _ELEMENTS, number_type, pointer_type
+from gpipe_fast.lower.launch import _ELEMENTS, number_type, pointer_type
 
 
 @pytest.mark.parametrize("dtype", _ELEMENTS, ids=str)

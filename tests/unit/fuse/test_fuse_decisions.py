@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.fuse.decisions import decisive_positions
+from gpipe_fast.fuse.fuse import decisive_positions
 from gpipe_fast.lower.split import JOINT_POSITION, split
 from tests.stages import trace_joint
 from tests.unit.fuse.graphs import Function
