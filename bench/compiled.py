@@ -19,9 +19,8 @@ from typing import TypeVar
 import triton
 from triton.compiler import CompiledKernel
 
+from bench.variants import Variant, all_variants
 from gpipe_fast.fuse.cubin import KernelSource, compile_kernel
-from gpipe_fast.kernels.launch import Variant
-from gpipe_fast.kernels.variants import all_variants
 
 CAPABILITIES = (80, 90)
 # The newest and the oldest supported version of Triton; the table has the numbers of both.

@@ -14,7 +14,7 @@ from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
-from gpipe_fast.lower.lower import lower, lower_unoptimized
+from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, parameters_of
 from gpipe_fast.trace.trace import trace
@@ -34,7 +34,7 @@ class StageUnderTest:
 
     def program(self, graph: StageGraph, plain: bool) -> Run:
         """Returns `run(first)` of a graph; `plain` calls every operator through the boxed dispatcher."""
-        program = lower_unoptimized(graph) if plain else lower(graph)
+        program = lower(graph)
         native = program.build(Arena(), CPU, direct=not plain)
         parameters = [p.detach() for p in parameters_of(self.layers)]
         native.bind(parameters)
@@ -136,8 +136,8 @@ def main() -> None:
         ["stage", "what", "µs: median [p20, p80]", "ours / this"],
         rows,
         "Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Boxed runs "
-        "the same graph, with one call through the boxed dispatcher for every operator and view. Outputs and "
-        "gradients are bitwise equal to eager's.\n",
+        "the same program, with every operator called through the boxed dispatcher. Outputs and gradients "
+        "are bitwise equal to eager's.\n",
     )
 
 

@@ -16,7 +16,7 @@ import bench.__main__
 from bench import accuracy, gpu, kernels, liger, measure, traffic
 from bench.case import DTYPES, AccuracyCheck, KernelCase
 from bench.families import all_cases
-from gpipe_fast.kernels.variants import all_variants
+from bench.variants import all_variants
 
 pytestmark = pytest.mark.extended
 

@@ -9,6 +9,7 @@ from gpipe_fast._extension import ActiveRuns, Arena
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Ref
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from tests.described import describe
 
 aten, ALWAYS = torch.ops.aten, ActiveRuns.ALWAYS
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def program() -> ProgramIR:
 
 
 def test_a_program_is_described_step_by_step() -> None:
-    assert program().describe().splitlines() == [
+    assert describe(program()).splitlines() == [
         "forward: 3 calls, 0 views, arena 128 bytes",
         "  input[0] = x:float32[2, 3]",
         "    0  sin:float32[2, 3]@64 = sin(x)  # layer 0",

@@ -7,7 +7,7 @@ import triton
 
 from bench import regions
 from bench.compiled import CAPABILITIES, TRITON_VERSIONS, measure, read_table
-from gpipe_fast.kernels.variants import all_variants
+from bench.variants import all_variants
 from tests.sampling import sample, seed
 
 NAMES = list(all_variants())
