@@ -20,7 +20,8 @@ import triton
 from triton.compiler import CompiledKernel
 
 from bench.variants import Variant, all_variants
-from gpipe_fast.fuse.cubin import KernelSource, compile_kernel
+from gpipe_fast.fuse.cubin import compile_kernel
+from gpipe_fast.lower.launch import KernelSource
 
 CAPABILITIES = (80, 90)
 # The newest and the oldest supported version of Triton; the table has the numbers of both.

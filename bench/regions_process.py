@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 
 from bench.fusion_stages import LARGE, PRECISIONS, STAGES, trace_stage
 from gpipe_fast.fuse.casts import hoist_parameter_casts
-from gpipe_fast.fuse.cubin import KernelSource, generated_from, kernel_of
+from gpipe_fast.fuse.cubin import generated_from, kernel_of
 from gpipe_fast.fuse.cubins import sources_of
 from gpipe_fast.fuse.fuse import fuse_alike
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
+from gpipe_fast.lower.launch import KernelSource
 from gpipe_fast.lower.split import split
 
 

@@ -30,13 +30,13 @@ from typing import IO, Any
 from gpipe_fast.fuse.cubin import (
     CompileFailure,
     Cubin,
-    KernelSource,
     cached,
     compile_here,
     generated_from,
     kernel_of,
     last_lines,
 )
+from gpipe_fast.lower.launch import KernelSource
 
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_fast.fuse.compile_helper import main; main()"
 _STANDARD_INPUT = 0

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpipe_fast.lower.launch import KernelSource
+
 # The folder of Triton's disk cache; by default Triton's own.
 FOLDER_VARIABLE = "GPIPE_FAST_CACHE"
 _CONSTANT_TYPES = (bool, int, float, str, type(None))
@@ -52,30 +54,6 @@ def generated_from(function: Any) -> str | None:
     """Returns the source of a generated kernel's Python function; None for another function."""
     found = getattr(function, "__globals__", {}).get(_SOURCE)
     return found if isinstance(found, str) else None
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """A kernel to compile: everything of a launch except its grid and its numbers.
-
-    Attributes:
-        kernel: a `triton.jit` function.
-        signature: name and type of every run-time argument, in the kernel's order. Types are in Triton's
-            notation: ``*bf16``, ``i32``.
-        constants: name and value of every constexpr argument: bool, int, float, str or None.
-        divisible: the run-time arguments that are divisible by 16, including pointers.
-        num_warps: warps of one program.
-        num_stages: software-pipelining stages of its loads.
-        contracts: whether a product and a sum may become one operation, which rounds once.
-    """
-
-    kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    divisible: tuple[str, ...]
-    num_warps: int
-    num_stages: int
-    contracts: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Hashable, Sequence
+from dataclasses import fields, replace
 
 import torch
 
@@ -23,13 +24,12 @@ from gpipe_fast.fuse.cubin import (
     FOLDER_VARIABLE,
     CompileFailure,
     Cubin,
-    KernelSource,
     cache_folder,
     cached,
     compile_here,
     refusal,
 )
-from gpipe_fast.lower.launch import KernelLaunch
+from gpipe_fast.lower.launch import KernelLaunch, KernelSource
 
 __all__ = ["CompileFailure", "Cubin", "KernelSource", "cubins"]
 
@@ -197,22 +197,8 @@ class KernelLoader:
 def sources_of(launch: KernelLaunch) -> tuple[KernelSource, KernelSource]:
     """Returns what is compiled for a launch: forms for pointers that are divisible by 16, and for any."""
     pointers = tuple(launch.signature[i][0] for i in launch.aligned)
-    return (
-        _source(launch, (*pointers, *launch.divisible)),
-        _source(launch, launch.divisible),
-    )
-
-
-def _source(launch: KernelLaunch, divisible: tuple[str, ...]) -> KernelSource:
-    return KernelSource(
-        launch.kernel,
-        launch.signature,
-        launch.constants,
-        divisible,
-        launch.num_warps,
-        launch.num_stages,
-        launch.contracts,
-    )
+    source = KernelSource(**{each.name: getattr(launch, each.name) for each in fields(KernelSource)})
+    return replace(source, divisible=(*pointers, *launch.divisible)), source
 
 
 @functools.lru_cache(maxsize=4096)

@@ -71,13 +71,15 @@ class _Recorder:
             tuple((name, _type_of(argument)) for name, argument in named),
             tuple(sorted({**constants, **config.blocks}.items())),
             tuple(n for n, a in named if is_divisible(a) and n not in _not_specialized(kernel)),
-            _three_dimensions(grid),
             config.num_warps,
             config.num_stages,
-            (),
-            # The rows of a tensor of keys are 24 bytes.
-            tuple(i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE),
             config.contracts,
+            grid=_three_dimensions(grid),
+            outputs=(),
+            # The rows of a tensor of keys are 24 bytes.
+            aligned=tuple(
+                i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE
+            ),
         )
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         self.launches.append((launch, [None if isinstance(a, Tensor) else a for a in arguments]))

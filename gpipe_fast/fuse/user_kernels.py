@@ -240,11 +240,11 @@ def _made(call: TritonCall, chosen: _Configuration, given: Mapping[str, Any]) ->
             for p, value, may in zip(run_time, values, aligned, strict=True)
             if may and is_divisible(value)
         ),
-        (*chosen.grid, *[1] * (_GRID_DIMS - len(chosen.grid))),
         chosen.num_warps,
         chosen.num_stages,
-        tuple([p.name for p in run_time].index(name) for name in call.written),
-        tuple(i for i, may in enumerate(aligned) if may and isinstance(values[i], fx.Node)),
+        grid=(*chosen.grid, *[1] * (_GRID_DIMS - len(chosen.grid))),
+        outputs=tuple([p.name for p in run_time].index(name) for name in call.written),
+        aligned=tuple(i for i, may in enumerate(aligned) if may and isinstance(values[i], fx.Node)),
     )
     return _Launch(launch, tuple(values))
 

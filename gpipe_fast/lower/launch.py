@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,20 +42,16 @@ NUMBER_TYPES = frozenset(_FORMATS)
 
 
 @dataclass(frozen=True)
-class KernelLaunch:
-    """A launch of a Triton kernel: everything but its tensors.
+class KernelSource:
+    """A kernel to compile: everything of a launch except its grid and its numbers.
 
     Attributes:
-        kernel: the ``triton.jit`` function.
-        signature: the name and type of each run-time argument, in order, in Triton's notation (``*bf16``,
-            ``i32``).
-        constants: the names and values of the compile-time arguments.
-        divisible: the numbers that are divisible by 16.
-        grid: the number of programs along each dimension.
+        kernel: a `triton.jit` function.
+        signature: name and type of every run-time argument, in the kernel's order, as in ``*bf16``, ``i32``.
+        constants: name and value of every constexpr argument: bool, int, float, str or None.
+        divisible: the run-time arguments that are divisible by 16, including pointers.
         num_warps: warps of one program.
         num_stages: software-pipelining stages of its loads.
-        outputs: the positions of the arguments that the kernel writes.
-        aligned: the positions of the tensors that should be divisible by 16, for a faster form of the kernel.
         contracts: whether a product and a sum may become one operation, which rounds once.
     """
 
@@ -63,12 +59,25 @@ class KernelLaunch:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]
-    grid: tuple[int, int, int]
     num_warps: int
     num_stages: int
-    outputs: tuple[int, ...]
-    aligned: tuple[int, ...]
     contracts: bool = True
+
+
+@dataclass(frozen=True)
+class KernelLaunch(KernelSource):
+    """A launch of a Triton kernel: everything but its tensors.
+
+    Attributes:
+        grid: the number of programs along each dimension.
+        outputs: the positions of the arguments that the kernel writes.
+        aligned: the positions of the tensors that should be divisible by 16, for a faster form of the kernel;
+            they are not in ``divisible``.
+    """
+
+    grid: tuple[int, int, int] = field(kw_only=True)
+    outputs: tuple[int, ...] = field(kw_only=True)
+    aligned: tuple[int, ...] = field(kw_only=True)
 
     @property
     def name(self) -> str:

@@ -14,11 +14,12 @@ from torch import nn
 
 from gpipe_fast.fuse import cubins
 from gpipe_fast.fuse.compile_helper import job_of
-from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, MODULE, Cubin, KernelSource, generated_from, kernel_of
+from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, MODULE, Cubin, generated_from, kernel_of
 from gpipe_fast.fuse.cubins import sources_of
 from gpipe_fast.fuse.fuse import fuse
 from gpipe_fast.fuse.regions.kernel import block_of
 from gpipe_fast.fuse.regions.source import source_of
+from gpipe_fast.lower.launch import KernelSource
 from tests.unit.fuse.graphs import Function, regions_in, stage_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

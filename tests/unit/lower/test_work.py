@@ -131,7 +131,7 @@ def test_rows_that_a_loss_only_indexes_are_not_read() -> None:
 def test_a_launch_reads_its_arguments_except_outputs() -> None:
     build = Builder()
     x, y, sums = build.add(8, 4, dtype=torch.bfloat16), build.add(8, 4), build.add(2, 4)
-    launch = KernelLaunch(_stack, (), (), (), (8, 1, 1), 4, 2, outputs=(2, 4), aligned=())
+    launch = KernelLaunch(_stack, (), (), (), 4, 2, grid=(8, 1, 1), outputs=(2, 4), aligned=())
     step = Launch(launch, (Ref(x), 1e-5, Ref(y), Ref(x), Ref(sums)), ALWAYS, None)
     work = build.count(step, Check(lambda inputs, results: None, (x,), (y, sums)))
     assert (work.read, work.written, work.launches) == (64, 128 + 32, 1)
