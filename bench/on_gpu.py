@@ -91,8 +91,8 @@ def phases() -> list[Phase]:
     """Returns the phases in order, with their time shares."""
     pipelines = [
         "tests/unit/test_smoke.py",
-        "tests/equivalence/test_cuda_steps.py",
-        "tests/equivalence/test_cuda.py",
+        "tests/contracts/contract_1_same_bits/test_cuda_steps.py",
+        "tests/contracts/contract_1_same_bits/test_cuda.py",
     ]
     others = [path for path in cuda_test_files() if path not in pipelines]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -135,7 +135,7 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     (tests,) = (phase for phase in phases if phase.name == "tests")
     pipelines, others = ([word for word in c if word.endswith(".py")] for c in tests.commands.values())
     # The few tests of test_cuda_steps.py come before the many of test_cuda.py.
-    assert pipelines.index("tests/equivalence/test_cuda_steps.py") < len(pipelines) - 1
+    assert pipelines.index("tests/contracts/contract_1_same_bits/test_cuda_steps.py") < len(pipelines) - 1
     assert {"tests/unit/kernels/test_cuda.py", "tests/unit/csrc/cuda/test_random.py"} < set(others)
     assert all((on_gpu.ROOT / word).exists() for word in pipelines + others)
     assert not set(pipelines) & set(others)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from tests.distributed.cases import TIMEOUT, _check, _error_of, here
-from tests.equivalence.test_from_model import decoder, gpt2
+from tests.models.test_from_model import decoder, gpt2
 from tests.reference import SEED, Result, restored
 
 VOCABULARY, LENGTH, BATCH = 30, 8, 7

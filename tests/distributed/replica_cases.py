@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
+from tests.contracts.contract_1_same_bits.test_grad_dtype import Cast
 from tests.distributed.cases import LOST, MODELS, TIMEOUT, _check, _error_of, loss_of
-from tests.equivalence.test_grad_dtype import Cast
 from tests.models import mlp
 from tests.reference import SEED, Result, loop_step, pipeline_step, restored
 

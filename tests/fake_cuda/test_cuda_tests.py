@@ -42,7 +42,10 @@ def test_gpu_tests_pass_on_the_fake_runtime(chosen: str, libraries: tuple[Path, 
     }
     options = ["-q", "--tb=short", "-p", "tests.fake_cuda.plugin", "-p", "no:cacheprovider", "-m", "cuda"]
     command = [sys.executable, "-m", "pytest", *options, "-k", chosen]
-    command += ["tests/equivalence/test_cuda.py", "tests/equivalence/test_cuda_steps.py"]
+    command += [
+        "tests/contracts/contract_1_same_bits/test_cuda.py",
+        "tests/contracts/contract_1_same_bits/test_cuda_steps.py",
+    ]
     done = subprocess.run(
         command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=900
     )

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from gpipe_fast import GPipe
 from gpipe_fast.distributed.mesh import grid_of
 from gpipe_fast.distributed.ranks import Ranks, edges_of
+from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
 from tests.distributed.launch import needs_gloo
-from tests.equivalence.test_skip_connections import make_model as skipping
 from tests.models import mlp
 
 pytestmark = needs_gloo

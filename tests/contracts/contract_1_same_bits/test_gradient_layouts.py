@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.segments import SegmentSearch
-from tests.equivalence.layer_menu import MENU
+from tests.contracts.contract_1_same_bits.layer_menu import MENU
 from tests.internals import compiler_of
 from tests.reference import SEED, Result, leaf, plain_loop, restored, unequal
 from tests.untraceable import (

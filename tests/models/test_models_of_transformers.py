@@ -12,7 +12,7 @@ from torch import nn
 
 import gpipe_fast
 from gpipe_fast import GPipe
-from tests.equivalence.test_from_model import (
+from tests.models.test_from_model import (
     CAUSAL,
     LENGTH,
     SIZES,

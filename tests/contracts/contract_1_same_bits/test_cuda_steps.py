@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from tests.equivalence.test_cuda import (
+from tests.contracts.contract_1_same_bits.test_cuda import (
     CHUNKS,
     ONE_GPU,
     captured_or_not,

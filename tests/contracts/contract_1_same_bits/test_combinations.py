@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from gpipe_fast import GPipe, keyed_rng, verify
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.structure import Replicated
-from tests.equivalence.combinations import (
+from tests.contracts.contract_1_same_bits.combinations import (
     AUTOCAST,
     BACKENDS,
     CHANGES,
@@ -30,7 +30,7 @@ from tests.equivalence.combinations import (
     draw,
     make_tensor,
 )
-from tests.equivalence.layer_menu import (
+from tests.contracts.contract_1_same_bits.layer_menu import (
     INPUTS,
     MENU,
     OUTPUTS,

@@ -1,6 +1,7 @@
 """The table of operators in which eager autograd and gpipe_fast differ on a GPU, each difference explained.
 
-`python -m tests.equivalence.cuda_operators_table` writes it to `bench/results/cuda_operators.md`.
+`python -m tests.contracts.contract_1_same_bits.cuda_operators_table` writes it to
+`bench/results/cuda_operators.md`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from tests.equivalence.cuda_operators import ALL_CONFIGURATIONS, MODES, Verdict
+from tests.contracts.contract_1_same_bits.cuda_operators import ALL_CONFIGURATIONS, MODES, Verdict
 from tests.fake_cuda import process
 from tests.fake_cuda.build import build
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cuda_operators.md"
+RESULTS = Path(__file__).parents[3] / "bench" / "results" / "cuda_operators.md"
 PROGRAM = Path(__file__).with_name("cuda_operators.py")
 
 

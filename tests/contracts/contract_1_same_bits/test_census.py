@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe
-from tests.equivalence.census import examine
-from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, RUN_IN_PYTHON
+from tests.contracts.contract_1_same_bits.census import examine
+from tests.contracts.contract_1_same_bits.census_layers import OUT_OF_SCOPE, RECIPES, RUN_IN_PYTHON
 from tests.reference import check_step, pipeline, plain_loop
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """The census of torch.nn: whether each layer is lowered, and whether it equals the plain loop.
 
-`python -m tests.equivalence.census` writes the table to `bench/results/census.md`.
+`python -m tests.contracts.contract_1_same_bits.census` writes the table to `bench/results/census.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from tests.equivalence.census_layers import OUT_OF_SCOPE, RECIPES, Recipe, SingleTensorLayer
+from tests.contracts.contract_1_same_bits.census_layers import (
+    OUT_OF_SCOPE,
+    RECIPES,
+    Recipe,
+    SingleTensorLayer,
+)
 from tests.reference import (
     Result,
     error,
@@ -28,7 +33,7 @@ from tests.reference import (
     unequal,
 )
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "census.md"
+RESULTS = Path(__file__).parents[3] / "bench" / "results" / "census.md"
 BUDGETS = (0.0, 0.5, 1.0)
 MAX_ERROR_RATIO = 2.0  # largest error, as a multiple of the plain loop's; both against float64
 # (Number of micro-batches, number of samples); UNEVEN has micro-batches of 2, 2, 2 and 1 samples.

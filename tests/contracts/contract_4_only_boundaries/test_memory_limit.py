@@ -18,7 +18,7 @@ from bench.models.gpt import blocks
 from gpipe_fast import GPipe, tune
 from gpipe_fast.runtime.stage_memory import StageBytes
 from gpipe_fast.schedule import SCHEDULES
-from tests.equivalence.test_shares import CHUNKS, MODELS, SEED, made, mean, results
+from tests.contracts.contract_1_same_bits.test_shares import CHUNKS, MODELS, SEED, made, mean, results
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

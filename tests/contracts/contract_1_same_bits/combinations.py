@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace
-from tests.equivalence.layer_menu import (
+from tests.contracts.contract_1_same_bits.layer_menu import (
     INPUTS,
     LOWERED,
     MENU,

@@ -42,8 +42,9 @@ from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable
-from tests.equivalence import census, test_census, test_paper_models
-from tests.equivalence.census_layers import RECIPES, RUN_IN_PYTHON
+from tests.contracts.contract_1_same_bits import census, test_census
+from tests.contracts.contract_1_same_bits.census_layers import RECIPES, RUN_IN_PYTHON
+from tests.models import test_paper_models
 
 DEVICE = torch.device("cuda:0")
 aten = torch.ops.aten
@@ -141,7 +142,7 @@ def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
         return {}
     from bench import census as torchvision_census
     from bench import sequences
-    from tests.equivalence import test_torchvision_census as models
+    from tests.models import test_torchvision_census as models
 
     def as_layers(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
         layers = sequences.as_sequence(model, x.shape[-2:])

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.equivalence.python_state_cases import (
+from tests.contracts.contract_5_nothing_stale.python_state_cases import (
     ALIASED,
     CONFIG,
     GUARDED,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.cuda_operators import ALL_CONFIGURATIONS, MODES
-from tests.equivalence.cuda_operators_table import explain, run_configurations
+from tests.contracts.contract_1_same_bits.cuda_operators import ALL_CONFIGURATIONS, MODES
+from tests.contracts.contract_1_same_bits.cuda_operators_table import explain, run_configurations
 from tests.fake_cuda.build import can_build
 from tests.sampling import seed
 
