@@ -53,6 +53,7 @@ def test_it_is_saved_and_loaded_stage_by_stage(tmp_path: Path) -> None:
     assert torch.equal(again(input_ids=TOKENS, use_cache=False).logits, expected)
 
 
+@pytest.mark.extended
 def test_training_is_resumed_with_the_optimizer() -> None:
     def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
         losses = []
@@ -80,7 +81,7 @@ def test_training_is_resumed_with_the_optimizer() -> None:
 
 def test_text_is_generated_without_a_cache() -> None:
     model = pipelined(llama()).eval()
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
     expected = model.plain().generate(TOKENS[:3, :4], **options)
     assert torch.equal(model.generate(TOKENS[:3, :4], use_cache=False, **options), expected)
 

@@ -42,8 +42,14 @@ from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable
-from tests.contracts.contract_1_same_bits import census, test_census
-from tests.contracts.contract_1_same_bits.census_layers import RECIPES, RUN_IN_PYTHON
+from tests.contracts.contract_1_same_bits.layers import MODELS, TOKENS, make_model
+from tests.contracts.contract_1_same_bits.torch_layers import (
+    RECIPES,
+    RUN_IN_PYTHON,
+    TrainableScale,
+    inputs_of,
+    model_of,
+)
 from tests.models import test_paper_models
 
 DEVICE = torch.device("cuda:0")
@@ -113,7 +119,7 @@ _USES_CPU_TENSORS = {"random numbers"}
 def _configurations() -> dict[str, MakeModelAndInput]:
     def make_recipe(name: str) -> tuple[nn.Sequential, Tensor]:
         recipe = RECIPES[name]
-        return census.model_of(recipe), census.inputs_of(recipe, 2)["contiguous"]
+        return model_of(recipe), inputs_of(recipe.shape, recipe.integers, 2)
 
     def make_paper_model(name: str) -> tuple[nn.Sequential, Tensor]:
         make, batch = test_paper_models.SMALL[name]
@@ -123,12 +129,15 @@ def _configurations() -> dict[str, MakeModelAndInput]:
         n: lambda n=n: make_recipe(n) for n in RECIPES if n not in RUN_IN_PYTHON
     }
     found["BatchNorm2d without statistics"] = lambda: (
-        nn.Sequential(census.TrainableScale(1.25), nn.BatchNorm2d(3, track_running_stats=False), nn.ReLU()),
+        nn.Sequential(TrainableScale(1.25), nn.BatchNorm2d(3, track_running_stats=False), nn.ReLU()),
         torch.randn(2, 3, 5, 5),
     )
     found |= {
-        f"model: {n}": lambda n=n: test_census.make_model_and_input(n)
-        for n in test_census.MODELS
+        f"model: {n}": lambda n=n, shape=shape: (
+            make_model(n),
+            inputs_of(shape or (6,), 0 if shape else TOKENS, 7),
+        )
+        for n, (_, shape) in MODELS.items()
         if n not in _USES_CPU_TENSORS
     }
     found |= {f"paper: {n}": lambda n=n: make_paper_model(n) for n in test_paper_models.SMALL}

@@ -27,7 +27,6 @@ from tests.reference import (
     unequal,
 )
 from tests.untraceable import (
-    LENGTH,
     UNTRACEABLE,
     WIDTH,
     FunctionLayer,
@@ -56,7 +55,7 @@ def test_an_untraceable_layer_equals_the_plain_loop(kind: str, backend: str, che
     # TorchScript profiles its first runs and then optimizes, which changes the rounding.
     for _ in range(3 if kind == "TorchScript" else 1):
         expected = densified(loop_step(layers, features(), M))
-    for balance in ([7], [2, 5], [3, 2, 2]):
+    for balance in ([2, 5], [3, 2, 2]):
         pipe = GPipe(layers, balance, chunks=M, checkpoint=checkpoint, backend=backend)
         with without_warnings():
             steps = [densified(pipeline_step(pipe, features())) for _ in range(3)]
@@ -92,6 +91,7 @@ class ReturnsParameter(nn.Module):
         return x, self.weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 2]])
@@ -181,37 +181,6 @@ def test_inference_in_eval_mode_equals_the_plain_loop() -> None:
     assert not expected.requires_grad
 
 
-def test_training_under_autocast_equals_the_plain_loop() -> None:
-    layers = model(FunctionLayer(branch_on_data), Recurrent(nn.GRU))
-    pipe = GPipe(layers, [2, 3, 6], chunks=M)
-    with without_warnings(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        expected = loop_step(layers, features(), M)
-        for _ in range(2):
-            assert unequal(pipeline_step(pipe, features()), expected) == []
-    assert getattr(expected["output"], "dtype", None) is torch.bfloat16
-
-
-def test_expanded_and_permuted_gradients_equal_the_plain_loop() -> None:
-    """A mean produces an expanded gradient, and a transposition a permuted one."""
-
-    def transposed(f: nn.Module, x: Tensor) -> Tensor:
-        float(x.sum())
-        return f(x).transpose(1, 2).contiguous().transpose(1, 2)
-
-    def averaged(f: nn.Module, x: Tensor) -> Tensor:
-        float(x.sum())
-        return f(x).mean(1, keepdim=True).expand(-1, LENGTH, -1)
-
-    for function in (transposed, averaged):
-        layers = model(FunctionLayer(function), FunctionLayer(function))
-        expected = loop_step(layers, features(), M)
-        for checkpoint in CHECKPOINT_MODES:
-            pipe = GPipe(layers, [2, 4, 5], chunks=M, checkpoint=checkpoint)
-            with without_warnings():
-                for number in range(3):
-                    assert unequal(pipeline_step(pipe, features()), expected) == [], (number, checkpoint)
-
-
 @pytest.mark.smoke
 def test_nested_values_around_layers_in_python_equal_the_plain_loop() -> None:
     def tensor_to_dict(f: nn.Module, x: Tensor) -> Any:
@@ -236,8 +205,8 @@ def test_nested_values_around_layers_in_python_equal_the_plain_loop() -> None:
     for index, layer in enumerate(layers):
         layer.name = str(index)
     expected = loop_step(layers, features(), M)
-    for balance in ([4], [1, 1, 1, 1], [2, 2]):
-        for checkpoint in CHECKPOINT_MODES:
+    for balance in ([4], [1, 2, 1]):
+        for checkpoint in ("always", "never"):
             pipe = GPipe(layers, balance, chunks=M, checkpoint=checkpoint)
             with without_warnings():
                 for _ in range(2):

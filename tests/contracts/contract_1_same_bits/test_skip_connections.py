@@ -74,19 +74,20 @@ def features(batch: int = 8) -> Tensor:
     return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_training_with_skips_equals_the_plain_loop(balance: list[int], backend: str) -> None:
     model = make_model()
     pipe = GPipe(model, balance, chunks=M, backend=backend)
-    for batch in (8, 7, 3):
+    for batch in (7, 3):
         expected = loop_step(model, features(batch), M)
         for mode in CHECKPOINT_MODES:
             pipe.checkpoint = mode
             assert unequal(pipeline_step(pipe, features(batch)), expected) == [], (batch, mode)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_inference_with_skips_equals_the_plain_loop(balance: list[int]) -> None:
     model = make_model().eval()
@@ -100,7 +101,7 @@ def branch_on_data(f: nn.Module, x: Tensor) -> Any:
     return y if float(y.detach().sum()) < 1e9 else -y
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("balance", [[8], [3, 3, 2], [1] * 8], ids=str)
 @pytest.mark.parametrize("position", [0, 2, 4, 7])
 def test_skips_across_layers_in_python_equal_the_plain_loop(position: int, balance: list[int]) -> None:
@@ -131,7 +132,7 @@ class AddIfNotNone(_HasLinear):
         return self.linear(x) if skip is None else self.linear(x) + skip.sigmoid()
 
 
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 2, 2], [1] * 5], ids=str)
+@pytest.mark.parametrize("balance", [[5], [1, 2, 2]], ids=str)
 def test_a_skip_that_is_none_for_some_micro_batches_equals_the_plain_loop(balance: list[int]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -193,7 +194,7 @@ def test_a_skip_without_a_gradient_equals_the_plain_loop() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), StashInput(), nn.Linear(WIDTH, WIDTH), PopUnused())
         for index in {0, 2} - set(trained):
             model[index].requires_grad_(False)
-        for balance in ([4], [2, 2], [1, 1, 1, 1]):
+        for balance in ([4], [1, 1, 1, 1]):
             pipe = GPipe(model, balance, chunks=M, backend="aten")
             ours = pipeline_step(pipe, features(), input_gradient=False)
             assert unequal(ours, loop_step(model, features(), M, input_gradient=False)) == []
@@ -240,7 +241,7 @@ def test_a_skip_is_not_passed_to_the_layers_that_it_bypasses() -> None:
 def test_a_second_backward_with_skips_equals_the_plain_loop_at_new_shapes() -> None:
     model = make_model().eval()
     pipe = GPipe(model, [2, 2, 2, 2], chunks=M, checkpoint="always", backend="aten")
-    for batch in (8, 12, 20, 28, 8):
+    for batch in (8, 12, 20, 8):
         x = features(batch)
         with restored(model):
             torch.cat([model(c) for c in x.chunk(M)]).sum().backward()

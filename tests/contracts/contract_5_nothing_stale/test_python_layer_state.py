@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
+from gpipe_fast.runtime.segments import SegmentSearch
 from gpipe_fast.runtime.stage import TRACING_LOCK
+from tests.contracts.contract_1_same_bits.layers import MENU
 from tests.internals import cache_sizes, compiler_of, limited_caches, num_plans, owned_objects
 from tests.reference import (
     collect,
@@ -37,6 +40,7 @@ from tests.untraceable import (
     branch_on_data,
     features,
     model,
+    segments_by_stage,
     without_warnings,
 )
 
@@ -51,30 +55,6 @@ def test_hooks_on_parameters_see_the_complete_gradient_once() -> None:
         ours = pipeline_step(GPipe(layers, [2, 5], chunks=M), features())
     assert len(seen) == 1
     assert unequal(ours, loop_step(layers, features(), M)) == []
-
-
-def test_a_recompute_draws_the_same_numbers_from_a_layers_own_generator() -> None:
-    class DrawsFromOwnGenerator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x * torch.randn(x.shape, generator=self.generator))
-
-    drawing_layer = DrawsFromOwnGenerator()
-    layers = model(drawing_layer)
-
-    def step(run: Callable[[], dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-        drawing_layer.generator.manual_seed(5)
-        result = run()
-        return {**result, "next": torch.randn(3, generator=drawing_layer.generator)}
-
-    expected = step(lambda: loop_step(layers, features(), M))
-    for checkpoint in CHECKPOINT_MODES:
-        pipe = GPipe(layers, [2, 5], chunks=M, checkpoint=checkpoint)
-        with without_warnings():
-            assert unequal(step(lambda pipe=pipe: pipeline_step(pipe, features())), expected) == []  # type: ignore[misc]
 
 
 @pytest.mark.smoke
@@ -144,26 +124,6 @@ def test_a_change_of_a_lowered_layer_beside_one_in_python_is_detected() -> None:
         assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
         layers[2].held.weight.requires_grad_(False)
         assert unequal(pipeline_step(pipe, features()), loop_step(layers, features(), M)) == []
-
-
-def test_inference_from_several_threads_equals_the_plain_loop() -> None:
-    layers = model(FunctionLayer(branch_on_data)).eval()
-    pipe = GPipe(layers, [2, 5], chunks=M)
-    expected = plain_loop(layers, features(), M)
-    results: list[Tensor] = []
-
-    def call() -> None:
-        for _ in range(5):
-            results.append(pipe(features()))
-
-    with without_warnings():
-        threads = [threading.Thread(target=call) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(results) == 20
-    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_a_trace_by_another_thread_is_no_change() -> None:
@@ -272,3 +232,36 @@ def test_the_segment_caches_keep_the_latest_shapes() -> None:
     for interpreted, lowered in by_stage:
         assert 0 < interpreted <= 4
         assert lowered <= 4
+
+
+# Losses by the memory layout of the gradients of outputs that they produce.
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda y: y.pow(2).mean(),
+    "expanded": lambda y: y.sum(),
+    "transposed": lambda y: y.transpose(1, 2).contiguous().sin().sum(),
+}
+
+
+def test_equal_gradient_layouts_share_one_trace_and_alternating_losses_stay_cached() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    pipe, traces = GPipe(layers, [1, 2], chunks=M), []
+    for loss in ("contiguous", "expanded", "contiguous", "expanded", "transposed", "expanded"):
+        LOSSES[loss](pipe(leaf(features()))).backward()
+        traces.append(compiler_of(pipe).num_traces)
+    assert traces[0] == 2
+    assert traces[1] == traces[2] == traces[3]
+    assert traces[4] == traces[5]
+    assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 2, True)]]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_after_one_step_no_fallback_segment_is_searched(loss: str) -> None:
+    pipe = GPipe(nn.Sequential(*MENU["convolution"](), *MENU["batch norm"]()), [1, 2], chunks=M)
+    with mock.patch.object(
+        SegmentSearch, "fallback", autospec=True, side_effect=SegmentSearch.fallback
+    ) as fallback_calls:
+        LOSSES[loss](pipe(leaf(features()))).backward()
+        fallback_calls.reset_mock()
+        for _ in range(2):
+            LOSSES[loss](pipe(leaf(features()))).backward()
+        assert fallback_calls.call_count == 0

@@ -1,4 +1,4 @@
-"""The layers of random combinations, and the forms of their inputs and outputs, by name."""
+"""Layers by name: for random sequences of them, with forms of inputs and outputs; and small models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from bench.models.gpt import Block
 from gpipe_fast import is_checkpointing, is_recomputing, replicate
@@ -329,3 +331,188 @@ OUTPUTS: dict[str, Callable[[], Layers]] = {
     "dict": lambda: [FunctionLayer(lambda f, x: {"h": f(x), "x": x, "positive": x > 0, "no": None})],
     "repeated input": lambda: [FunctionLayer(lambda f, x: [x, x, f(x).transpose(1, 2)])],
 }
+
+
+class Calls(nn.Module):
+    """Calls a function with the input and some modules."""
+
+    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.inner)
+
+
+class DropoutBlock(nn.Module):
+    """A GPT block with causal attention and dropout."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(attended))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (result,) = ctx.saved_tensors
+        return gradient * result * 0.5  # deliberately not the derivative, to show that this backward runs
+
+
+def _halve_gradient(x: Tensor) -> Tensor:
+    x = x * 1
+    if x.requires_grad:
+        x.register_hook(lambda g: g / 2)
+    return x
+
+
+def _in_place(x: Tensor) -> Tensor:
+    x = x * 2
+    x.add_(1).clamp_(min=0.1)
+    x[:, 0] = 3
+    return x
+
+
+def _tied_model() -> nn.Sequential:
+    embedding, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, DropoutBlock(8), head)
+
+
+def _frozen() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 5))
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+# Small models, each with the shape of a sample; None: six integers below `TOKENS`.
+SEQUENCE, INDICES, IMAGE, FEATURES = (9, 8), None, (3, 8, 8), (12,)
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...] | None]] = {
+    "GPT": (
+        lambda: nn.Sequential(nn.Embedding(11, 8), DropoutBlock(8), DropoutBlock(8), nn.Linear(8, 11)),
+        INDICES,
+    ),
+    "GPT with its loss": (
+        lambda: nn.Sequential(
+            nn.Embedding(11, 8),
+            DropoutBlock(8),
+            nn.Linear(8, 11),
+            Calls(lambda x: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).argmin(1)).reshape(1)),
+        ),
+        INDICES,
+    ),
+    "convolution and batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
+        IMAGE,
+    ),
+    "group and instance norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)),
+        IMAGE,
+    ),
+    "RMS norm": (lambda: nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)), SEQUENCE),
+    "multi-head attention": (
+        lambda: nn.Sequential(
+            nn.Linear(8, 8),
+            Calls(
+                lambda x, f: f(x, x, x, need_weights=False)[0],
+                nn.MultiheadAttention(8, 2, 0.1, batch_first=True),
+            ),
+        ),
+        SEQUENCE,
+    ),
+    "transformer encoder layers": (
+        lambda: nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True) for _ in range(2))
+        ),
+        SEQUENCE,
+    ),
+    "embedding bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, 8), nn.Linear(8, 4)), INDICES),
+    "pooling": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        IMAGE,
+    ),
+    "PReLU": (lambda: nn.Sequential(nn.Linear(12, 8), nn.PReLU(8), nn.PReLU()), FEATURES),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Tanh(), nn.Conv1d(6, 4, 3)), SEQUENCE),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(12, 8)), nn.Tanh(), nn.Linear(8, 2)),
+        FEATURES,
+    ),
+    "spectral norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(12, 8)), nn.Tanh(), nn.Linear(8, 2)),
+        FEATURES,
+    ),
+    "transposed convolution": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3, stride=2)),
+        IMAGE,
+    ),
+    "nearest upsampling": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.Conv2d(4, 2, 3)),
+        IMAGE,
+    ),
+    "custom autograd function": (
+        lambda: nn.Sequential(nn.Linear(12, 6), Calls(Exponential.apply), nn.Linear(6, 2)),
+        FEATURES,
+    ),
+    "tensor hook": (
+        lambda: nn.Sequential(nn.Linear(12, 6), Calls(_halve_gradient), nn.Linear(6, 2)),
+        FEATURES,
+    ),
+    "nested checkpoint": (
+        lambda: nn.Sequential(
+            nn.Linear(12, 6),
+            Calls(
+                lambda x, f: checkpoint(f, x, use_reentrant=False),
+                nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)),
+            ),
+            nn.Linear(6, 2),
+        ),
+        FEATURES,
+    ),
+    "frozen parameters": (_frozen, FEATURES),
+    "integers between layers": (
+        lambda: nn.Sequential(Calls(lambda x: x.flip(1)), Calls(lambda x: (x + 1) % 11), nn.Embedding(11, 8)),
+        INDICES,
+    ),
+    "integer output": (
+        lambda: nn.Sequential(nn.Embedding(11, 8), Calls(lambda x: x.argmax(-1))),
+        INDICES,
+    ),
+    "in-place operations": (
+        lambda: nn.Sequential(nn.Linear(12, 6), nn.ReLU(inplace=True), Calls(_in_place), nn.Linear(6, 2)),
+        FEATURES,
+    ),
+    "tied parameters": (_tied_model, INDICES),
+    "random numbers": (
+        lambda: nn.Sequential(
+            nn.Linear(12, 6),
+            nn.Dropout(0.3),
+            Calls(lambda x: x + torch.randn_like(x) * torch.rand(6)),
+            nn.Dropout(0.3),
+        ),
+        FEATURES,
+    ),
+}
+
+
+def make_model(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return MODELS[name][0]()

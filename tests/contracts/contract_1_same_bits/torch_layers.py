@@ -57,34 +57,14 @@ def _add(
         RECIPES[name] = Recipe(lambda: layer_class(*args, **kwargs), shape, call, integers)
 
 
+_POINTWISE = (
+    "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish PReLU "
+    "RReLU ReLU ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Dropout AlphaDropout"
+)
+
+
 def _add_pointwise() -> None:
-    for name in [
-        "CELU",
-        "ELU",
-        "GELU",
-        "Hardshrink",
-        "Hardsigmoid",
-        "Hardswish",
-        "Hardtanh",
-        "Identity",
-        "LeakyReLU",
-        "LogSigmoid",
-        "Mish",
-        "PReLU",
-        "RReLU",
-        "ReLU",
-        "ReLU6",
-        "SELU",
-        "SiLU",
-        "Sigmoid",
-        "Softplus",
-        "Softshrink",
-        "Softsign",
-        "Tanh",
-        "Tanhshrink",
-        "Dropout",
-        "AlphaDropout",
-    ]:
+    for name in _POINTWISE.split():
         _add(name, shape=IMAGE)
     _add("GELU tanh", approximate="tanh", shape=FEATURES)
     _add("PReLU per channel", 6, shape=IMAGE)
@@ -253,80 +233,48 @@ def _class_targets(x: Tensor) -> Tensor:
 
 def _add_losses() -> None:
     """Adds losses, whose targets are computed from their input; each returns one number per micro-batch."""
+
+    def add(name: str, call: Callable[[Any, Tensor], Tensor], shape: tuple[int, ...] = FEATURES, **kw: Any):
+        _add(name, shape=shape, call=lambda f, x: call(f, x).reshape(1), **kw)
+
     for name in ("L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss"):
-        _add(name, shape=FEATURES, call=lambda f, x: f(*_halves(x)).reshape(1))
+        add(name, lambda f, x: f(*_halves(x)))
     for name in ("SoftMarginLoss", "HingeEmbeddingLoss"):
-        _add(name, shape=FEATURES, call=lambda f, x: f(x, _sign_targets(x.flip(-1))).reshape(1))
+        add(name, lambda f, x: f(x, _sign_targets(x.flip(-1))))
     for name in ("CrossEntropyLoss", "MultiMarginLoss"):
-        _add(name, shape=FEATURES, call=lambda f, x: f(x, _class_targets(x.flip(-1))).reshape(1))
-    _add(
-        "CrossEntropyLoss smoothed",
-        label_smoothing=0.1,
-        shape=IMAGE,
-        call=lambda f, x: f(x, _class_targets(x.flip(1))).reshape(1),
-    )
-    _add("NLLLoss", shape=FEATURES, call=lambda f, x: f(x.log_softmax(1), _class_targets(x)).reshape(1))
-    _add("NLLLoss2d", shape=IMAGE, call=lambda f, x: f(x.log_softmax(1), _class_targets(x)).reshape(1))
-    _add("BCELoss", shape=FEATURES, call=lambda f, x: f(*(h.sigmoid() for h in _halves(x))).reshape(1))
-    _add(
-        "BCEWithLogitsLoss", shape=FEATURES, call=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1)
-    )
-    _add("KLDivLoss", shape=FEATURES, call=lambda f, x: f(x.log_softmax(1), x.flip(1).softmax(1)).reshape(1))
-    _add("PoissonNLLLoss", shape=FEATURES, call=lambda f, x: f(*(h.abs() for h in _halves(x))).reshape(1))
-    _add(
-        "GaussianNLLLoss",
-        shape=FEATURES,
-        call=lambda f, x: f(*_halves(x), _halves(x)[0].exp()).reshape(1),
-    )
-    _add(
-        "MultiLabelSoftMarginLoss",
-        shape=FEATURES,
-        call=lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)).reshape(1),
-    )
-    _add(
-        "MultiLabelMarginLoss",
-        shape=FEATURES,
-        call=lambda f, x: f(x, x.detach().argsort(1)).reshape(1),
-    )
-    _add("CosineSimilarity", shape=FEATURES, call=lambda f, x: f(*_halves(x)))
-    _add("PairwiseDistance", shape=FEATURES, call=lambda f, x: f(*_halves(x)))
-    _add(
-        "CosineEmbeddingLoss",
-        shape=FEATURES,
-        call=lambda f, x: f(*_halves(x), _sign_targets(x[:, 0])).reshape(1),
-    )
-    _add(
-        "MarginRankingLoss",
-        shape=FEATURES,
-        call=lambda f, x: f(*_halves(x), _sign_targets(x[:, :6])).reshape(1),
-    )
+        add(name, lambda f, x: f(x, _class_targets(x.flip(-1))))
+    add("CrossEntropyLoss smoothed", lambda f, x: f(x, _class_targets(x.flip(1))), IMAGE, label_smoothing=0.1)
+    add("NLLLoss", lambda f, x: f(x.log_softmax(1), _class_targets(x)))
+    add("NLLLoss2d", lambda f, x: f(x.log_softmax(1), _class_targets(x)), IMAGE)
+    add("BCELoss", lambda f, x: f(*(h.sigmoid() for h in _halves(x))))
+    add("BCEWithLogitsLoss", lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)))
+    add("KLDivLoss", lambda f, x: f(x.log_softmax(1), x.flip(1).softmax(1)))
+    add("PoissonNLLLoss", lambda f, x: f(*(h.abs() for h in _halves(x))))
+    add("GaussianNLLLoss", lambda f, x: f(*_halves(x), _halves(x)[0].exp()))
+    add("MultiLabelSoftMarginLoss", lambda f, x: f(x, (x.detach() > 0.3).to(x.dtype)))
+    add("MultiLabelMarginLoss", lambda f, x: f(x, x.detach().argsort(1)))
+    for name in ("CosineSimilarity", "PairwiseDistance"):
+        _add(name, shape=FEATURES, call=lambda f, x: f(*_halves(x)))
+    add("CosineEmbeddingLoss", lambda f, x: f(*_halves(x), _sign_targets(x[:, 0])))
+    add("MarginRankingLoss", lambda f, x: f(*_halves(x), _sign_targets(x[:, :6])))
     for name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
-        _add(name, shape=FEATURES, call=lambda f, x: f(*x.chunk(3, -1)).reshape(1))
-    _add(
-        "CTCLoss",
-        shape=(7, 5),
-        call=lambda f, x: f(
-            x.transpose(0, 1).log_softmax(-1),
-            torch.tensor([[1, 2, 4]] * len(x)),
-            (7,) * len(x),
-            (3,) * len(x),
-        ).reshape(1),
+        add(name, lambda f, x: f(*x.chunk(3, -1)))
+    add("CTCLoss", _ctc, (7, 5))
+    sizes, classes = (
+        (12, 10),
+        {"shape": FEATURES, "call": lambda f, x: f(x, _class_targets(x[:, :10])).output},
     )
+    _add("AdaptiveLogSoftmaxWithLoss", *sizes, [4, 7], **classes)
     _add(
-        "AdaptiveLogSoftmaxWithLoss",
-        12,
-        10,
-        [4, 7],
-        shape=FEATURES,
-        call=lambda f, x: f(x, _class_targets(x[:, :10])).output,
+        *("LinearCrossEntropyLoss", *sizes),
+        **classes | {"call": lambda f, x: f(x, _class_targets(x[:, :10])).reshape(1)},
     )
-    _add(
-        "LinearCrossEntropyLoss",
-        12,
-        10,
-        shape=FEATURES,
-        call=lambda f, x: f(x, _class_targets(x[:, :10])).reshape(1),
-    )
+
+
+def _ctc(f: nn.Module, x: Tensor) -> Tensor:
+    n = len(x)
+    y: Tensor = f(x.transpose(0, 1).log_softmax(-1), torch.tensor([[1, 2, 4]] * n), (7,) * n, (3,) * n)
+    return y
 
 
 for _group in (
@@ -369,3 +317,38 @@ RUN_IN_PYTHON: dict[str, str] = {
     "AdaptiveLogSoftmaxWithLoss": _DATA_DEPENDENT,
     "CrossMapLRN2d": "PyTorch cannot trace it",  # its autograd.Function resizes tensors
 }
+
+
+class TrainableScale(nn.Module):
+    """A trainable factor; placed around the tested layer, so that its input is not a boundary activation."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def model_of(recipe: Recipe) -> nn.Sequential:
+    """Returns the layers of one stage, among them the recipe's layer."""
+    torch.manual_seed(1)
+    layer = recipe.make()
+    if recipe.call is not None:
+        layer = SingleTensorLayer(layer, recipe.call)
+    model = nn.Sequential(layer, TrainableScale(0.75))
+    if not recipe.integers:
+        model.insert(0, TrainableScale(1.25))
+    if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in model.parameters()):
+        with torch.no_grad():
+            model(inputs_of(recipe.shape, recipe.integers, 2))  # initializes the parameters of a lazy layer
+    return model
+
+
+def inputs_of(shape: tuple[int, ...], integers: int, samples: int, seed: int = 3) -> Tensor:
+    """Returns a mini-batch: of integers below a number, or of noise if it is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (samples, *shape)
+    if integers:
+        return torch.randint(integers, size, generator=generator)
+    return torch.randn(size, generator=generator)

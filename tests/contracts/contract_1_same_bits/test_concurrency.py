@@ -1,4 +1,4 @@
-"""Pipelines equal the plain micro-batch loop bit for bit, at any timing and from several threads."""
+"""Mini-batches in flight and calls from several threads do not interfere, at any timing (contract 1)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ from tests.reference import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# (Number of samples, number of micro-batches): powers of two, and a smaller last micro-batch.
-BATCHES = [(8, 1), (8, 2), (8, 4), (8, 8), (7, 4)]
-
 
 @contextmanager
 def random_delays(*pipes: GPipe, seed: int, max_delay_us: int = 300) -> Iterator[None]:
@@ -47,36 +44,6 @@ def random_delays(*pipes: GPipe, seed: int, max_delay_us: int = 300) -> Iterator
             remove_faults(pipe)
 
 
-def check_all_batches(make: Model, batch: Batch, num_stages: int, repetitions: int) -> None:
-    """Asserts contract 1 for one number of stages: once without delays, then with injected ones."""
-    model = make()
-    pipe = GPipe(model, uneven_balance(len(model), num_stages))
-    for num_samples, pipe.chunks in BATCHES:
-        x = batch(num_samples)
-        expected = loop_step(model, x, pipe.chunks)
-        for pipe.checkpoint in CHECKPOINT_MODES:
-            context = f"N={num_samples}, M={pipe.chunks}, {pipe.checkpoint}"
-            assert unequal(pipeline_step(pipe, x), expected) == [], context
-            for seed in range(repetitions):
-                with random_delays(pipe, seed=seed):
-                    assert unequal(pipeline_step(pipe, x), expected) == [], f"{context}, seed {seed}"
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@every_model
-def test_a_pipeline_equals_the_plain_loop_bit_for_bit(make: Model, batch: Batch, num_stages: int) -> None:
-    """Contract 1: output, gradients and buffers, for every number of stages and micro-batches."""
-    check_all_batches(make, batch, num_stages, repetitions=2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@every_model
-def test_a_pipeline_equals_the_plain_loop_at_any_timing(make: Model, batch: Batch, num_stages: int) -> None:
-    check_all_batches(make, batch, num_stages, repetitions=50)
-
-
 @every_model
 def test_inference_equals_the_plain_loop_at_any_timing(make: Model, batch: Batch) -> None:
     """There are more micro-batches than slots."""
@@ -84,7 +51,7 @@ def test_inference_equals_the_plain_loop_at_any_timing(make: Model, batch: Batch
     pipe = GPipe(model, uneven_balance(len(model), 3), chunks=12)
     expected = plain_loop(model, x, 12)
     with torch.no_grad():
-        for seed in range(10):
+        for seed in range(4):
             with random_delays(pipe, seed=seed):
                 assert torch.equal(pipe(x), expected)
 
@@ -103,11 +70,8 @@ def run_two_in_flight(
         return [collect(model, leaves[i], outputs[i]) for i in order]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [pytest.param([0, 1], marks=pytest.mark.extended), [1, 0]],
-    ids=["first first", "last first"],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["first first", "last first"])
 @every_model
 def test_two_mini_batches_in_flight_do_not_interfere(make: Model, batch: Batch, order: list[int]) -> None:
     """Each mini-batch has its own random key, buffers for its recompute, and activations."""
@@ -120,10 +84,9 @@ def test_two_mini_batches_in_flight_do_not_interfere(make: Model, batch: Batch, 
 
     expected = run_two_in_flight(model, loop, inputs, order)
     for pipe.checkpoint in CHECKPOINT_MODES:
-        for seed in range(3):
-            with random_delays(pipe, seed=seed):
-                ours = run_two_in_flight(model, pipe, inputs, order)
-            assert [unequal(a, b) for a, b in zip(ours, expected, strict=True)] == [[], []], pipe.checkpoint
+        with random_delays(pipe, seed=0):
+            ours = run_two_in_flight(model, pipe, inputs, order)
+        assert [unequal(a, b) for a, b in zip(ours, expected, strict=True)] == [[], []], pipe.checkpoint
 
 
 def run_concurrently(*calls: Callable[[], None]) -> None:
@@ -158,8 +121,7 @@ def check_two_pipelines_at_once(repetitions: int) -> None:
 
 def test_two_pipelines_in_two_threads_equal_the_plain_loop() -> None:
     """Both pipelines compile and run concurrently."""
-    for _ in range(3):
-        check_two_pipelines_at_once(repetitions=10)
+    check_two_pipelines_at_once(repetitions=10)
 
 
 def check_one_pipeline_in_two_threads(make: Model, batch: Batch, repetitions: int) -> None:
@@ -193,7 +155,7 @@ def check_one_pipeline_in_two_threads(make: Model, batch: Batch, repetitions: in
 @pytest.mark.parametrize(("make", "batch"), [(mlp, features), (convolutions, images)])
 def test_one_pipeline_trained_from_two_threads_equals_the_plain_loop(make: Model, batch: Batch) -> None:
     """A pipeline runs one forward or backward at a time; those of two threads interleave in any order."""
-    check_one_pipeline_in_two_threads(make, batch, repetitions=30)
+    check_one_pipeline_in_two_threads(make, batch, repetitions=10)
 
 
 @pytest.mark.soak
@@ -210,7 +172,7 @@ def test_one_pipeline_in_inference_from_two_threads_equals_one_thread() -> None:
 
     @torch.no_grad()
     def call(x: Tensor, expected: Tensor) -> None:
-        for _ in range(300):
+        for _ in range(100):
             assert torch.equal(pipe(x), expected)
 
     a, b = [(x, pipe(x).detach()) for x in inputs]

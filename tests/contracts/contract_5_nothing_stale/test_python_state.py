@@ -1,22 +1,41 @@
-"""Layers whose Python state changes between calls, in the ways that Python's data model allows.
+"""Layers that read Python state, which changes between calls, in the ways that Python's data model allows.
 
-Every kind must equal the plain loop, before and after the change, whether or not the layer is native.
+Every kind must equal the plain loop, before and after the change, whether or not the layer is native. A layer
+whose state can be guarded is traced again for the new value and stays native, any other one runs in Python
+after one warning (contract 5).
 """
 
 from __future__ import annotations
 
+import argparse
+import array
+import collections
+import configparser
+import ctypes
+import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
 import functools
+import itertools
+import logging
 import math
 import operator
 import os
+import pathlib
+import queue
+import random
+import re
 import sys
+import threading
+import time
 import types
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -135,7 +154,7 @@ class Layer(nn.Module):
         self.nested = {"list": [1.0, {"value": 2.0}]}
         self.table = {"module": Held(), "tensor": torch.arange(36.0).view(6, 6)}
         self.mode, self.zero, self.pair = AUTO, 0.0, (1,)
-        self.calls = 0
+        self.calls, self.held = 0, None
 
 
 def branch_on_elements(layer: Layer, x: Tensor) -> Tensor:
@@ -388,6 +407,240 @@ KINDS: dict[str, tuple[Forward, Callable[[Layer], object]]] = {
 }
 
 
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float = 1.0
+
+
+class HasCachedProperty:
+    @functools.cached_property
+    def scale(self) -> float:
+        return 1.5
+
+
+class Pair(NamedTuple):
+    scale: float
+    other: float
+
+
+class Level(enum.Enum):
+    HIGH = 1.5
+
+
+class CountingSchedule:
+    """A schedule with a side effect: it counts its calls."""
+
+    calls = 0
+
+    def step(self) -> float:
+        self.calls += 1
+        return 1.0 + self.calls / 8
+
+
+@functools.singledispatch
+def half_of(value: float) -> float:
+    return value / 2
+
+
+@functools.lru_cache
+def cached_half(value: float) -> float:
+    return value / 2
+
+
+class Read(NamedTuple):
+    """How a layer reads a number from what it holds.
+
+    Attributes:
+        read: returns the number.
+        held: makes what the layer holds.
+        change: changes it to another number.
+        warns: whether the layer runs in Python after a warning; None if that depends on PyTorch.
+    """
+
+    read: Callable[[Any], float]
+    held: Callable[[], Any] = lambda: None
+    change: Callable[[Any], object] = lambda held: None
+    warns: bool | None = False
+
+
+def attribute(make: Callable[[], Any], name: str = "scale") -> Read:
+    return Read(lambda held: getattr(held, name), make, lambda held: setattr(held, name, 2.0))
+
+
+def config_file() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read_dict({"a": {"scale": "1.0"}})
+    return found
+
+
+def closure() -> dict[str, Callable[..., Any]]:
+    scale = 1.0
+
+    def read() -> float:
+        return scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 2.0
+
+    return {"read": read, "change": change}
+
+
+GENERATOR, NUMPY, COUNTER, LOG = random.Random(0), np.random.default_rng(0), 0, list[int]()
+ALIVE, PLAIN = Config(1.0), Config(1.0)
+
+
+def read_under_lock(lock: Any) -> float:
+    with lock:
+        return 1.5
+
+
+def count_in_global() -> float:
+    global COUNTER
+    COUNTER += 1
+    return 1.0 + COUNTER / 8
+
+
+def append_to_global_list() -> float:
+    LOG.append(1)
+    return 1.0 + len(LOG) / 8
+
+
+def count_in_function_attribute() -> float:
+    count_in_function_attribute.calls = getattr(count_in_function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return 1.0 + count_in_function_attribute.calls / 8  # type: ignore[attr-defined]
+
+
+def numbers_to_get() -> queue.Queue[float]:
+    return queue.Queue()
+
+
+# Guards see changes of these; reads that catch errors of lookups are not guarded.
+READS = {
+    "slots": attribute(Slotted),
+    "dataclass": attribute(Data),
+    "namespace": attribute(lambda: types.SimpleNamespace(scale=1.0)),
+    "arguments": attribute(lambda: argparse.Namespace(scale=1.0)),
+    "ctypes": attribute(lambda: ctypes.c_double(1.0), "value"),
+    "closure": Read(lambda held: held["read"](), closure, lambda held: held["change"]()),
+    "partial": Read(
+        lambda held: held[0](),
+        lambda: [functools.partial(lambda held: held["scale"], held=(own := {"scale": 1.0})), own],
+        lambda held: held[1].update(scale=2.0),
+    ),
+    "deque": Read(
+        lambda held: held[-1], lambda: collections.deque([1.0], maxlen=3), lambda held: held.append(2.0)
+    ),
+    "chain of dicts": Read(
+        lambda held: held["scale"],
+        lambda: collections.ChainMap({"scale": 1.0}, {"unread": 0.0}),
+        lambda held: held.__setitem__("scale", 2.0),
+    ),
+    "configuration file": Read(
+        lambda held: float(held["a"]["scale"]), config_file, lambda held: held.set("a", "scale", "2.0"), True
+    ),
+    "section of a configuration file": Read(
+        lambda held: held.getfloat("scale"),
+        lambda: config_file()["a"],
+        lambda held: held.parser.set("a", "scale", "2.0"),
+        True,
+    ),
+    "view of a dict": Read(
+        lambda held: held[0]["scale"],
+        lambda: (types.MappingProxyType(own := {"scale": 1.0}), own),
+        lambda held: held[1].update(scale=2.0),
+    ),
+    "set that other code fills": Read(
+        lambda held: 1.0 + len(held), weakref.WeakSet, lambda held: held.add(ALIVE)
+    ),
+    "event": Read(lambda held: 1.0 + held.is_set(), threading.Event, lambda held: held.set()),
+    "weak reference": Read(
+        lambda held: held().scale, lambda: weakref.ref(PLAIN), lambda held: setattr(PLAIN, "scale", 2.0)
+    ),
+    "decimal context": Read(
+        lambda held: held.prec / 8, decimal.Context, lambda held: setattr(held, "prec", 16)
+    ),
+    # Objects that do not change what the layers compute. PyTorch's tracer knows no model of some.
+    "lock": Read(read_under_lock, threading.Lock, warns=None),
+    "reentrant lock": Read(read_under_lock, threading.RLock, warns=None),
+    "logger": Read(lambda held: 1.0 + held.isEnabledFor(0), lambda: logging.getLogger("test"), warns=None),
+    "pattern": Read(lambda held: float(held.match("1.5 x")[0]), lambda: re.compile(r"[\d.]+")),
+    "path": Read(lambda held: len(held.parts) / 2, lambda: pathlib.PurePath("a/b/c"), warns=None),
+    "fraction": Read(float, lambda: fractions.Fraction(3, 2)),
+    "decimal number": Read(float, lambda: decimal.Decimal("1.5"), warns=None),
+    "duration": Read(lambda held: held.total_seconds(), lambda: datetime.timedelta(seconds=1.5), warns=None),
+    "attribute getter": Read(
+        lambda held: held(COMPUTED), lambda: operator.attrgetter("anything"), warns=None
+    ),
+    "function of a table": Read(lambda held: half_of(3.0), warns=None),
+    "cached function": Read(lambda held: cached_half(3.0), warns=None),
+    "cached property": Read(lambda held: held.scale, HasCachedProperty, warns=None),
+    "module of a library": Read(lambda held: held.sqrt(2.25), lambda: math),
+    "NumPy number": Read(float, lambda: np.float32(1.5), warns=None),
+    "named tuple": Read(lambda held: Pair(1.0, 2.5).scale),
+    "enumeration": Read(lambda held: held.value, lambda: Level.HIGH),
+    "range": Read(lambda held: held.stop / 2, lambda: range(3)),
+    "size": Read(lambda held: held.numel() / 2, lambda: torch.Size([3])),
+    # State that the tracer cannot read or guard, or that forward changes.
+    **{
+        f"NumPy array of shape {np.shape(made())}": Read(
+            lambda held: float(held.sum()), made, lambda held: held.__imul__(2), None
+        )
+        for made in (lambda: np.array(2.0), lambda: np.array([2.0]), lambda: np.full((2, 1), 2.0))
+    },
+    "array": Read(
+        lambda held: held[0], lambda: array.array("d", [1.0]), lambda h: h.__setitem__(0, 2.0), True
+    ),
+    "random": Read(lambda held: 1 + random.random(), warns=True),
+    "gauss": Read(lambda held: random.gauss(1, 0.1), warns=True),
+    "generator": Read(lambda held: 1 + GENERATOR.random(), warns=True),
+    "NumPy": Read(lambda held: 1 + np.random.rand(), warns=True),
+    "NumPy generator": Read(lambda held: 1 + NUMPY.random(), warns=True),
+    "clock": Read(lambda held: 1.0 + 0 * time.time(), warns=True),
+    "date": Read(lambda held: 1.0 + 0 * datetime.datetime.now().year, warns=True),
+    "counter": Read(lambda held: count_in_global(), warns=True),
+    "list": Read(lambda held: append_to_global_list(), warns=True),
+    "function's attribute": Read(lambda held: count_in_function_attribute(), warns=True),
+    "schedule": Read(lambda held: held.step(), CountingSchedule, warns=True),
+    "iterator": Read(lambda held: 1.0 + next(held) / 8, itertools.count, warns=True),
+    "queue": Read(lambda held: held.get(timeout=60), numbers_to_get, warns=True),
+    "view of memory": Read(lambda held: held[0], lambda: memoryview(array.array("d", [1.0])), warns=True),
+    "list of a tensor": Read(lambda held: held.tolist()[0], lambda: torch.ones(2), warns=True),
+    "array of a tensor": Read(lambda held: float(held.numpy()[0]), lambda: torch.ones(2), warns=True),
+    "array that NumPy makes of a tensor": Read(
+        lambda held: float(np.asarray(held)[0]), lambda: torch.ones(2), warns=True
+    ),
+    "print": Read(lambda held: print(end="") or 1.0, warns=True),
+}
+
+
+def reset(layer: Layer) -> None:
+    """Resets counters and generators, so that the pipeline and the loop start from the same state."""
+    global COUNTER
+    random.seed(1)
+    np.random.seed(1)
+    GENERATOR.seed(1)
+    NUMPY.bit_generator.state = np.random.default_rng(1).bit_generator.state
+    COUNTER = 0
+    LOG.clear()
+    vars(count_in_function_attribute).clear()
+    if isinstance(layer.held, CountingSchedule):
+        layer.held.calls = 0
+    if isinstance(layer.held, queue.Queue):
+        layer.held.queue.clear()
+        for microbatch in range(2):
+            layer.held.put(1.0 + microbatch / 8)
+    if isinstance(layer.held, itertools.count):
+        layer.held = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
@@ -412,6 +665,7 @@ def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: Any, x: Tensor) -> list[Tensor | None]:
     """Runs a step from the same Python state of the layer, and returns output and gradients."""
+    reset(layer)
     calls, plain, elements = layer.calls, layer.plain, layer.plain.clone()
     model.zero_grad()
     output = run(x)
@@ -421,30 +675,23 @@ def step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: Any, x: Tenso
     return [output.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.sampled(25)
-@pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: int) -> None:
-    forward, change = KINDS[kind]
-    cls = type(
-        "ChangedLayer",
-        (Layer,),
-        {
-            "own": types.FunctionType(
-                forward.__code__, globals(), forward.__name__, forward.__defaults__, forward.__closure__
-            ),
-            "forward": lambda self, x: self.own(x) * self.weight,
-        },
+def compare(
+    forward: Forward, change: Callable[[Any], object], checkpoint: str, position: int, held: Any = None
+) -> list[str]:
+    """Compares steps before and after a change; returns the warnings of layers that run in Python."""
+    own = types.FunctionType(
+        forward.__code__, globals(), forward.__name__, forward.__defaults__, forward.__closure__
     )
+    forward_of_class = lambda self, x: self.own(x) * self.weight  # noqa: E731
+    layer = type("ChangedLayer", (Layer,), {"own": own, "forward": forward_of_class})()
+    layer.held = held
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 6)]
-    layer = cls()
     layers.insert(position, layer)
     model = nn.Sequential(*layers)
     pipe = GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for number in range(5):
             if number == 3:
                 change(layer)
@@ -454,6 +701,57 @@ def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: in
             for a, b in zip(ours, expected, strict=True):
                 assert (a is None) == (b is None)
                 assert a is None or b is None or torch.equal(a, b)
+    return [str(w.message) for w in caught if "runs in Python" in str(w.message)]
+
+
+every_mode_and_position = pytest.mark.parametrize(
+    ("checkpoint", "position"), list(itertools.product(CHECKPOINT_MODES, (0, 1)))
+)
+
+
+@pytest.mark.sampled(22)
+@every_mode_and_position
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: int) -> None:
+    compare(*KINDS[kind], checkpoint, position)
+
+
+@pytest.mark.sampled(22)
+@every_mode_and_position
+@pytest.mark.parametrize("name", READS)
+def test_a_number_is_read_anew_or_in_python(name: str, checkpoint: str, position: int) -> None:
+    read, make, change, warns = READS[name]
+    found = compare(
+        lambda layer, x: x * read(layer.held),
+        lambda layer: change(layer.held),
+        checkpoint,
+        position,
+        make(),
+    )
+    assert len(found) <= 1
+    assert warns is None or warns == bool(found)
+    assert all(f"layer {position}" in message for message in found)
+
+
+class AddsConstant(nn.Module):
+    """Creates a tensor of the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.full((4,), 1 / 3)
+
+
+def test_a_change_of_the_default_dtype_is_seen() -> None:
+    seq = nn.Sequential(nn.Linear(4, 4), AddsConstant())
+    model, x = GPipe(seq, [1, 1], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            expected = torch.cat([seq(c) for c in x.chunk(2)])
+            assert model(x).dtype == expected.dtype == dtype
+            assert torch.equal(model(x), expected)
+    finally:
+        torch.set_default_dtype(before)
 
 
 class AsksForLayout(torch.autograd.Function):
