@@ -74,7 +74,7 @@ test-all: test smoke-reference  ## in CI: `make test`, and smoke tests with the 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy --strict gpipe_fast bench
+	$(VENV)/bin/mypy --strict gpipe_fast bench tools
 	@$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(PY) .ci/check_includes.py
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
@@ -132,8 +132,8 @@ wheelhouse:  ## download peer libraries for a GPU machine without network into .
 	fi
 
 # For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and takes
-# ten minutes. An extension that was already built against the same torch is used. bench/on_gpu.py lists the phases
-# and their output files; ARGS="models plans" selects phases.
+# ten minutes. An extension that was already built against the same torch is used. tools/on_gpu/phases.py lists
+# the phases and their output files; ARGS="models plans" selects phases.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
 gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases; write bench/results
 	@mkdir -p bench/results
@@ -142,7 +142,7 @@ gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phase
 	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl \
 	    || echo 'gpu: could not install the wheelhouse'; \
 	fi
-	@$(PYTHON) -m bench.on_gpu $(ARGS)
+	@$(PYTHON) -m tools.on_gpu $(ARGS)
 
 dist: $(INSTALLED_STAMP)  ## build the source distribution in ./dist
 	@rm -rf gpipe_fast.egg-info  # setuptools would add the files that an old one lists

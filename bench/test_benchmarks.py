@@ -12,9 +12,9 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.overhead import LOOP, Overhead
+from bench.compare.overhead import LOOP, Overhead
+from bench.compare.step import OURS, Case, build, reference_gradients
 from bench.peers import relative_difference
-from bench.step import OURS, Case, build, reference_gradients
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
 

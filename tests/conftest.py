@@ -23,6 +23,7 @@ DESELECTED = pytest.StashKey[Counter[str]]()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEED_TRITON = [
     "bench",
+    "tools",
     "docs/test_kernel.py",
     "unit/explanation",
     "unit/fuse/regions",

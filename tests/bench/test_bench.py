@@ -12,27 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench import (
-    balance,
-    draws,
-    engine,
-    execution,
-    frontier,
-    interpreted,
-    largest,
-    lengths,
-    measure,
-    memory,
-    overhead,
-    peers,
-    signature,
-    step,
-    tracing,
-    within_memory,
-)
+from bench import measure, peers
+from bench.compare import frontier, memory, overhead, step, within_memory
+from bench.micro import balance, draws, engine, execution, interpreted, lengths, signature, tracing
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from examples.gpt.__main__ import gpt
+from tools import largest
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench import first_call, first_call_parts, first_call_process
-from bench.first_call_parts import OTHER, PARTS, Times
-from bench.first_call_process import Case
+from bench.micro import first_call, first_call_parts, first_call_process
+from bench.micro.first_call_parts import OTHER, PARTS, Times
+from bench.micro.first_call_process import Case
 from examples.gpt.__main__ import gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

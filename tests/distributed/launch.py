@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.network import Host
+from bench.compare.network import Host
 from tests.docs.markdown import ROOT
 
 needs_gloo = pytest.mark.skipif(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import triton
 
-from bench import regions
-from bench.compiled import CAPABILITIES, TRITON_VERSIONS, measure, read_table
-from bench.variants import all_variants
+from bench.gpu.variants import all_variants
 from tests.sampling import sample, seed
+from tools import regions
+from tools.compiled import CAPABILITIES, TRITON_VERSIONS, measure, read_table
 
 NAMES = list(all_variants())
 SAMPLED = sample(NAMES, 16, salt="compiled kernels")
@@ -32,7 +32,7 @@ CHUNK = 33
 )
 def test_compiled_kernels_match_their_rows_in_the_table(names: list[str]) -> None:
     written = {row: found for row, found in read_table(triton.__version__).items() if row[0] in names}
-    assert measure(names) == written, f"python -m bench compiled writes the table; GPIPE_FAST_SEED={seed()}"
+    assert measure(names) == written, f"python -m tools compiled writes the table; GPIPE_FAST_SEED={seed()}"
 
 
 @pytest.mark.parametrize("version", TRITON_VERSIONS)

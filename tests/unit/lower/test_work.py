@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.fusion import cells, left, tables
-from bench.fusion_process import Row
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.kernels.stack import _stack
 from gpipe_fast.lower.launch import KernelLaunch
@@ -27,6 +25,8 @@ from gpipe_fast.lower.steps import (
     Step,
 )
 from gpipe_fast.lower.work import Work, count
+from tools.fusion import cells, left, tables
+from tools.fusion_process import Row
 
 aten = torch.ops.aten
 ALWAYS = ActiveRuns.ALWAYS
