@@ -35,7 +35,7 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import check test test-all lint format docs demo bench bench-ours soak smoke smoke-reference \
+.PHONY: help build import check test test-all lint format docs demo bench bench-all results soak smoke smoke-reference \
   smoke-between wheelhouse gpu dist clean
 
 help:  ## list the targets
@@ -92,11 +92,17 @@ docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/sit
 demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores (ARGS=--full: the whole training; ARGS=--help)
 	OMP_WAIT_POLICY=passive $(PY) -m examples.gpt $(ARGS)
 
-bench: build  ## run the benchmarks (arguments: ARGS="...")
-	$(PY) -m bench $(ARGS)
+# Durations are kept in .benchmarks; `pytest-benchmark compare` compares those of two commits.
+BENCH := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider bench --benchmark-autosave
 
-bench-ours: build  ## time gpipe_fast's headline steps with pytest-benchmark (ARGS="--benchmark-...")
-	$(PY) -m pytest -q bench --benchmark-only $(ARGS)
+bench: build  ## compare with other libraries, a sample in 10 minutes (ARGS="overhead step" writes these tables instead)
+	@$(if $(ARGS),$(PY) -m bench $(ARGS),$(BENCH))
+
+bench-all: build  ## run every comparison of `make bench` in full
+	@$(BENCH) --all
+
+results: build  ## write every table of bench/results that needs no GPU; needs a tree without changes
+	@$(PY) -m bench.write_results
 
 soak: build smoke-between  ## run every test, including the long ones, and smoke tests with torch 2.13
 	$(PYTEST) --tier=soak $(ARGS)

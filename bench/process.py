@@ -13,23 +13,26 @@ from typing import Any
 from bench.measure import ROOT
 
 
-def call(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+def call(function: str, *arguments: Any, environment: Mapping[str, str | None] | None = None) -> Any:
     """Calls a function in a new process that has one thread for operators, and returns its result.
 
     Args:
-        function: "module:name". Arguments and result travel as JSON.
+        function: "module:name". Arguments and result travel as JSON; what it prints is printed.
         arguments: positional arguments.
-        environment: further environment variables.
+        environment: further environment variables; None removes one.
 
     Raises:
         RuntimeError: the process failed; it has written why.
     """
     command = [sys.executable, "-W", "ignore", "-m", "bench.process", function, json.dumps(arguments)]
-    variables = {"OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0", **(environment or {})}
-    done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0", **(environment or {})}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    done = subprocess.run(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"{function}{arguments} ended with {done.returncode}: {done.stdout[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    *printed, found = done.stdout.splitlines()
+    print(*printed, sep="\n", end="\n" if printed else "", flush=True)
+    return json.loads(found)
 
 
 def main() -> None:

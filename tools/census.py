@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from bench.measure import Table, report
+from bench.measure import Table
+from bench.measure import write as write_tables
 from gpipe_fast import GPipe, verify
 from gpipe_fast.inspect.verify import Report
 from gpipe_fast.layers.structure import flatten
@@ -185,7 +185,7 @@ def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
     if refused:
         more_tables.insert(0, Table("Layers that cannot run natively", ["model", "layer", "reason"], refused))
     version = importlib.import_module("torchvision").__version__
-    report(
+    text = write_tables(
         "census_torchvision",
         "Census of torchvision's models",
         ["model", "layers", "native", "share", "compared with the plain loop", "note"],
@@ -196,6 +196,7 @@ def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
         "that output, loss, gradients and buffers are bitwise equal.\n",
         more_tables,
     )
+    print(text, flush=True)
 
 
 def main(patterns: Sequence[str] = ()) -> None:
@@ -211,7 +212,3 @@ def main(patterns: Sequence[str] = ()) -> None:
     verdicts = [_examine_safely(name) for name in names]
     if not patterns:
         write(verdicts, skipped)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -97,14 +97,42 @@ def _numbers(c: Compiled) -> Numbers:
     return (*map(str, counts), f"{c.wide_accesses} of {c.accesses}")
 
 
-def read_table(version: str) -> Measured:
-    """Returns the numbers in the table of one of `TRITON_VERSIONS`."""
+def read_table(
+    version: str, path: Path = TABLE, row: str = r"\| (\w+ .*?) \| sm_(\d+) \| (.*) \|$"
+) -> Measured:
+    """Returns the numbers that a table has of one of `TRITON_VERSIONS`.
+
+    Args:
+        version: the version.
+        path: the file of the table.
+        row: the pattern of a row: the name, the capability and the numbers.
+    """
     index, found = TRITON_VERSIONS.index(version), {}
-    for line in TABLE.read_text().splitlines():
-        if match := re.match(r"\| (\w+ .*?) \| sm_(\d+) \| (.*) \|$", line):
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if match := re.match(row, line):
             cells = [cell.split(" / ") for cell in match[3].split(" | ")]
-            found[match[1], int(match[2])] = tuple(cell[index % len(cell)] for cell in cells)
+            numbers = tuple(cell[index % len(cell)] for cell in cells)
+            if "?" not in numbers:
+                found[match[1], int(match[2])] = numbers
     return found
+
+
+def cells(measured: Mapping[str, Measured], key: tuple[str, int], columns: int) -> str:
+    """Returns the cells of a row: the numbers of each version, once if they are equal, "?" if unknown."""
+    by_version = [measured[version].get(key, ("?",) * columns) for version in TRITON_VERSIONS]
+    return " | ".join(" / ".join(dict.fromkeys(numbers)) for numbers in zip(*by_version, strict=True))
+
+
+def of_both_versions(
+    read: Callable[[str], Measured],
+    measure: Callable[[Sequence[T]], Measured],
+    items: Sequence[T],
+    chunk: int,
+) -> dict[str, Measured]:
+    """Returns the numbers of both versions: those of the installed one are measured, in processes."""
+    if triton.__version__ not in TRITON_VERSIONS:
+        sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
+    return {**{v: read(v) for v in TRITON_VERSIONS}, triton.__version__: in_processes(measure, items, chunk)}
 
 
 def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
@@ -201,17 +229,12 @@ def table(measured: Mapping[str, Measured]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, capability in itertools.product(all_variants(), CAPABILITIES):
-        by_version = [measured[v].get((name, capability), ("?",) * 4) for v in TRITON_VERSIONS]
-        cells = (" / ".join(dict.fromkeys(numbers)) for numbers in zip(*by_version, strict=True))
-        lines.append(f"| {name} | sm_{capability} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | sm_{capability} | {cells(measured, (name, capability), 4)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Writes the installed version's numbers to kernels/compiled.md and prints the table."""
-    if triton.__version__ not in TRITON_VERSIONS:
-        sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
-    others = {version: read_table(version) for version in TRITON_VERSIONS}
-    text = table({**others, triton.__version__: in_processes(measure, list(all_variants()), _CHUNK)})
+    text = table(of_both_versions(read_table, measure, list(all_variants()), _CHUNK))
     TABLE.write_text(text)
     print(text)

@@ -112,7 +112,3 @@ def main() -> None:
     print(text, flush=True)
     pattern = f"{re.escape(BEGIN)}.*{re.escape(END)}"
     PAGE.write_text(re.sub(pattern, lambda _: text, PAGE.read_text(), flags=re.DOTALL))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,42 +1,86 @@
 """Counts the bytes that stages move, and their launches, with and without fused kernels; needs no GPU.
 
-`python -m tools fusion` traces the stages of `tools/stages.py` on the fake CUDA runtime of
-tests/fake_cuda, lowers them and counts the programs' steps. `python -m tools fusion --left STAGE PRECISION`
-prints what the operators and kernels of one stage move after fusion.
+Counted, not measured: what the lowered programs of one micro-batch read and write, and the calls, launches
+and accumulations that they consist of, in every micro-batch of a mini-batch but the first. Bytes leave out
+matrix products, convolutions and fused attention, except a matrix, other than an accumulator, to which a
+product is added; launches include them. An operator counts as one launch, though it may launch several
+kernels. Sizes: batch {LARGE.batch}, sequence {LARGE.length}, width {LARGE.width}, {LARGE.heads} heads,
+{LARGE.vocab} classes. Precision 'autocast' has fp32 parameters and inputs, and casts to bf16. The graphs are
+those of a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Table, report
-from gpipe_fast.lower.work import Work
-from tools.fusion_process import SIZES, Row
-from tools.stages import LARGE, PRECISIONS, STAGES
+from tabulate import tabulate
 
-ROOT = Path(__file__).parents[1]
-SECONDS = 600
+from bench.measure import Table, report
+from gpipe_fast.fuse.casts import hoist_parameter_casts
+from gpipe_fast.fuse.fuse import fuse
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast.lower.work import Work, count
+from tools.stages import LARGE, PRECISIONS, SMALL, STAGES, Precision, Size, Stage, trace_stage
+
 HEADERS = (
     "stage", "precision", "MB without fusion", "MB with fusion", "removed",
     "launches without fusion", "launches with fusion",
 )  # fmt: skip
-NOTE = (
-    "Counted, not measured: what the lowered programs of one micro-batch read and write, and the calls, "
-    "launches and accumulations that they consist of, in every micro-batch of a mini-batch but the first. "
-    "Bytes leave out matrix products, convolutions and fused attention, except a matrix, other than an "
-    "accumulator, to which a product is added; launches include them. An operator counts as one launch, "
-    "though it may launch several kernels. Sizes: "
-    f"batch {LARGE.batch}, sequence {LARGE.length}, width {LARGE.width}, {LARGE.heads} heads, {LARGE.vocab} "
-    "classes. Precision 'autocast' has fp32 parameters and inputs, and casts to bf16. The graphs are those "
-    "of a GPU of compute capability 9.0.\n"
-)
+
+
+SIZES = {"small": SMALL, "large": LARGE}
+
+Fuse = Callable[[StageGraph], StageGraph]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One program of a stage, before and after fusion."""
+
+    stage: str
+    precision: str
+    program: str
+    before: Work
+    after: Work
+
+
+def fused(graph: StageGraph) -> StageGraph:
+    """Returns the graph with fused kernels."""
+    return fuse(graph).graph
+
+
+def count_stage(
+    stage: Stage, precision: Precision, size: Size, fuse_graph: Fuse
+) -> dict[str, tuple[Work, Work]]:
+    """Returns the work of a stage's forward and recomputing backward, before and after fusion.
+
+    Fusion includes that casts of parameters are moved out of the graphs.
+    """
+    joint = trace_stage(stage, precision, size)
+    plain, hoisted = (split(graph, FULL_RECOMPUTE) for graph in (joint, hoist_parameter_casts(joint)))
+    assert plain.backward is not None
+    assert hoisted.backward is not None
+    pairs = (plain.forward, hoisted.forward), (plain.backward, hoisted.backward)
+    return {before.name: (count(lower(before)), count(lower(fuse_graph(after)))) for before, after in pairs}
+
+
+def rows(size: Size, names: Iterable[str], fuse_graph: Fuse) -> Iterator[Row]:
+    """Counts the named stages in every precision."""
+    for name in names:
+        for precision, how in PRECISIONS.items():
+            for program, (before, after) in count_stage(STAGES[name], how, size, fuse_graph).items():
+                yield Row(name, precision, program, before, after)
+
+
+def count_rows(size: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the fields of the rows of stages, counted in this process."""
+    return [asdict(row) for row in rows(SIZES[size], names, fused)]
 
 
 def run(size: str, names: Sequence[str], runtime: Path) -> list[Row]:
@@ -46,22 +90,11 @@ def run(size: str, names: Sequence[str], runtime: Path) -> list[Row]:
         size: a key of `SIZES`.
         names: keys of `STAGES`.
         runtime: the library of the fake runtime.
-
-    Raises:
-        RuntimeError: the process failed.
     """
-    variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(ROOT)}
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
-    command = [sys.executable, "-W", "ignore", "-m", "tools.fusion_process", size, *names]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"counting {', '.join(names)} failed: {done.stdout}{done.stderr[-3000:]}")
-    return [_row(json.loads(line)) for line in done.stdout.splitlines()]
+    from tools import fake_cuda
 
-
-def _row(found: dict[str, Any]) -> Row:
-    found |= {key: Work(**found[key]) for key in ("before", "after")}
-    return Row(**found)
+    found = fake_cuda.call(runtime, "tools.fusion:count_rows", size, list(names))
+    return [Row(**{**each, **{key: Work(**each[key]) for key in ("before", "after")}}) for each in found]
 
 
 def cells(row: Row) -> list[object]:
@@ -89,34 +122,23 @@ def tables(rows: Iterable[Row]) -> tuple[list[list[object]], Table]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.fusion", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools fusion", description=__doc__)
     parser.add_argument("--left", nargs=2, metavar=("STAGE", "PRECISION"), help="print one stage's operators")
     parser.add_argument("--size", choices=SIZES, default="large")
     options = parser.parse_args(arguments)
-    from tests.fake_cuda.build import build, can_build
+    from tools import fake_cuda
 
-    if not can_build():
-        print("fusion: skipped, needs an extension built with CUDA and the toolkit's headers")
+    if (libraries := fake_cuda.libraries("fusion")) is None:
         return
-    runtime, _ = build()
+    runtime, _ = libraries
     if options.left is not None:
         stage, precision = options.left
         if stage not in STAGES or precision not in PRECISIONS:
             parser.error(f"choose from {', '.join(STAGES)} and {', '.join(PRECISIONS)}")
         for row in run(options.size, [stage], runtime):
             if row.precision == precision:
-                table = Table(row.program, ("name", "MB", "share", "launches"), left(row.after))
-                _print(table)
+                headers = ("name", "MB", "share", "launches")
+                print(f"{row.program}\n\n{tabulate(left(row.after), headers, tablefmt='github')}\n")
         return
     backward, forward = tables(run(options.size, list(STAGES), runtime))
-    report("fusion", "Bytes and launches of stages with fused kernels", HEADERS, backward, NOTE, [forward])
-
-
-def _print(table: Table) -> None:
-    from tabulate import tabulate
-
-    print(f"{table.heading}\n\n{tabulate(list(table.rows), headers=table.headers, tablefmt='github')}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    report(globals(), HEADERS, backward, [forward])

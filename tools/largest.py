@@ -1,4 +1,20 @@
-"""The largest models that fit, with and without GPipe: the paper's table 1 by `GPipe.memory`."""
+"""The largest models that fit, with and without GPipe: the paper's table 1 by `GPipe.memory`.
+
+Table 1 of the GPipe paper (arXiv 1811.06965) beside `GPipe.memory(device="cuda")` on meta tensors:
+nothing runs. Mini-batches are those of the paper, 128 images of 224 x 224 or 32 x 1024 tokens; the
+Transformer has blocks of width 2048 with 32 heads, and 32,000 tokens. A parameter takes 12 bytes, as in
+the paper: itself and two moments of RMSProp in 32 bits; its gradient does not count, and everything
+else is in bfloat16. Naive-1 is one micro-batch, and nothing is recomputed; the others have 32
+micro-batches, and everything is recomputed. An AmoebaNet is cut so that the stage that needs most needs
+least, by the needs of its cells with 256 filters; the paper's models of 36 and 72 cells are left out. Of
+a Transformer, the first stage, the last one and one between are counted. The largest sizes are scaled: an
+AmoebaNet's parameters with the square of its filters and the rest with them; a Transformer's stages lie
+on straight lines through 2 and 4 blocks. The paper does not say how many micro-batches it had, which
+dtype, or how its layers were cut, and it has the two figures of bytes of the Transformer's Naive-1 the
+other way round.
+XLA fuses operators, so that it keeps fewer activations than operators that run one by one: this makes
+most of the difference where nothing is recomputed.
+"""
 
 from __future__ import annotations
 
@@ -263,53 +279,24 @@ def rows(
     return needs, fitting
 
 
-NEEDS = [
-    "",
-    "size",
-    "published parameters, M",
-    "counted, M",
-    "published, for parameters, GB",
-    "12 bytes each, GiB",
-    "published, for activations, GB",
-    "predicted, GiB",
-    "predicted, largest device, GiB",
-]
+NEEDS = (
+    " | size | published parameters, M | counted, M | published, for parameters, GB |"
+    " 12 bytes each, GiB | published, for activations, GB | predicted, GiB | "
+    "predicted, largest device, GiB"
+)
 FITTING = ["", "largest size", "parameters, M", "largest device, GiB", "times Naive-1", "published"]
-
-
-_NOTE = """Table 1 of the GPipe paper (arXiv 1811.06965) beside `GPipe.memory(device="cuda")` on meta tensors:
-nothing runs. Mini-batches are those of the paper, 128 images of 224 x 224 or 32 x 1024 tokens; the
-Transformer has blocks of width 2048 with 32 heads, and 32,000 tokens. A parameter takes 12 bytes, as in
-the paper: itself and two moments of RMSProp in 32 bits; its gradient does not count, and everything
-else is in bfloat16. Naive-1 is one micro-batch, and nothing is recomputed; the others have 32
-micro-batches, and everything is recomputed. An AmoebaNet is cut so that the stage that needs most needs
-least, by the needs of its cells with 256 filters; the paper's models of 36 and 72 cells are left out. Of
-a Transformer, the first stage, the last one and one between are counted. The largest sizes are scaled: an
-AmoebaNet's parameters with the square of its filters and the rest with them; a Transformer's stages lie
-on straight lines through 2 and 4 blocks. The paper does not say how many micro-batches it had, which
-dtype, or how its layers were cut, and it has the two figures of bytes of the Transformer's Naive-1 the
-other way round.
-XLA fuses operators, so that it keeps fewer activations than operators that run one by one: this makes
-most of the difference where nothing is recomputed.
-"""
 
 
 def main() -> None:
     amoebanets = rows(AMOEBANET, 8, amoebanet, largest_amoebanet)
     transformers = rows(TRANSFORMER, 16, transformer, largest_transformer)
     report(
-        "largest",
-        "The largest models that fit, predicted",
+        globals(),
         NEEDS,
         amoebanets[0],
-        _NOTE,
         [
             Table("AmoebaNet-D: the largest that fit into 8 GiB each", FITTING, amoebanets[1], ""),
             Table("Transformer", NEEDS, transformers[0], ""),
             Table("Transformer: the largest that fit into 16 GiB each", FITTING, transformers[1], ""),
         ],
     )
-
-
-if __name__ == "__main__":
-    main()

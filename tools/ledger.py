@@ -1,8 +1,8 @@
 """What each mechanism gains that exists to make something faster or smaller: figures with and without it.
 
-`python -m tools ledger` runs the same calls in processes that alternate, each with one mechanism turned off,
-and counts the bytes of stages on GPUs without each part of their fusion. `docs/architecture.md` says what
-follows.
+Each figure but those of the first row: {HOW} of {ROUNDS} processes, which alternate. Two stages, 4
+micro-batches, one thread for each stage; lines of code by `.ci/count_lines.py`. Lines of tests are those of
+files that test the mechanism alone. A further length is the fourth to sixth.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench import process
 from bench.measure import ROOT, Ratio, Table, report
 from bench.progress import shown
 
@@ -110,7 +108,7 @@ def _without_regions() -> None:
 
 
 def _casts_in_graphs() -> None:
-    _replace("tools.fusion_process", "hoist_parameter_casts", lambda joint: joint)
+    _replace("tools.fusion", "hoist_parameter_casts", lambda joint: joint)
 
 
 ALL_ON, BYTE_LIMITS = "all on", "byte limits of plans"
@@ -163,11 +161,7 @@ ON_GPUS = [
     )
     for name in ("losses", "rotary", "stacks", "products")
 ] + [
-    Mechanism(
-        "regions",
-        [f"{FUSE}regions/*.py", "tests/**/regions/*.py"],
-        _without_regions,
-    ),
+    Mechanism("regions", [f"{FUSE}regions/*.py", "tests/**/regions/*.py"], _without_regions),
     Mechanism(
         "casts of parameters once a run",
         [f"{FUSE}casts.py", "csrc/program/parameter_casts.*", "tests/**/*casts*.py"],
@@ -237,25 +231,13 @@ def measure(name: str) -> dict[str, float]:
 
 def count() -> dict[str, dict[str, float]]:
     """Returns the megabytes and launches of stages on a GPU, in a process with the fake CUDA runtime."""
-    from tools import fusion_process
+    from tools import fusion
     from tools.stages import LARGE
 
     found = {}
-    for row in fusion_process.rows(LARGE, GPU_STAGES, fusion_process.fused):
+    for row in fusion.rows(LARGE, GPU_STAGES, fusion.fused):
         what = f"{row.stage}, {row.precision}" + ", forward" * (row.program == "forward")
         found[what] = {"MB": row.after.moved / 1e6, "launches": row.after.launches}
-    return found
-
-
-def _run(name: str, kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tools.ledger", kind, name],
-        env={**environment, "OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -283,7 +265,7 @@ def cpu_rows(rounds: int) -> list[list[object]]:
     runs: dict[str, list[dict[str, float]]] = {ALL_ON: [], **{each.name: [] for each in ON_CPUS}}
     for _ in shown(range(rounds), "rounds of processes"):
         for name, found in runs.items():
-            found.append(_run(name, "measure", os.environ))
+            found.append(process.call("tools.ledger:without", name, "measure"))
 
     def ratio(name: str, key: str) -> str:
         if key not in runs[name][0]:
@@ -297,11 +279,15 @@ def cpu_rows(rounds: int) -> list[list[object]]:
 
 def gpu_rows(runtime: Path) -> list[list[object]]:
     """Returns a row for each part of fusion: its lines, and the stages of which it removes bytes."""
-    environment = {**os.environ, "LD_PRELOAD": str(runtime)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    with_all = _run(ALL_ON, "count", environment)
+    from tools import fake_cuda
+
+    def counted(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = fake_cuda.call(runtime, "tools.ledger:without", name, "count")
+        return found
+
+    with_all = counted(ALL_ON)
     return [
-        [each.name, *lines(each), *_difference(with_all, _run(each.name, "count", environment))]
+        [each.name, *lines(each), *_difference(with_all, counted(each.name))]
         for each in shown(ON_GPUS, "parts of fusion")
     ]
 
@@ -317,19 +303,20 @@ def _difference(with_it: Mapping[str, Any], without: Mapping[str, Any]) -> list[
     ]
 
 
-def main(arguments: Sequence[str] = ()) -> None:
-    if arguments:
-        kind, name = arguments
-        for each in (*ON_CPUS, *ON_GPUS):
-            if each.name == name:
-                each.off()
-        print(json.dumps(measure(name) if kind == "measure" else count()))
-        return
-    from tests.fake_cuda.build import build, can_build
+def without(name: str, kind: str) -> dict[str, Any]:
+    """Measures or counts in this process without the mechanism of a name."""
+    for each in (*ON_CPUS, *ON_GPUS):
+        if each.name == name:
+            each.off()
+    return measure(name) if kind == "measure" else count()
+
+
+def main() -> None:
+    from tools import fake_cuda
 
     rows = cpu_rows(ROUNDS)
     tables: list[Table] = []
-    if can_build():
+    if libraries := fake_cuda.libraries("ledger, on GPUs"):
         headers = (
             "part",
             "lines",
@@ -339,18 +326,5 @@ def main(arguments: Sequence[str] = ()) -> None:
             "stages with 5% more bytes",
         )
         note = "Bytes of a stage's forward or recomputing backward, as in fusion.md, without it / with it."
-        tables = [Table("On GPUs", headers, gpu_rows(build()[0]), note)]
-    report(
-        "ledger",
-        "What mechanisms gain that make something faster or smaller",
-        ["mechanism", "lines", "of tests", *CPU_FIGURES.values()],
-        rows,
-        f"Each figure but those of the first row: {HOW} of {ROUNDS} processes, which alternate. Two stages, "
-        "4 micro-batches, one thread for each stage; lines of code by `.ci/count_lines.py`. Lines of "
-        "tests are those of files that test the mechanism alone. A further length is the fourth to sixth.\n",
-        tables,
-    )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        tables = [Table("On GPUs", headers, gpu_rows(libraries[0]), note)]
+    report(globals(), ["mechanism", "lines", "of tests", *CPU_FIGURES.values()], rows, tables)

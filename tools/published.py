@@ -1,4 +1,13 @@
-"""The published tables of GPipe and torchgpipe, computed by `simulate` from counted costs of their layers."""
+"""The published tables of GPipe and torchgpipe, computed by `simulate` from counted costs of their layers.
+
+`simulate` with counted costs: nothing runs, and nothing is fitted to the published figures. An
+operator of a layer's forward takes as long as its operations or its bytes at the speeds of the device's
+data sheet, whichever is longer, counted on meta tensors of the micro-batch's size; a layer takes the sum. A
+backward takes twice as long as a forward, a recompute as long as a forward. A boundary tensor takes its
+bytes divided by the speed of the link. Backwards are not split, as in both libraries: a boundary gradient
+is sent after the whole backward. Not modelled: kernel launches, Python, the loss, the optimizer, shared
+links, and the lower efficiency of small kernels.
+"""
 
 from __future__ import annotations
 
@@ -294,8 +303,7 @@ TABLE_2 = [
         images_224,
         TPU,
         _paper(
-            128,
-            dict(zip(_keys(1, 4, 32), [1, 1.13, 1.38, 1.07, 1.26, 1.72, 1.21, 1.84, 3.48], strict=True)),
+            128, dict(zip(_keys(1, 4, 32), [1, 1.13, 1.38, 1.07, 1.26, 1.72, 1.21, 1.84, 3.48], strict=True))
         ),
     ),
     Published(
@@ -384,32 +392,14 @@ TIMELINE = [
 ]
 
 
-_BY_CUT = [
-    "model",
-    "setting",
-    "published",
-    "cut by operations",
-    "ratio to published",
-    "cut by time",
-    "ratio to published",
-]
-_SPEEDS = [
-    "model",
-    "setting",
-    "simulated, samples/s",
-    "published, samples/s",
-    "simulated speed-up",
-    "published speed-up",
-    "ratio",
-]
-_NOTE = """`simulate` with counted costs: nothing runs, and nothing is fitted to the published figures. An
-operator of a layer's forward takes as long as its operations or its bytes at the speeds of the device's
-data sheet, whichever is longer, counted on meta tensors of the micro-batch's size; a layer takes the sum. A
-backward takes twice as long as a forward, a recompute as long as a forward. A boundary tensor takes its
-bytes divided by the speed of the link. Backwards are not split, as in both libraries: a boundary gradient
-is sent after the whole backward. Not modelled: kernel launches, Python, the loss, the optimizer, shared
-links, and the lower efficiency of small kernels.
-"""
+_BY_CUT = (
+    "model | setting | published | cut by operations | ratio to published | cut by time | ratio to published"
+)
+_SPEEDS = (
+    "model | setting | simulated, samples/s | published, samples/s | simulated "
+    "speed-up | published speed-up | ratio"
+)
+
 _TPU_NOTE = """Throughput relative to K = 2, M = 1. Everything is recomputed; mini-batches have 128 images
 of 224 x 224 or 32 x 1024 tokens, as in the paper's table 1. The Transformer has blocks of width 2048 with
 32 heads, and 32,000 tokens. The paper cuts the layers so that the estimated costs of the stages vary least.
@@ -481,15 +471,4 @@ def main() -> None:
         ]
         for each in (P40, P100, TPU)
     ]
-    report(
-        "published",
-        "Published tables, simulated",
-        ["device", "TFLOP/s", "memory, GB/s", "link, GB/s", "type"],
-        devices,
-        _NOTE,
-        tables,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    report(globals(), ["device", "TFLOP/s", "memory, GB/s", "link, GB/s", "type"], devices, tables)

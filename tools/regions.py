@@ -11,51 +11,82 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import triton
+from bench.measure import RESULTS
+from gpipe_fast.fuse.casts import hoist_parameter_casts
+from gpipe_fast.fuse.cubin import KernelSource, compile_kernel, generated_from, kernel_of
+from gpipe_fast.fuse.cubins import sources_of
+from gpipe_fast.fuse.fuse import fuse_alike
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
+from gpipe_fast.lower.split import split
+from tools import compiled
+from tools.compiled import CAPABILITIES, TRITON_VERSIONS, Measured, cells, of_both_versions, resource_usage
+from tools.stages import LARGE, PRECISIONS, STAGES, trace_stage
 
-from gpipe_fast.fuse.cubin import compile_kernel
-from tools.compiled import CAPABILITIES, TRITON_VERSIONS, in_processes, resource_usage
-from tools.regions_process import Generated
-
-ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "bench" / "results" / "regions.md"
-SECONDS = 600
+TABLE = RESULTS / "regions.md"
 # Kernels per task of a worker process.
 _CHUNK = 8
 _MAX_NAMES = 4
 
-# Registers and spilled bytes of a thread, by the kernel's name and the GPU's capability.
-Measured = dict[tuple[str, int], tuple[int, int]]
+
+@dataclass(frozen=True)
+class Generated:
+    """A generated kernel.
+
+    Attributes:
+        name: its name.
+        text: its source.
+        used_in: the stages, precisions and graphs that launch it.
+        others: the other fields of `KernelSource`.
+    """
+
+    name: str
+    text: str
+    used_in: tuple[str, ...]
+    others: dict[str, object]
+
+    def source(self) -> KernelSource:
+        """Returns what the compiler needs."""
+        pairs = {k: tuple(map(tuple, self.others[k])) for k in ("signature", "constants")}  # type: ignore[call-overload]
+        kernel = kernel_of(self.name, self.text)
+        return KernelSource(kernel, **{**self.others, **pairs})  # type: ignore[arg-type]
+
+
+def generated_kernels() -> list[Generated]:
+    """Returns the generated kernels of all stages in all precisions, each once."""
+    found: dict[str, Generated] = {}
+    for stage_name, stage in STAGES.items():
+        for mode, precision in PRECISIONS.items():
+            parts = split(hoist_parameter_casts(trace_stage(stage, precision, LARGE)), FULL_RECOMPUTE)
+            assert parts.backward is not None
+            for fused in fuse_alike(parts.forward, parts.backward, lambda _: None, lambda _: False):
+                for launch in fused.launches():
+                    text = generated_from(launch.kernel.fn)
+                    if text is None:
+                        continue
+                    fields = vars(sources_of(launch)[0])
+                    others = {k: v for k, v in fields.items() if k != "kernel"}
+                    key = repr((launch.name, others))
+                    used = f"{stage_name}, {mode}"
+                    before = found[key].used_in if key in found else ()
+                    used_in = before if used in before else (*before, used)
+                    found[key] = Generated(launch.kernel.fn.__name__, text, used_in, others)
+    return list(found.values())
+
+
+def kernel_fields() -> list[dict[str, object]]:
+    """Returns the fields of the generated kernels."""
+    return [asdict(kernel) for kernel in generated_kernels()]
 
 
 def kernels(runtime: Path) -> list[Generated]:
-    """Returns the generated kernels of all stages.
+    """Returns the generated kernels of all stages, found in a process with the fake runtime."""
+    from tools import fake_cuda
 
-    Args:
-        runtime: the library of the fake runtime.
-
-    Raises:
-        RuntimeError: the process that traces the stages failed.
-    """
-    return read_kernels(_run("regions_process", runtime))
-
-
-def _run(module: str, runtime: Path, *words: str) -> str:
-    """Runs a module of bench/ on the fake runtime, and returns what it prints."""
-    variables = {"LD_PRELOAD": str(runtime), "PYTHONPATH": str(ROOT)}
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
-    command = [sys.executable, "-W", "ignore", "-m", f"tools.{module}", *words]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"{module} failed: {done.stderr[-3000:]}")
-    return done.stdout
+    return [Generated(**each) for each in fake_cuda.call(runtime, "tools.regions:kernel_fields")]
 
 
 def read_kernels(text: str) -> list[Generated]:
@@ -64,23 +95,18 @@ def read_kernels(text: str) -> list[Generated]:
 
 
 def measure(chosen: Sequence[Generated]) -> Measured:
-    """Compiles kernels with the installed Triton for all capabilities."""
+    """Returns registers and spilled bytes of kernels, compiled with the installed Triton."""
     return {
-        (kernel.name, capability): resource_usage(compile_kernel(kernel.source(), capability).asm["cubin"])
+        (kernel.name, capability): tuple(
+            map(str, resource_usage(compile_kernel(kernel.source(), capability).asm["cubin"]))
+        )
         for kernel, capability in itertools.product(chosen, CAPABILITIES)
     }
 
 
 def read_table(version: str) -> Measured:
     """Returns the numbers in the table of one of the versions of Triton."""
-    index, found = TRITON_VERSIONS.index(version), {}
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else ():
-        if match := re.match(r"\| `(\w+)` \| .* \| sm_(\d+) \| (.*) \| (.*) \|$", line):
-            pair = [cell.split(" / ") for cell in match.groups()[2:]]
-            numbers = [cell[index % len(cell)] for cell in pair]
-            if "?" not in numbers:
-                found[match[1], int(match[2])] = int(numbers[0]), int(numbers[1])
-    return found
+    return compiled.read_table(version, TABLE, r"\| `(\w+)` \| .* \| sm_(\d+) \| (.*) \|$")
 
 
 def table(chosen: Sequence[Generated], measured: Mapping[str, Measured]) -> str:
@@ -97,45 +123,29 @@ def table(chosen: Sequence[Generated], measured: Mapping[str, Measured]) -> str:
         "|---|---|---|---|---|",
     ]
     for kernel, capability in itertools.product(chosen, CAPABILITIES):
-        found = [measured[v].get((kernel.name, capability)) for v in TRITON_VERSIONS]
-        texts = [("?", "?") if pair is None else tuple(map(str, pair)) for pair in found]
-        cells = (" / ".join(dict.fromkeys(numbers)) for numbers in zip(*texts, strict=True))
         used = kernel.used_in
         more = f" and {len(used) - _MAX_NAMES} more" if len(used) > _MAX_NAMES else ""
+        numbers = cells(measured, (kernel.name, capability), 2)
         where = "; ".join(used[:_MAX_NAMES]) + more
-        lines.append(f"| `{kernel.name}` | {where} | sm_{capability} | {' | '.join(cells)} |")
+        lines.append(f"| `{kernel.name}` | {where} | sm_{capability} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.regions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools regions", description=__doc__)
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="compile the kernels in FILE")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the kernels to FILE, too")
-    parser.add_argument(
-        "--seconds", type=int, metavar="BLOCKS", help="time the compilation of a stage of GPT blocks instead"
-    )
     options = parser.parse_args(arguments)
-    if triton.__version__ not in TRITON_VERSIONS:
-        sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
     if options.kernels is not None:
         chosen = read_kernels(options.kernels.read_text())
     else:
-        from tests.fake_cuda.build import build, can_build
+        from tools import fake_cuda
 
-        if not can_build():
-            print("regions: skipped, needs an extension built with CUDA and the toolkit's headers")
+        if (libraries := fake_cuda.libraries("regions")) is None:
             return
-        if options.seconds is not None:
-            print(_run("regions_compile", build()[0], str(options.seconds)), end="")
-            return
-        chosen = kernels(build()[0])
+        chosen = kernels(libraries[0])
     if options.write is not None:
         options.write.write_text("".join(json.dumps(vars(kernel)) + "\n" for kernel in chosen))
-    others = {version: read_table(version) for version in TRITON_VERSIONS}
-    text = table(chosen, {**others, triton.__version__: in_processes(measure, chosen, _CHUNK)})
+    text = table(chosen, of_both_versions(read_table, measure, chosen, _CHUNK))
     TABLE.write_text(text)
     print(text)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -321,10 +321,7 @@ def _lraspp(model: Any, size: Sequence[int]) -> Layers:
             function = _apply_to_second
         if name == names["low"]:
             function = _input_and_output
-    yield (
-        "classifier",
-        Apply(lambda pair, head: head({"low": pair[0], "high": pair[1]}), model.classifier),
-    )
+    yield ("classifier", Apply(lambda pair, head: head({"low": pair[0], "high": pair[1]}), model.classifier))
     yield "resize", Apply(_resize(size))
 
 

@@ -3,6 +3,11 @@
 Bytes are counted on meta tensors. An operator reads its inputs and writes its outputs, each storage once;
 views and allocations move nothing. A kernel reads its arguments, except tensors that are allocated but not
 yet written: it writes these, and the tensors that it updates in place.
+
+Counted, not measured: bytes that operators and kernels read and write for {millions} M elements. Unfused:
+PyTorch recomputes the forward, then computes the gradients, one operator at a time. Fused: one kernel,
+including partial sums and their addition; rotary embedding has one launch each for forward and backward.
+Cross-entropy with the linear layer saves memory: the full logits never exist.
 """
 
 from __future__ import annotations
@@ -171,17 +176,8 @@ def row(case: KernelCase, dtype: str, elements: int = ELEMENTS) -> list[object]:
 
 def main() -> None:
     report(
-        "traffic",
-        "Bytes of the backward of a recomputed segment",
+        globals(),
         ["function", "dtype", "unfused, bytes per element", "fused", "saving"],
         [row(case, dtype) for case in all_cases().values() for dtype in DTYPES],
-        f"Counted, not measured: bytes that operators and kernels read and write for {ELEMENTS >> 20} M "
-        "elements. Unfused: PyTorch recomputes the forward, then computes the gradients, one operator at a "
-        "time. Fused: one kernel, including partial sums and their addition; rotary embedding has one launch "
-        "each for forward and backward. Cross-entropy with the linear layer saves memory: the full logits "
-        "never exist.\n",
+        millions=ELEMENTS >> 20,
     )
-
-
-if __name__ == "__main__":
-    main()

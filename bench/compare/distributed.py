@@ -1,4 +1,14 @@
-"""Steps of two processes, compared with torch.distributed.pipelining under the same schedules."""
+"""Steps of two processes, compared with torch.distributed.pipelining under the same schedules.
+
+{case.count} GPT blocks of width {case.width}, 8 heads, {case.batch} x {case.length} tokens per micro-batch, M
+= {case.chunks}; a step without an update. Each candidate has {STAGES} processes with one intra-op thread.
+Tensors travel by gloo, through the loopback device or between network namespaces, where a relay adds the
+delay in each direction and `tc tbf` limits the rate. The other candidate recomputes by non-reentrant
+torch.utils.checkpoint. Candidates alternate; medians of {ROUNDS} steps. Gradients are compared with those of
+the plain loop with one thread, which adds them up in the order of the schedule: ours must be equal, others
+may differ by {TOLERANCE:.0e} of the largest element of their tensor. The load average was {before} before and
+{after} after; this benchmark alone makes it about 2.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +17,18 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.compare.network import Host, NoNetworkError, network
-from bench.compare.step import OURS, PAUSE, PIPELINING, STAGES, Case, reference_gradients
-from bench.measure import Ratio, Table, report, samples, timing
-from bench.peers import (
-    TOLERANCE,
-    Candidate,
-    ProcessCandidate,
-    TorchPipelining,
-    describe_difference,
-    gradients_agree,
-    relative_difference,
-    weighted_sum,
-)
+from bench.compare.step import OURS, PAUSE, PIPELINING, STAGES, Case
+from bench.comparison import Outcome, compare, gradients, one_thread
+from bench.measure import Ratio, Table, report
+from bench.peers import Candidate, ProcessCandidate, TorchPipelining, weighted_sum
 
 ROUNDS = 25
 SCHEDULES = ("gpipe", "1f1b")
@@ -112,27 +114,12 @@ def make(number: int, name: str, case: Case, schedule: str, hosts: Sequence[Host
 def wanted_gradients(case: Case, schedule: str) -> list[Tensor]:
     """Returns the gradients of the plain loop with one thread, added up in the order of the schedule."""
     if schedule == "gpipe":
-        return reference_gradients(case)
+        return case.reference_gradients()
     model = nn.Sequential(*itertools.chain(*case.stages()))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for input, gradient in zip(*(x.chunk(case.chunks) for x in case.data()), strict=True):
-        model(input).backward(gradient)
-    torch.set_num_threads(before)
+    with one_thread():
+        for input, gradient in zip(*(x.chunk(case.chunks) for x in case.data()), strict=True):
+            model(input).backward(gradient)
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@dataclass
-class Result:
-    """The measurements of one candidate.
-
-    Attributes:
-        off: relative gradient difference (see `relative_difference`).
-        times: microseconds of each step; empty if the gradients are wrong.
-    """
-
-    off: float = 0.0
-    times: list[float] = field(default_factory=list)
 
 
 def free_port() -> int:
@@ -143,29 +130,20 @@ def free_port() -> int:
         return port
 
 
-def measure(case: Case, schedule: str, link: Link, rounds: int) -> dict[str, Result]:
+def measure(case: Case, schedule: str, link: Link, rounds: int) -> dict[str, Outcome]:
     """Compares the gradients of two steps, then times the candidates whose gradients are right.
 
     Raises:
         NoNetworkError: this machine cannot make the hosts of the link.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         hosts = stack.enter_context(link.hosts())
         candidates = {}
         for name in (OURS, PIPELINING):
             arguments = name, case, schedule, hosts, free_port()
             candidates[name] = ProcessCandidate(make, arguments, threads=1, processes=STAGES)
             stack.callback(candidates[name].close)
-        wanted = wanted_gradients(case, schedule)
-        results = {name: Result() for name in candidates}
-        for name, candidate in candidates.items():
-            for _ in range(2):
-                candidate()
-                results[name].off = max(results[name].off, relative_difference(candidate.gradients(), wanted))
-        right = {n: c for n, c in candidates.items() if gradients_agree(n, results[n].off)}
-        for name, times in samples(right, rounds, pause=PAUSE).items():
-            results[name].times = times
-        return results
+        return compare(candidates, wanted_gradients(case, schedule), rounds, pause=PAUSE)
 
 
 HEADERS = [
@@ -179,13 +157,12 @@ HEADERS = [
 ]
 
 
-def row(link: Link, schedule: str, results: dict[str, Result]) -> list[object]:
+def row(link: Link, schedule: str, results: dict[str, Outcome]) -> list[object]:
     """Returns a row of the table; a candidate whose gradients are wrong gets no time."""
     ours, theirs = results[OURS], results[PIPELINING]
-    times = [timing(result.times).ms() if result.times else "-" for result in (ours, theirs)]
     ratio = str(Ratio.of(theirs.times, ours.times)) if ours.times and theirs.times else "-"
-    offs = [describe_difference(name, result.off) for name, result in results.items()]
-    return [link.name, schedule, *times, ratio, *offs]
+    offs = [gradients(name, each) for name, each in results.items()]
+    return [link.name, schedule, ours.ms(), theirs.ms(), ratio, *offs]
 
 
 def rows(case: Case, links: Sequence[Link], rounds: int) -> list[list[object]]:
@@ -209,19 +186,9 @@ def main() -> None:
     large, small = (rows(case, LINKS, ROUNDS) for case in CASES.values())
     case, tiny = CASES.values()
     report(
-        "distributed",
-        "Steps of two processes, full recomputation",
+        globals(),
         HEADERS,
         large,
-        f"{case.count} GPT blocks of width {case.width}, 8 heads, {case.batch} x {case.length} tokens per "
-        f"micro-batch, M = {case.chunks}; a step without an update. Each candidate has {STAGES} processes "
-        "with one intra-op thread. Tensors travel by gloo, through the loopback device or between network "
-        "namespaces, where a relay adds the delay in each direction and `tc tbf` limits the rate. The other "
-        "candidate recomputes by non-reentrant torch.utils.checkpoint. Candidates alternate; medians of "
-        f"{ROUNDS} steps. Gradients are compared with those of the plain loop with one thread, which adds "
-        f"them up in the order of the schedule: ours must be equal, others may differ by {TOLERANCE:.0e} of "
-        f"the largest element of their tensor. The load average was {before} before and {load()} after; this "
-        "benchmark alone makes it about 2.\n",
         [
             Table(
                 "Little work: messages and waits take most of the time",
@@ -230,8 +197,7 @@ def main() -> None:
                 f"The same with blocks of width {tiny.width} and {tiny.batch} x {tiny.length} tokens.\n",
             )
         ],
+        case=case,
+        before=before,
+        after=load(),
     )
-
-
-if __name__ == "__main__":
-    main()

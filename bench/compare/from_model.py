@@ -1,14 +1,15 @@
 """`GPipe.from_model` on models of transformers: what is recorded, times, and memory to load a large one.
 
-`python -m bench.compare.from_model NAME` measures one model, or the loading, in this process.
+Models of transformers with 4 blocks of width 128, or 2 and 2, in two stages on the CPU with one thread each;
+{BATCH} samples, of {LENGTH} tokens or 64 patches, in {CHUNKS} micro-batches; checkpoint='except_last'. A
+first call includes the step. Steps: median and 20th and 80th percentile of {ROUNDS}, by turns with the plain
+model over the same micro-batches, which recomputes nothing and has one thread. Each model has a process of
+its own.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.compare.memory import Memory
-from bench.measure import ROOT, Table, report, samples, timing
+from bench import process, resident
+from bench.measure import Table, report, samples, timing
 from gpipe_fast import GPipe
 
 CHUNKS, BATCH, LENGTH, VOCABULARY = 4, 8, 64, 1000
@@ -127,9 +128,7 @@ def load_large() -> dict[str, float]:
 
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.int64, device="meta")
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "-m", "bench.compare.from_model", "save", folder], check=True, cwd=ROOT
-        )
+        process.call("bench.compare.from_model:save_large", folder)
         # The first call of from_model imports what PyTorch needs to trace.
         small = {**LARGE, "hidden_size": 64, "num_hidden_layers": 2}
         GPipe.from_model(
@@ -138,8 +137,8 @@ def load_large() -> dict[str, float]:
             devices=["cpu"] * 2,
             balance=[1, 1],
         )
-        before = Memory.present()
-        Memory.reset_peak()
+        before = resident.present()
+        resident.reset_peak()
         pipe = GPipe.from_model(
             make("meta"),
             kwargs={"input_ids": tokens, "labels": tokens},
@@ -153,7 +152,7 @@ def load_large() -> dict[str, float]:
         return {
             "parameters": sum(x.numel() for x in pipe.parameters()),
             "weights": weights,
-            "peak": Memory.peak() - before,
+            "peak": resident.peak() - before,
         }
 
 
@@ -169,62 +168,28 @@ def save_large(folder: str) -> None:
     model.save_pretrained(folder, max_shard_size="1GB")
 
 
-def _in_new_process(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.compare.from_model", name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
-    found = {name: _in_new_process(name) for name in MODELS}
+    found = {name: process.call("bench.compare.from_model:measure", name) for name in MODELS}
     rows = [
         [name, *(f"{v:.2f}" if isinstance(v, float) else v for v in each.values())]
         for name, each in found.items()
     ]
-    large = _in_new_process("large")
+    large = process.call("bench.compare.from_model:load_large")
+    weights, peak = large["weights"], large["peak"]
+    large_row = [f"{large['parameters']:,}", round(weights), round(peak), f"{peak / weights:.2f}"]
     report(
-        "from_model",
-        "Models by GPipe.from_model",
-        [
-            "model",
-            "functions between modules",
-            "modules called",
-            "from_model, s",
-            "first call, s",
-            "step, ms",
-            "plain loop, ms",
-        ],
+        globals(),
+        "model | functions between modules | modules called | from_model, s | first call,"
+        " s | step, ms | plain loop, ms",
         rows,
-        f"Models of transformers with 4 blocks of width 128, or 2 and 2, in two stages on the CPU with one "
-        f"thread each; {BATCH} samples, of {LENGTH} tokens or 64 patches, in {CHUNKS} micro-batches; "
-        "checkpoint='except_last'. A first call includes the step. Steps: median and 20th and 80th "
-        f"percentile of {ROUNDS}, by turns with the plain model over the same micro-batches, which "
-        "recomputes nothing and has one thread. Each model has a process of its own.\n",
         [
             Table(
                 "Loading",
                 ["parameters", "weights, MiB", "peak, MiB", "peak, relative to the weights"],
-                [
-                    [
-                        f"{large['parameters']:,}",
-                        round(large["weights"]),
-                        round(large["peak"]),
-                        f"{large['peak'] / large['weights']:.2f}",
-                    ]
-                ],
+                [large_row],
                 "A Llama in bfloat16, built on the meta device, made a pipeline, and loaded from a folder of "
                 "safetensors files with an index. The peak is that of resident memory from before the model "
                 "is built until it is loaded.",
             )
         ],
     )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    name, *options = sys.argv[1:]
-    if name == "save":
-        save_large(*options)
-    else:
-        print(json.dumps(load_large() if name == "large" else measure(name)))

@@ -1,4 +1,14 @@
-"""Step time against peak memory of GPT blocks at nine shares of activations, beside torch.compile."""
+"""Step time against peak memory of GPT blocks at nine shares of activations, beside torch.compile.
+
+{CASE.count} GPT blocks of width {CASE.width}, 8 heads, {CASE.chunks} micro-batches of {CASE.batch} x
+{CASE.length} tokens; forward and backward from a given output gradient. gpipe_fast has K = {STAGES} stages
+with one thread each, or one stage with two; the others are plain loops over the micro-batches with two
+threads, compiled by torch.compile(backend={CASE.backend!r}) where it says so. 0 is 'always', 1 is 'never'.
+Every candidate has its own process; candidates alternate; medians of {ROUNDS} steps. Gradients are compared
+with the plain loop's with one thread: ours with one thread must be equal, others may differ by
+{TOLERANCE:.0e} of the largest element of their tensor. Peak memory is what a step needs beyond parameters,
+input and imported modules; for the others, also beyond what compilation left.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +16,23 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
 from xml.sax.saxutils import escape
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
+from torch import nn
 
-from bench.compare.step import Result
-from bench.measure import ROOT, Ratio, Table, report, samples, timing
-from bench.models.gpt import blocks
-from bench.peers import (
-    TOLERANCE,
-    Candidate,
-    Forward,
-    ProcessCandidate,
-    Step,
-    checkpointed,
-    describe_difference,
-    gradients_agree,
-    looped,
-    relative_difference,
-)
+from bench.compare.step import LOOP, OURS, PAUSE, ROUNDS, STAGES, Case
+from bench.comparison import Comparison, Opened, Outcome, gradients, one_thread
+from bench.measure import ROOT, Table, report
+from bench.peers import Candidate, Forward, ProcessCandidate, Step, checkpointed, looped
 from gpipe_fast import GPipe
 from gpipe_fast.lower.ladder import Ladder, bytes_of
 from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
-STAGES, ROUNDS, PAUSE = 2, 15, 0.05
 SHARES = [i / 8 for i in range(9)]
-OURS, LOOP = "gpipe_fast", "plain loop"
 COMPILED, RECOMPUTING, BUDGET = (
     "torch.compile",
     "torch.compile, torch.utils.checkpoint",
@@ -46,53 +43,14 @@ ONE_STAGE = "one stage of gpipe_fast, checkpoint="
 PEERS = [ONE_STAGE + "0", ONE_STAGE + "0.5", LOOP, COMPILED, RECOMPUTING, BUDGET]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A training step of GPT blocks with 8 heads in two stages.
-
-    Attributes:
-        chunks: the number of micro-batches.
-        batch: the number of sequences in a micro-batch.
-        length: the length of each sequence.
-        width: the width of the blocks.
-        count: the number of blocks.
-        backend: the backend of torch.compile.
-    """
-
-    chunks: int = 8
-    batch: int = 2
-    length: int = 128
-    width: int = 256
-    count: int = 6
-    backend: str = "inductor"
-
-    def stages(self) -> list[nn.Sequential]:
-        """Returns the stages; their parameters are the same in every process."""
-        torch.manual_seed(0)
-        layers, size = blocks(self.count, self.width), self.count // STAGES
-        return [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(STAGES)]
-
-    def data(self) -> tuple[Tensor, Tensor]:
-        """Returns the mini-batch and the gradient of its output."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (self.batch * self.chunks, self.length, self.width)
-        input, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
-        return input, gradient
-
-
-@dataclass
-class Timed(Result):
-    """The measurements of one candidate.
-
-    Attributes:
-        times: the microseconds of each round; none if the gradients are wrong.
-    """
-
-    times: Sequence[float] = field(default_factory=list)
+CASE = Case(recompute=False, count=6)
 
 
 def name_of(share: float) -> str:
     return f"{OURS}, checkpoint={share:g}"
+
+
+NAMES = [*map(name_of, SHARES), *PEERS]
 
 
 def make(number: int, name: str, case: Case) -> Candidate:
@@ -102,7 +60,7 @@ def make(number: int, name: str, case: Case) -> Candidate:
     a step of the case, so that what compilation leaves does not count.
     """
     if OURS in name:
-        build(name, replace(case, chunks=2, batch=1, length=8, width=8, count=STAGES))()
+        build(name, case.tiny())()
         return build(name, case)
     step = build(name, case)
     step()
@@ -134,57 +92,31 @@ def build(name: str, case: Case) -> Step:
     return Step(model.parameters(), forward, input, gradient)
 
 
-def reference_gradients(case: Case) -> list[Tensor]:
-    """Returns the gradients of the plain loop with one thread."""
-    step = build(LOOP, case)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    step()
-    torch.set_num_threads(before)
-    return step.gradients()
+def comparison(case: Case, names: Sequence[str]) -> Comparison:
+    """Returns the comparison of candidates, each in a process of its own."""
 
-
-def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Timed]:
-    """Compares the gradients of a step, then times the candidates whose gradients are right, by turns."""
-    with contextlib.ExitStack() as stack:
-        wanted = reference_gradients(case)
-        candidates: dict[str, ProcessCandidate] = {}
-        results: dict[str, Timed] = {}
+    def opened(stack: ExitStack) -> Opened:
+        candidates = {}
         for name in names:
             threads = 1 if name.startswith(OURS) else STAGES
             candidates[name] = ProcessCandidate(make, (name, case), threads)
             stack.callback(candidates[name].close)
-        for name, candidate in candidates.items():
-            candidate()
-            results[name] = Timed(relative_difference(candidate.gradients(), wanted))
-            results[name].peak_bytes = candidate.peak_bytes()
-        correct = {n: c for n, c in candidates.items() if gradients_agree(n, results[n].off)}
-        for name, times in samples(correct, rounds, pause=PAUSE).items():
-            results[name].times, results[name].timing = times, timing(times)
-    return results
+        return candidates, case.reference_gradients()
+
+    return Comparison(
+        "step of GPT blocks, by share kept, and torch.compile", names, opened, ROUNDS, pause=PAUSE
+    )
 
 
-HEADERS = [
-    "candidate",
-    "ms: median [p20, p80]",
-    "time / 'never': median of pairs [95%]",
-    "peak memory, MiB",
-    "gradients",
-]
+HEADERS = ["candidate", "ms: median [p20, p80]", "time / 'never'", "peak memory, MiB", "gradients"]
 
 
-def rows(results: Mapping[str, Timed]) -> list[list[object]]:
+def rows(results: Mapping[str, Outcome]) -> list[list[object]]:
     """Returns one row per candidate; one whose gradients are wrong gets no time."""
-    never = results[name_of(1.0)].times
+    never = results[name_of(1.0)]
     return [
-        [
-            name,
-            result.timing.ms() if result.timing else "-",
-            str(Ratio.of(result.times, never)) if result.times and never else "-",
-            "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
-            describe_difference(name, result.off),
-        ]
-        for name, result in results.items()
+        [name, each.ms(), each.over(never), each.peak(), gradients(name, each)]
+        for name, each in results.items()
     ]
 
 
@@ -192,12 +124,10 @@ def ladder_rows(case: Case) -> list[list[object]]:
     """Returns, for each share, the bytes that a stage saves, and the predicted time of its recompute."""
     layers = case.stages()[0]
     input = torch.empty(case.batch, case.length, case.width, requires_grad=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    joint = trace(list(layers), (input,), ())
-    assert not isinstance(joint, Untraceable)
-    ladder, whole = Ladder.of(joint), 0
-    torch.set_num_threads(before)
+    with one_thread():
+        joint = trace(list(layers), (input,), ())
+        assert not isinstance(joint, Untraceable)
+        ladder, whole = Ladder.of(joint), 0
     values = {node.name: node.meta.get("val") for node in joint.module.graph.nodes}
     found: list[list[object]] = []
     for share in reversed(SHARES):
@@ -209,12 +139,12 @@ def ladder_rows(case: Case) -> list[list[object]]:
     return found[::-1]
 
 
-def plot(results: Mapping[str, Result]) -> str:
+def plot(results: Mapping[str, Outcome]) -> str:
     """Returns a picture, as SVG, of the time of each candidate over its peak memory."""
     points = [
-        (name, result.peak_bytes / 2**20, result.timing.median / 1e3)
+        (name, result.peak_bytes / 2**20, result.median / 1e3)
         for name, result in results.items()
-        if result.peak_bytes is not None and result.timing is not None
+        if result.peak_bytes is not None and result.median is not None
     ]
     width, height, margin = 760, 420, 60
     most = [1.1 * max(each) for each in list(zip(*points, strict=True))[1:]]
@@ -256,34 +186,13 @@ def plot(results: Mapping[str, Result]) -> str:
 
 
 def main() -> None:
-    case = Case()
-    results = measure(case, [*map(name_of, SHARES), *PEERS], ROUNDS)
-    report(
-        "frontier",
-        "Step time against peak memory",
-        HEADERS,
-        rows(results),
-        f"{case.count} GPT blocks of width {case.width}, 8 heads, {case.chunks} micro-batches of "
-        f"{case.batch} x {case.length} tokens; forward and backward from a given output gradient. gpipe_fast "
-        f"has K = {STAGES} stages with one thread each, or one stage with two; the others are plain loops "
-        "over the micro-batches with two threads, compiled by torch.compile("
-        f"backend={case.backend!r}) where it says so. 0 is 'always', 1 is 'never'. "
-        f"Every candidate has its own process; candidates alternate; medians of {ROUNDS} steps. Gradients "
-        "are compared with the plain loop's with one thread: ours with one thread must be equal, others may "
-        f"differ by {TOLERANCE:.0e} of the largest element of their tensor. Peak memory is what a step needs "
-        "beyond parameters, input and imported modules; for the others, also beyond what compilation left.\n",
-        [
-            Table(
-                "What a stage saves",
-                ["share", "saved by a micro-batch, MiB", "of 'never'", "recompute, ms", "of 'always'"],
-                ladder_rows(case),
-                "The rungs of the ladder of a stage, with the times of its operators on one thread, each "
-                "measured alone.\n",
-            )
-        ],
+    results = comparison(CASE, NAMES).measure()
+    saved = Table(
+        "What a stage saves",
+        ["share", "saved by a micro-batch, MiB", "of 'never'", "recompute, ms", "of 'always'"],
+        ladder_rows(CASE),
+        "The rungs of the ladder of a stage, with the times of its operators on one thread, each "
+        "measured alone.\n",
     )
+    report(globals(), HEADERS, rows(results), [saved])
     (ROOT / "docs" / "images" / "frontier.svg").write_text(plot(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,18 +2,19 @@
 
 Each candidate has a process of its own. The kernel counts a process's peak of resident memory; writing to
 /proc/self/clear_refs resets the counter, so that the peaks of the first step and of later steps are separate.
+
+Resident memory of the process in MiB. {CHUNKS} micro-batches, checkpoint='except_last', two stages on the CPU
+with one thread each. The plain loop has one thread and the same policy: each partition of each micro-batch
+but the last is a region of `torch.utils.checkpoint`. Each candidate runs in a process of its own; both import
+the same modules.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure import ROOT, report
+from bench import process, resident
+from bench.measure import report
 from examples.gpt.__main__ import gpt
 from gpipe_fast import GPipe
 
@@ -99,33 +101,14 @@ def checkpointed_loop(layers: nn.Sequential, balance: Sequence[int]) -> Callable
     return run
 
 
-class Memory:
-    """The resident memory of this process, in MiB."""
-
-    @staticmethod
-    def reset_peak() -> None:
-        """Sets the kernel's peak to the present resident memory."""
-        Path("/proc/self/clear_refs").write_text("5")
-
-    @staticmethod
-    def present() -> float:
-        """Returns the present resident memory."""
-        return Memory._read("VmRSS")
-
-    @staticmethod
-    def peak() -> float:
-        """Returns the peak since the latest reset."""
-        return Memory._read("VmHWM")
-
-    @staticmethod
-    def _read(field: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+def measured(name: str, kind: str) -> dict[str, float]:
+    """Measures a case by its name."""
+    return measure(cases()[name], kind)
 
 
 def measure(case: Case, kind: str) -> dict[str, float]:
     """Trains in this process, and returns its resident memory (MiB) at several times, and peaks between."""
-    found = {"imported": Memory.present()}
+    found = {"imported": resident.present()}
     torch.manual_seed(0)
     layers = case.make()
     forward = checkpointed_loop(layers, case.balance)
@@ -137,17 +120,17 @@ def measure(case: Case, kind: str) -> dict[str, float]:
         forward = pipe
     optimizer = torch.optim.AdamW(layers.parameters()) if case.adamw else None
     generator = torch.Generator().manual_seed(0)
-    found["built"] = Memory.present()
+    found["built"] = resident.present()
     for step, length in enumerate(case.lengths):
         if step < 2:
-            Memory.reset_peak()
+            resident.reset_peak()
         text = torch.randint(case.vocabulary, (case.batch, length + 1), generator=generator)
         _step(layers, forward, text, optimizer)
         if step == 0:
-            found |= {"first step, peak": Memory.peak(), "first step, after": Memory.present()}
+            found |= {"first step, peak": resident.peak(), "first step, after": resident.present()}
         if step == 4:
-            found["after 5 steps"] = Memory.present()
-    return found | {"later steps, peak": Memory.peak(), "later steps, after": Memory.present()}
+            found["after 5 steps"] = resident.present()
+    return found | {"later steps, peak": resident.peak(), "later steps, after": resident.present()}
 
 
 def _step(
@@ -162,34 +145,12 @@ def _step(
         optimizer.step()
 
 
-def run_in_new_process(name: str, kind: str) -> dict[str, float]:
-    """Runs `measure` in a new process."""
-    command = [sys.executable, "-m", "bench.compare.memory", name, kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     rows: list[list[object]] = []
     for name, case in cases().items():
-        by_kind = {kind: run_in_new_process(name, kind) for kind in KINDS}
+        by_kind = {kind: process.call("bench.compare.memory:measured", name, kind) for kind in KINDS}
         plain = by_kind["plain"]
         for kind, found in by_kind.items():
             peaks = [max(each["first step, peak"], each["later steps, peak"]) for each in (found, plain)]
             rows.append([case.title, kind, *(round(value) for value in found.values()), peaks[0] / peaks[1]])
-    report(
-        "memory",
-        "Peak memory of training steps",
-        ["case", "candidate", *plain, "peak, relative to plain"],
-        rows,
-        f"Resident memory of the process in MiB. {CHUNKS} micro-batches, checkpoint='except_last', two "
-        "stages on the CPU with one thread each. The plain loop has one thread and the same policy: each "
-        "partition of each micro-batch but the last is a region of `torch.utils.checkpoint`. Each candidate "
-        "runs in a process of its own; both import the same modules.\n",
-    )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(measure(cases()[sys.argv[1]], sys.argv[2])))
+    report(globals(), ["case", "candidate", *plain, "peak, relative to plain"], rows)

@@ -1,37 +1,30 @@
-"""Overhead of a step beyond its operators: the stages are so small that little else remains."""
+"""Overhead of a step beyond its operators: the stages are so small that little else remains.
+
+{STAGES} stages of 2 x (Linear({WIDTH}, {WIDTH}), ReLU), {CHUNKS} micro-batches, batch {BATCH}; forward and
+backward from a given output gradient, starting without gradients. All candidates run alternately in one
+process under OMP_NUM_THREADS=1; medians of {ROUNDS} samples of {CALLS} steps. 'Ours' is gpipe_fast with K =
+{STAGES} and the same checkpoint mode; the checkpointed loop is compared with 'always', other candidates
+without a mode with 'never'. Gradients are compared with the plain loop's: ours must be equal, others may
+differ by {TOLERANCE:.0e} of the largest element of their tensor.
+"""
 
 from __future__ import annotations
 
-import itertools
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from copy import deepcopy
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bench.measure import ROOT, Table, Timing, alternate, report
+from bench import process
+from bench.comparison import Comparison, Opened, Outcome, gradients
+from bench.measure import report
 from bench.models.mlp import mlp
-from bench.peers import (
-    TOLERANCE,
-    Candidate,
-    Step,
-    checkpointed,
-    describe_difference,
-    gradients_agree,
-    has_torchgpipe,
-    looped,
-    relative_difference,
-)
-from bench.progress import shown
+from bench.peers import Step, checkpointed, has_torchgpipe, looped
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.recording.recording import Recording
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 8, 64, 64
 ROUNDS, CALLS = 40, 20
@@ -90,33 +83,23 @@ def candidates() -> dict[str, Step]:
     return found
 
 
-def differences(candidates: Mapping[str, Candidate]) -> dict[str, float]:
-    """Returns each candidate's largest gradient difference from the plain loop, over two steps."""
-    found: dict[str, float] = {}
-    for _ in range(2):
-        for candidate in shown(list(candidates.values()), "comparing gradients"):
-            candidate()
-        wanted = candidates[LOOP].gradients()
-        for name, candidate in candidates.items():
-            found[name] = max(found.get(name, 0.0), relative_difference(candidate.gradients(), wanted))
-    return found
+def comparison(found: Mapping[str, Step]) -> Comparison:
+    """Returns the comparison of steps, of which one is the plain loop."""
+
+    def opened(stack: ExitStack) -> Opened:
+        found[LOOP]()
+        return found, [gradient.clone() for gradient in found[LOOP].gradients()]
+
+    return Comparison("overhead", list(found), opened, ROUNDS, CALLS)
 
 
-def rows(timings: Mapping[str, Timing], differences: Mapping[str, float]) -> list[list[object]]:
+def rows(outcomes: Mapping[str, Outcome]) -> list[list[object]]:
     """Returns one row per candidate; one whose gradients are wrong gets neither a time nor a ratio."""
-    result: list[list[object]] = []
-    for name, off in differences.items():
-        time, ours, loop = (timings.get(n) for n in (name, _comparable_name(name), LOOP))
-        result.append(
-            [
-                name,
-                time.ms() if time else "-",
-                time.median / ours.median if time and ours else "-",
-                loop.median / time.median if time and loop else "-",
-                describe_difference(name, off),
-            ]
-        )
-    return result
+    loop = outcomes[LOOP]
+    return [
+        [name, each.ms(), each.over(outcomes[_comparable_name(name)]), loop.over(each), gradients(name, each)]
+        for name, each in outcomes.items()
+    ]
 
 
 def _comparable_name(name: str) -> str:
@@ -126,140 +109,12 @@ def _comparable_name(name: str) -> str:
     return f"gpipe_fast, K = {STAGES}, {mode if mode in CHECKPOINT_MODES else instead}"
 
 
-class _TimedPipeline:
-    """Wraps a C++ pipeline and records when its forward is called and when it returns."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-        self.called = self.returned = 0.0
-
-    def forward(self, *arguments: object) -> list[Tensor]:
-        self.called = time.monotonic()
-        outputs: list[Tensor] = self._pipeline.forward(*arguments)
-        self.returned = time.monotonic()
-        return outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-
-# The parts into which a step is cut, in the order of time.
-PARTS = (
-    "Python before the C++ call",
-    "C++ call to first F",
-    "forward: first to last action",
-    "last forward action to the end of the C++ call",
-    "Python after the C++ call",
-    "start of backward to first B, including autograd",
-    "backward: first to last action",
-    "last backward action to the end of backward",
-)
-TOTALS = ("whole step, recorded", "critical path of its actions", "all actions of all stages")
-
-
-def part_times(step: Step, rounds: int) -> list[float]:
-    """Returns the median time (µs) of each of `PARTS` and `TOTALS` over `rounds` consecutive steps."""
-    pipe = step.forward
-    assert isinstance(pipe, GPipe)
-    step()
-    timed_pipeline = _TimedPipeline(pipe._pipeline)
-    pipe._pipeline = timed_pipeline  # type: ignore[assignment]
-    marks: list[tuple[float, ...]] = []
-    with pipe.recording() as recording:  # one for all steps: starting it evicts CPU caches
-        for _ in range(rounds):
-            for parameter in step.parameters:
-                parameter.grad = None
-            start = time.monotonic()
-            output = pipe(step.input)
-            forward_end = time.monotonic()
-            output.backward(step.gradient)
-            marks.append(
-                (start, timed_pipeline.called, timed_pipeline.returned, forward_end, time.monotonic())
-            )
-    pipe._pipeline = timed_pipeline._pipeline
-    samples = [_split_times(one, *times) for one, times in zip(_steps(recording), marks, strict=True)]
-    return [median(column) * 1e6 for column in zip(*samples, strict=True)]
-
-
-def _steps(recording: Recording) -> Iterator[Recording]:
-    """Yields one recording per step; a step is a forward run and the backward run after it."""
-    runs = sorted({event.run for stage in recording.stages for event in stage})
-    for both in zip(runs[::2], runs[1::2], strict=True):
-        one = Recording()
-        one.stages = tuple(tuple(e for e in stage if e.run in both) for stage in recording.stages)
-        yield one
-
-
-def _split_times(
-    step: Recording, start: float, called: float, returned: float, forward_end: float, end: float
-) -> list[float]:
-    spans = []
-    for phase in step.phases():
-        events = [step.latest[action] for action in phase.order()]
-        spans.append((min(e.begin for e in events), max(e.end for e in events)))
-    forward, backward = spans
-    marks = [start, called, *forward, returned, forward_end, *backward, end]
-    between = [after - before for before, after in itertools.pairwise(marks)]
-    return [*between, end - start, step.critical_path(), sum(step.seconds().values())]
-
-
-def breakdown(rounds: int) -> Table:
-    """Returns a table that divides the time of our steps into parts."""
-    overhead = Overhead()
-    sizes = [(stages, mode) for stages in (STAGES, 2, 1) for mode in CHECKPOINT_MODES]
-    shown_sizes = shown(sizes, "recording the parts of steps")
-    columns = [part_times(overhead.ours(mode, stages), rounds) for stages, mode in shown_sizes]
-    by_part = zip(PARTS + TOTALS, *columns, strict=True)
-    return Table(
-        "Breakdown of our steps",
-        ["median µs", *(f"K = {stages}, {mode}" for stages, mode in sizes)],
-        [[part, *times] for part, *times in by_part],
-        f"Medians of {rounds} consecutive recorded steps; the medians add up only approximately to the "
-        "median of the step. The critical path replays the schedule with the measured durations. If there "
-        "are more stages than cores, an action's duration includes the time that it waits for a core.\n",
-    )
-
-
-def measure(rounds: int, calls: int) -> list[list[object]]:
-    found = candidates()
-    off = differences(found)
-    correct_candidates = {
-        name: candidate for name, candidate in found.items() if gradients_agree(name, off[name])
-    }
-    return rows(alternate(correct_candidates, rounds, calls), off)
-
-
-def measure_in_this_process() -> None:
-    """Runs the benchmark in this process, whose threads must have one OpenMP thread each."""
-    torch.set_num_threads(1)
-    report(
-        "overhead",
-        "Overhead of a step beyond its operators",
-        [
-            "candidate",
-            "ms: median [p20, p80]",
-            "time / ours",
-            "plain loop / time",
-            "gradients",
-        ],
-        measure(ROUNDS, CALLS),
-        f"{STAGES} stages of 2 x (Linear({WIDTH}, {WIDTH}), ReLU), {CHUNKS} micro-batches, batch {BATCH}; "
-        "forward and backward from a given output gradient, starting without gradients. All candidates run "
-        f"alternately in one process under OMP_NUM_THREADS=1; medians of {ROUNDS} samples of {CALLS} steps. "
-        f"'Ours' is gpipe_fast with K = {STAGES} and the same checkpoint mode; the checkpointed loop is "
-        "compared with 'always', other candidates without a mode with 'never'. Gradients are compared with "
-        "the plain loop's: ours must be equal, others may differ by "
-        f"{TOLERANCE:.0e} of the largest element of their tensor.\n",
-        [breakdown(5 * ROUNDS)],
-    )
+def write() -> None:
+    """Measures in this process, whose threads must have one OpenMP thread each."""
+    headers = ["candidate", "ms: median [p20, p80]", "time / ours", "plain loop / time", "gradients"]
+    report(globals(), headers, rows(comparison(candidates()).measure()))
 
 
 def main() -> None:
     # torchgpipe starts threads in every step; only the environment can limit their OpenMP threads.
-    command = [sys.executable, "-m", "bench.compare.overhead"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment)
-
-
-if __name__ == "__main__":
-    measure_in_this_process()
+    process.call("bench.compare.overhead:write")

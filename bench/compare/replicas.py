@@ -1,4 +1,14 @@
-"""Steps of two replicas on two hosts: how much of the sum of their gradients the drain hides."""
+"""Steps of two replicas on two hosts: how much of the sum of their gradients the drain hides.
+
+{CASE.count} GPT blocks of width {CASE.width}, 8 heads, {CASE.batch} x {CASE.length} tokens per micro-batch, M
+= {CASE.chunks}, full recomputation; a step without an update. {REPLICAS} replicas, each of {STAGES} processes
+with one intra-op thread, all on this machine's cores; each replica is a host, a network namespace whose rate
+`tc tbf` limits. Without a sum, the replicas are two pipelines of their own; after the step, each rank sums
+all its gradients in one all-reduce of gloo; in the drain, GPipe does, with `dp_replicate` in its mesh. Of the
+time that a sum after the step adds, the drain hides the given share. The last stage can hide its sum behind
+one backward of the first, whose own sum begins when the step's work is done. Candidates alternate; medians of
+{ROUNDS} steps. The load average was {before} before and {after} after; this benchmark alone makes it about 3.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +112,7 @@ def main() -> None:
         except NoNetworkError as error:
             rows.append([f"{megabits:g} Mbit/s", schedule, f"SKIPPED: {error}"])
     report(
-        "replicas",
-        "Sums of gradients over two replicas",
+        globals(),
         [
             "each host sends",
             "schedule",
@@ -115,18 +124,6 @@ def main() -> None:
             "gradients",
         ],
         rows,
-        f"{CASE.count} GPT blocks of width {CASE.width}, 8 heads, {CASE.batch} x {CASE.length} tokens per "
-        f"micro-batch, M = {CASE.chunks}, full recomputation; a step without an update. {REPLICAS} replicas, "
-        f"each of {STAGES} processes with one intra-op thread, all on this machine's cores; each replica is "
-        "a host, a network namespace whose rate `tc tbf` limits. Without a sum, the replicas are two "
-        "pipelines of their own; after the step, each rank sums all its gradients in one all-reduce of gloo; "
-        "in the drain, GPipe does, with `dp_replicate` in its mesh. Of the time that a sum after the step "
-        "adds, the drain hides the given share. The last stage can hide its sum behind one backward of the "
-        "first, whose own sum begins "
-        f"when the step's work is done. Candidates alternate; medians of {ROUNDS} steps. The load average "
-        f"was {before} before and {load()} after; this benchmark alone makes it about 3.\n",
+        before=before,
+        after=load(),
     )
-
-
-if __name__ == "__main__":
-    main()

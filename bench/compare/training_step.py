@@ -1,13 +1,14 @@
 """Whole training steps of a GPT with a large vocabulary: peak memory of activations, and time.
 
-Each candidate has a process of its own; `python -m bench training-step NAME` runs one here.
+A GPT of {BLOCKS} blocks of width {WIDTH} with {VOCABULARY:,} classes; {BATCH} x {LENGTH} tokens in {CHUNKS}
+micro-batches, two stages on the CPU with one thread each, checkpoint='{MODE}'; gradients are kept from step
+to step. The peak is that of resident memory during a step, above what is resident before it: the largest of
+{STEPS} steps after two others. {PROCESSES} process for each. What is kept between steps, such as scratch
+memory and programs, is what is resident then, above the least of all.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.compare.memory import Memory
-from bench.measure import ROOT, report
+from bench import process, resident
+from bench.measure import report
 from bench.models.gpt import gpt
 from bench.peers import has_torchgpipe
 from gpipe_fast import GPipe
@@ -88,20 +89,13 @@ def measure(name: str) -> dict[str, float]:
         step(tokens)
     peaks, times = [], []
     for _ in range(STEPS):
-        before = Memory.present()
-        Memory.reset_peak()
+        before = resident.present()
+        resident.reset_peak()
         begin = perf_counter()
         step(tokens)
         times.append(perf_counter() - begin)
-        peaks.append(Memory.peak() - before)
+        peaks.append(resident.peak() - before)
     return {"peak": max(peaks), "seconds": median(times), "resident": before}
-
-
-def _run(name: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.compare.training_step", name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def main() -> None:
@@ -109,7 +103,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(PROCESSES):
         for name in names:
-            runs[name].append(_run(name))
+            runs[name].append(process.call("bench.compare.training_step:measure", name))
 
     def value(name: str, key: str) -> float:
         return median(each[key] for each in runs[name])
@@ -120,19 +114,7 @@ def main() -> None:
         peak, kept = value(name, "peak"), value(name, "resident") - least
         rows.append([name, round(peak), peak / own, round(kept), f"{value(name, 'seconds'):.2f}"])
     report(
-        "training_step",
-        "Whole training steps",
+        globals(),
         ["step", "peak of a step, MiB", "relative to the first", "kept between steps, MiB", "seconds"],
         rows,
-        f"A GPT of {BLOCKS} blocks of width {WIDTH} with {VOCABULARY:,} classes; {BATCH} x {LENGTH} tokens "
-        f"in {CHUNKS} micro-batches, two stages on the CPU with one thread each, checkpoint='{MODE}'; "
-        "gradients are kept from step to step. The peak is that of resident memory during a step, above what "
-        f"is resident before it: the largest of {STEPS} steps after two others. {PROCESSES} "
-        "process for each. What is kept between steps, such as scratch memory and programs, is what is "
-        "resident then, above the least of all.\n",
     )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(measure(sys.argv[1])))

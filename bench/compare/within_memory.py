@@ -1,9 +1,16 @@
-"""Steps of pipelines that were given a number of bytes, compared with balances by time at equal memory."""
+"""Steps of pipelines that were given a number of bytes, compared with balances by time at equal memory.
+
+Forward and backward of {CHUNKS} micro-batches in {STAGES} stages with one thread each, from a given gradient
+of the output. The first candidate has the balance of `balance_by_time`, and recomputes all micro-batches but
+the last. What `GPipe.memory` predicts for it, with parameters and gradients, is what the second one is given
+as `memory=`, which chooses the balance and the recomputation. The measured peak leaves out what is there
+before the first step, so the parameters. Each has its own process; they alternate; medians of {rounds} steps.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,15 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from bench.compare.step import PAUSE
-from bench.measure import Ratio, report, samples, timing
+from bench.comparison import compare, gradients
+from bench.measure import Ratio, report
 from bench.models.gpt import gpt
 from bench.models.resnet import resnet
-from bench.peers import ProcessCandidate, Step, describe_difference, relative_difference
+from bench.peers import ProcessCandidate, Step
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_time
 
 STAGES, CHUNKS, ROUNDS = 2, 8, 50
-BY_TIME, WITHIN = "balance_by_time, except_last", "memory="
+BY_TIME, WITHIN = "gpipe_fast, balance_by_time, except_last", "gpipe_fast, memory="
 
 
 def widening() -> nn.Sequential:
@@ -67,9 +75,7 @@ def rows_of_features() -> Tensor:
 MODELS = [
     Model("GPT, 6 blocks of width 128, a head of 4,096 tokens", partial(gpt, 6, 128, 4, vocab=4096), tokens),
     Model(
-        "ResNet, 8 bottlenecks of width 32",
-        partial(resnet, (2, 2, 2, 2), num_classes=10, width=32),
-        images,
+        "ResNet, 8 bottlenecks of width 32", partial(resnet, (2, 2, 2, 2), num_classes=10, width=32), images
     ),
     Model("8 linear layers of widths 128 to 1,024", widening, rows_of_features),
 ]
@@ -96,10 +102,7 @@ def chosen(model: Model) -> dict[str, tuple[list[int], dict[str, object], int]]:
     pipe, _ = model.pipe(None, within)
     pipe(x).sum().backward()  # chooses the balance
     found = list(pipe.balance)
-    return {
-        BY_TIME: (balance, settings, limit),
-        WITHIN: (found, within, _predicted(model, found, within)),
-    }
+    return {BY_TIME: (balance, settings, limit), WITHIN: (found, within, _predicted(model, found, within))}
 
 
 def _predicted(model: Model, balance: list[int], settings: dict[str, object]) -> int:
@@ -112,26 +115,24 @@ def _predicted(model: Model, balance: list[int], settings: dict[str, object]) ->
 def rows(model: Model, rounds: int) -> list[list[object]]:
     """Returns a row for each candidate; candidates alternate, each in its own process."""
     choices = chosen(model)
-    with contextlib.ExitStack() as stack:
-        candidates, peaks, gradients = {}, {}, {}
+    with ExitStack() as stack:
+        candidates = {}
         for name, (balance, settings, _) in choices.items():
             candidates[name] = ProcessCandidate(make, (model, balance, settings), threads=1)
             stack.callback(candidates[name].close)
-            candidates[name]()
-            gradients[name] = candidates[name].gradients()
-            peaks[name] = candidates[name].peak_bytes()
-        off = relative_difference(gradients[WITHIN], gradients[BY_TIME])
-        times = samples(candidates, rounds, pause=PAUSE)
+        candidates[BY_TIME]()
+        found = compare(candidates, candidates[BY_TIME].gradients(), rounds, pause=PAUSE)
+    by_time = found[BY_TIME].times
     return [
         [
             model.name,
             name,
             " + ".join(map(str, balance)),
             predicted / 2**20,
-            "-" if peaks[name] is None else f"{peaks[name] / 2**20:.0f}",  # type: ignore[operator]
-            timing(times[name]).ms(),
-            "" if name == BY_TIME else str(Ratio.of(times[BY_TIME], times[name])),
-            "" if name == BY_TIME else describe_difference("gpipe_fast", off),
+            found[name].peak(),
+            found[name].ms(),
+            "" if name == BY_TIME else str(Ratio.of(by_time, found[name].times)),
+            "" if name == BY_TIME else gradients(name, found[name]),
         ]
         for name, (balance, _, predicted) in choices.items()
     ]
@@ -140,27 +141,10 @@ def rows(model: Model, rounds: int) -> list[list[object]]:
 def main(models: Sequence[Model] = MODELS, rounds: int = ROUNDS) -> None:
     torch.set_num_threads(1)
     report(
-        "within_memory",
-        "Cuts and recomputation within a number of bytes",
-        [
-            "model",
-            "settings",
-            "balance",
-            "predicted, MiB",
-            "measured peak of a step, MiB",
-            "ms: median [p20, p80]",
-            "time by time / within: median of pairs [95% interval]",
-            "gradients",
-        ],
+        globals(),
+        "model | settings | balance | predicted, MiB | measured peak of a step, MiB | ms:"
+        " median [p20, p80] | time by time / within: median of pairs [95% interval] | "
+        "gradients",
         [row for model in models for row in rows(model, rounds)],
-        f"Forward and backward of {CHUNKS} micro-batches in {STAGES} stages with one thread each, from a "
-        "given gradient of the output. The first candidate has the balance of `balance_by_time`, and "
-        "recomputes all micro-batches but the last. What `GPipe.memory` predicts for it, with parameters and "
-        "gradients, is what the second one is given as `memory=`, which chooses the balance and the "
-        "recomputation. The measured peak leaves out what is there before the first step, so the parameters. "
-        f"Each has its own process; they alternate; medians of {rounds} steps.\n",
+        rounds=rounds,
     )
-
-
-if __name__ == "__main__":
-    main()

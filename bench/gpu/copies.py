@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from bench.gpu.findings import Findings
+from bench.measure import alternate
 from gpipe_fast import GPipe
 
 NAME = "copies"
@@ -77,21 +77,17 @@ def _measure(
             "none": lambda: copyless_pipeline(x),
             "copy": plain_copy(transport, x, target),
         }
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for _ in range(rounds + 1):
-            for name, candidate in candidates.items():
-                times[name].append(_seconds(candidate))
-    path, none, copy = (statistics.median(times[name][1:]) for name in ("path", "none", "copy"))
+        finished = {name: partial(_finish, candidate) for name, candidate in candidates.items()}
+        timings = alternate(finished, rounds)
+    path, none, copy = (timings[name].median / 1e6 for name in ("path", "none", "copy"))
     found = {"path_us": path * 1e6, "hand_over_us": none * 1e6, "plain_gbps": x.nbytes / copy / 1e9}
     # If the path takes no longer than a hand-off without a copy, the bandwidth is not measurable.
     rate = x.nbytes / (path - none) / 1e9 if path > none else None
     return {**found, "gbps": rate, "share": rate and rate / found["plain_gbps"]}
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _finish(run: Callable[[], object]) -> None:
     run()
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
-    return time.perf_counter() - begin

@@ -23,7 +23,7 @@ from bench.gpu.accuracy import Results
 from bench.gpu.case import DTYPES, AccuracyCheck, KernelCase
 from bench.gpu.families import all_cases
 from bench.gpu.timing import Candidate, Sample, candidate_on_copies, ours, samples
-from bench.measure import Ratio, report, timing
+from bench.measure import Ratio, timing, write
 from gpipe_fast.inspect.case_processes import ChildProcess, Process, connect_to_parent, run_cases
 from tools.traffic import fused_bytes
 
@@ -231,7 +231,7 @@ def _start(names: Sequence[str]) -> Process:
 
 def _report(names: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     found = f"Triton {_version('triton')}, Liger-Kernel {_version('liger-kernel')}"
-    report(
+    write(
         "_".join(["kernels", *names]),
         "Kernels: the backward of a recomputed segment",
         HEADERS,
@@ -242,7 +242,6 @@ def _report(names: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         "are medians of paired samples of one round, with 95% confidence intervals; above 1 ours is faster. "
         "Inductor compiles forward and gradients as one graph. The error is a fraction of the allowed error: "
         "twice PyTorch's own error against float64, or one rounding; above 1 no times are given.\n",
-        printed=False,
     )
 
 

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from bench.gpu import copies as cuda_copies
-from bench.gpu.subjects import COMPILED, LOOP, OURS, PIPELINES, ROWS, STAGES, TORCHGPIPE
-from bench.measure import Ratio, Table, report, timing
+from bench.gpu.subjects import COMPILED, LOOP, MAX_ERROR_RATIO, OURS, PIPELINES, ROWS, STAGES, TORCHGPIPE
+from bench.measure import Ratio, Table, timing
+from bench.measure import write as write_tables
 
 HEADERS = (
     "candidate", "ms: median [p20, p80]", "per second", "speedup of gpipe_fast", "host, µs per task",
     "device idle", "peak, MiB", "reserved, MiB", "error",
 )  # fmt: skip
 TARGET_HEADERS = ("row", "quantity", "target", "measured", "met")
-# Limit for our error against float64, as a multiple of the plain loop's error.
-MAX_ERROR_RATIO = 2.0
 
 
 NOTE = (
@@ -42,7 +41,7 @@ def versions() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "GPU": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"compute capability {properties.major}.{properties.minor}, {torch.cuda.device_count()} visible",
+            f"compute capability {properties.major}.{properties.minor}, {torch.cuda.device_count()} visible"
         }
     for package in ("triton", "torchgpipe"):
         try:
@@ -105,10 +104,7 @@ def _copies(found: Mapping[str, Any]) -> list[object]:
 def _cells(name: str, candidates: Mapping[str, Any], subject: Any) -> list[object]:
     found = candidates[name]
     if "step_us" not in found:
-        return [
-            f"FAILED: {found.get('failed', 'ended before it was timed')}",
-            *[""] * (len(HEADERS) - 2),
-        ]
+        return [f"FAILED: {found.get('failed', 'ended before it was timed')}", *[""] * (len(HEADERS) - 2)]
     time = timing(found["step_us"])
     count = subject.batch * subject.unit[1]
     faster, idle = ratio(name, candidates), found.get("idle")
@@ -185,14 +181,13 @@ def write(name: str, device: str, found: Mapping[str, Any]) -> None:
     """Writes the tables of a run."""
     rows, small = found["rows"], found["small"]
     words = "; ".join(f"{what}: {which}" for what, which in found["versions"].items())
-    report(
+    write_tables(
         name,
         f"Pipelines on {device}" + (" (small models: the figures are meaningless)" if small else ""),
         TARGET_HEADERS,
         target_rows(rows),
         f"{words}. {NOTE}",
         [table(each, row | {"small": small}) for each, row in rows.items()],
-        printed=False,
     )
 
 

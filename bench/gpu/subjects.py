@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from bench.compare.skip_connections import checkpointed, for_torchgpipe
+from bench.comparison import Comparison, Opened
 from bench.models.gpt import gpt
 from bench.models.mlp import mlp
 from bench.models.resnet import resnet, resnet101
 from bench.models.unet import unet
-from bench.peers import Step, has_torchgpipe, looped
+from bench.peers import Step, has_torchgpipe, looped, relative_difference
 from gpipe_fast import GPipe
 
 STAGES = 4
+# Limit for our error against float64, as a multiple of the plain loop's error.
+MAX_ERROR_RATIO = 2.0
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
 UNFUSED = "gpipe_fast, no fused kernels"
 PIPELINES = (OURS, UNFUSED, UNCAPTURED)
@@ -180,6 +184,53 @@ ROWS = {
     "gpt-8-compiled": _gpt(8, _COMPILED_CANDIDATES, 60),
     "gpt-32-compiled": _gpt(32, _COMPILED_CANDIDATES, 60),
 }
+
+
+def comparison(title: str, subject: Subject, device: str, small: Subject | None = None) -> Comparison:
+    """Returns the comparison of a subject's candidates.
+
+    Args:
+        title: its name.
+        subject: what is timed.
+        device: the device of all stages. On a CPU, gradients are compared with the plain loop's.
+        small: on a GPU, the subject whose gradients are compared with float64.
+    """
+    names = sorted(subject.candidates(), key=lambda name: name != OURS)
+
+    def synchronized(step: Step) -> Callable[[], None]:
+        def run() -> None:
+            step()
+            torch.cuda.synchronize()
+
+        for _ in range(4):  # makes plans, captures graphs and replays them
+            run()
+        return run
+
+    def opened(stack: ExitStack) -> Opened:
+        data = subject.data(device)
+        if small is not None:
+            check_errors(small, names, device)
+            return {name: synchronized(subject.step(name, device, data)) for name in names}, None
+        steps = {name.removesuffix(", captured"): subject.step(name, device, data) for name in names}
+        steps[LOOP]()
+        return steps, [gradient.clone() for gradient in steps[LOOP].gradients()]
+
+    shown = names if small is not None else [name.removesuffix(", captured") for name in names]
+    return Comparison(title, shown, opened, sampled=True)
+
+
+def check_errors(subject: Subject, names: Sequence[str], device: str) -> None:
+    """Asserts that the error of our gradients against float64 is at most twice the plain loop's."""
+    data, errors = subject.data(device), {}
+    exact = subject.exact(device, data)
+    exact()
+    for name in names:
+        step = subject.step(name, device, data)
+        for _ in range(4):
+            step()
+        errors[name] = relative_difference([g.double() for g in step.gradients()], exact.gradients())
+    for name in set(names) & set(PIPELINES):
+        assert errors[name] <= MAX_ERROR_RATIO * errors[LOOP], f"{name}: {errors[name]} of {errors}"
 
 
 def with_small_subject(row: Row) -> Row:

@@ -1,23 +1,34 @@
-"""Step times under the balance that `balance_by_time` finds and under every other balance."""
+"""Step times under the balance that `balance_by_time` finds and under every other balance.
+
+The model has {LAYERS} layers of width {WIDTH}. The second layer costs {HEAVY_FACTOR} times as much as each
+other layer and has equally many parameters, so parameter counts alone suggest {suggested}. Two stages with
+one intra-op thread each, {CHUNKS} micro-batches of {size} samples, no checkpointing. balance_by_time ran
+{NUM_CHOICES} times for one second. Times are medians [p20, p80] of forward and backward over {ROUNDS} rounds;
+the balances alternate. A ratio divides the time of the balance chosen most often by the time of this balance,
+paired by round: the median with a bootstrapped 95% confidence interval; below 1, the chosen balance is
+faster. The last column compares gradients with the plain loop's.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
-from bench.measure import Ratio, Table, alternate, report, samples, timing
-from bench.peers import Step, describe_difference, gradients_agree, looped, relative_difference
+from bench.comparison import Outcome, compare, gradients
+from bench.measure import Ratio, Table, alternate, report
+from bench.peers import Step, looped
 from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_cost, balance_by_time
 
 LAYERS, HEAVY_INDEX, HEAVY_FACTOR = 8, 1, 8
 WIDTH, BATCH, CHUNKS = 256, 512, 8
 ROUNDS, NUM_CHOICES = 60, 10
+OURS = "gpipe_fast, "  # begins the names of the candidates
 MANY_LAYERS, MANY_PARTITIONS = 1000, 64
 
 
@@ -66,40 +77,27 @@ class UnevenModel:
             model, devices = deepcopy(self.model), ["cpu"] * len(balance)
             pipe = GPipe(model, balance, devices=devices, chunks=CHUNKS, checkpoint="never")
             pipe.threads_per_stage = 1
-            found[str(balance)] = Step(pipe.parameters(), pipe, self._input, self._gradient)
+            found[f"{OURS}{balance}"] = Step(pipe.parameters(), pipe, self._input, self._gradient)
         return found
 
 
-def differences(steps: Mapping[str, Step], loop: Step) -> dict[str, float]:
-    """Returns, for each balance, the largest relative gradient difference from the plain loop."""
-    loop()
-    found: dict[str, float] = {}
-    for balance, step in steps.items():
-        step()
-        found[balance] = relative_difference(step.gradients(), loop.gradients())
-    return found
-
-
-def rows(
-    times: Mapping[str, Sequence[float]], off: Mapping[str, float], choices: Mapping[str, int]
-) -> list[list[object]]:
+def rows(found: Mapping[str, Outcome], choices: Mapping[str, int]) -> list[list[object]]:
     """Returns one row per balance; a balance whose gradients are wrong gets neither a time nor a ratio."""
-    most_chosen = max(choices, key=lambda balance: choices[balance])
+    most_chosen = found[OURS + max(choices, key=lambda balance: choices[balance])]
     result: list[list[object]] = []
-    for balance, difference in off.items():
+    for name, each in found.items():
+        balance = name.removeprefix(OURS)
         first = int(balance[1 : balance.index(",")])
         costs = [HEAVY_FACTOR if index == HEAVY_INDEX else 1 for index in range(LAYERS)]
-        timed = balance in times and most_chosen in times
+        timed = each.times and most_chosen.times and each is not most_chosen
         result.append(
             [
                 balance,
                 f"{sum(costs[:first])} and {sum(costs[first:])}",
                 choices.get(balance, 0),
-                timing(times[balance]).ms() if balance in times else "-",
-                str(Ratio.of(times[most_chosen], times[balance]))
-                if timed and balance != most_chosen
-                else "-",
-                describe_difference("gpipe_fast", difference),
+                each.ms(),
+                str(Ratio.of(most_chosen.times, each.times)) if timed else "-",
+                gradients(name, each),
             ]
         )
     return result
@@ -123,34 +121,22 @@ def main() -> None:
     torch.set_num_threads(1)
     net = UnevenModel()
     steps = net.steps()
-    off = differences(steps, net.loop())
-    correct_steps = {
-        balance: step for balance, step in steps.items() if gradients_agree("gpipe_fast", off[balance])
-    }
+    loop = net.loop()
+    loop()
+    found = compare(steps, loop.gradients(), ROUNDS)
     choices = Counter(str(net.balance_by_time_choice()) for _ in range(NUM_CHOICES))
     report(
-        "balance",
-        "balance_by_time compared with all balances",
+        globals(),
         ["balance", "costs of the stages", "times chosen", "ms", "chosen / this", "gradients"],
-        rows(samples(correct_steps, ROUNDS), off, choices),
-        f"The model has {LAYERS} layers of width {WIDTH}. The second layer costs {HEAVY_FACTOR} times as "
-        "much as each other layer and has equally many parameters, so parameter counts alone suggest "
-        f"{net.balance_by_parameters()}. Two stages with one intra-op thread each, {CHUNKS} micro-batches "
-        f"of {BATCH // CHUNKS} samples, no checkpointing. balance_by_time ran {NUM_CHOICES} times for one "
-        f"second. Times are medians [p20, p80] of forward and backward over {ROUNDS} rounds; the balances "
-        "alternate. A ratio divides the time of the balance chosen most often by the time of this balance, "
-        "paired by round: the median with a bootstrapped 95% confidence interval; below 1, the chosen "
-        "balance is faster. The last column compares gradients with the plain loop's.\n",
+        rows(found, choices),
         [
             Table(
                 f"Balancing {MANY_LAYERS:,} layers over {MANY_PARTITIONS} partitions",
                 ["objective", "ms"],
                 time_balancing(MANY_LAYERS, MANY_PARTITIONS, rounds=10),
                 "Exact solutions of `balance_by_cost` for random float costs; medians [p20, p80].\n",
-            ),
+            )
         ],
+        suggested=net.balance_by_parameters(),
+        size=BATCH // CHUNKS,
     )
-
-
-if __name__ == "__main__":
-    main()

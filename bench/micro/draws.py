@@ -1,6 +1,8 @@
 """Benchmarks keyed random ops against PyTorch's.
 
 Both are called through `torch.ops` with the same options, so that they have the same Python overhead.
+
+float32; both called through torch.ops with the same options.
 """
 
 from __future__ import annotations
@@ -69,13 +71,7 @@ def main() -> None:
                 ratio = timings["torch"].median / timings["keyed"].median
                 rows.append([name, threads, n, str(timings["torch"]), str(timings["keyed"]), ratio])
     report(
-        "draws",
-        "Keyed draws",
+        globals(),
         ["draw", "threads", "elements", "torch, µs: median [p20, p80]", "keyed, µs", "torch / keyed"],
         rows,
-        "float32; both called through torch.ops with the same options.\n",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,10 @@
-"""Overhead of the engine alone: steps of empty programs, and bare thread hand-offs for comparison."""
+"""Overhead of the engine alone: steps of empty programs, and bare thread hand-offs for comparison.
+
+All times are in µs. The schedule is fill-drain and the programs are empty. A step is two runs, forward and
+backward, with actions F, B, SEND and RECV. Steps run back to back; for 'workers asleep' the caller works for
+300 µs before every run. A bare hand-off wakes another thread through a mutex and a condition variable: fast
+while both threads share a core, slow if a sleeping core must wake up.
+"""
 
 from __future__ import annotations
 
@@ -93,28 +99,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         samples = run(build(Path(folder)), ROUNDS, STEPS)
     report(
-        "engine",
-        "Overhead of the engine",
-        [
-            "stages",
-            "micro-batches",
-            "actions",
-            "per action: median [p20, p80]",
-            "per F or B",
-            "per action, recorded",
-            "step",
-            "step, workers asleep",
-            "bare hand-off",
-            "bare hand-offs of a step",
-        ],
+        globals(),
+        "stages | micro-batches | actions | per action: median [p20, p80] | per F or B | "
+        "per action, recorded | step | step, workers asleep | bare hand-off | bare "
+        "hand-offs of a step",
         rows(samples),
-        "All times are in µs. The schedule is fill-drain and the programs are empty. A step is two runs, "
-        "forward and backward, with actions F, B, SEND and RECV. Steps run back to back; for 'workers "
-        "asleep' the caller works for 300 µs before every run. A bare hand-off wakes another thread "
-        "through a mutex and a condition variable: fast while both threads share a core, slow if a "
-        "sleeping core must wake up.\n",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,9 @@
-"""One stage's programs, compared with eager autograd and with boxed dispatch of the same graph."""
+"""One stage's programs, compared with eager autograd and with boxed dispatch of the same graph.
+
+Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Boxed runs the same
+graph, with one call through the boxed dispatcher for every operator and view. Outputs and gradients are
+bitwise equal to eager's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure import Timing, alternate, report
+from bench.measure import alternate, report
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
@@ -75,8 +80,8 @@ def check(stage: StageUnderTest, runs: Sequence[tuple[Run, Run]]) -> None:
             assert torch.equal(ours, theirs)
 
 
-def measure(layers: list[nn.Module], input: Tensor, rounds: int, calls: int) -> dict[str, Timing]:
-    """Times the forward, the recomputing backward, and both.
+def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[], object]]:
+    """Returns the forward, the recomputing backward, and both, by our programs and by others.
 
     The backward is that of a later micro-batch: it adds to existing gradients.
     """
@@ -91,23 +96,19 @@ def measure(layers: list[nn.Module], input: Tensor, rounds: int, calls: int) -> 
         ours[0](True)
         ours[1](False)
 
-    return alternate(
-        {
-            "forward": lambda: ours[0](True),
-            "forward, boxed": lambda: boxed[0](True),
-            "forward, eager": lambda: _without_grad(model, input),
-            "backward": lambda: ours[1](False),
-            "backward, boxed": lambda: boxed[1](False),
-            "backward, eager without recompute": lambda: saved.backward(stage.tangent, retain_graph=True),
-            "both": both,
-            "both, eager with checkpoint": lambda: checkpoint(model, leaf, use_reentrant=False).backward(
-                stage.tangent
-            ),
-            "both, eager without recompute": lambda: model(leaf).backward(stage.tangent),
-        },
-        rounds,
-        calls,
-    )
+    return {
+        "forward": lambda: ours[0](True),
+        "forward, boxed": lambda: boxed[0](True),
+        "forward, eager": lambda: _without_grad(model, input),
+        "backward": lambda: ours[1](False),
+        "backward, boxed": lambda: boxed[1](False),
+        "backward, eager without recompute": lambda: saved.backward(stage.tangent, retain_graph=True),
+        "both": both,
+        "both, eager with checkpoint": lambda: checkpoint(model, leaf, use_reentrant=False).backward(
+            stage.tangent
+        ),
+        "both, eager without recompute": lambda: model(leaf).backward(stage.tangent),
+    }
 
 
 @torch.no_grad()
@@ -125,21 +126,9 @@ def main() -> None:
     }
     rows = []
     for name, (layers, input, rounds, calls) in cases.items():
-        timings = measure(layers, input, rounds, calls)
+        timings = alternate(candidates(layers, input), rounds, calls)
         for what, timing in timings.items():
             ours = timings[what.split(",")[0]]
             rows.append([name, what, str(timing), ours.median / timing.median])
             name = ""
-    report(
-        "execution",
-        "Programs of one stage",
-        ["stage", "what", "µs: median [p20, p80]", "ours / this"],
-        rows,
-        "Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Boxed runs "
-        "the same program, with every operator called through the boxed dispatcher. Outputs and gradients "
-        "are bitwise equal to eager's.\n",
-    )
-
-
-if __name__ == "__main__":
-    main()
+    report(globals(), ["stage", "what", "µs: median [p20, p80]", "ours / this"], rows)

@@ -1,118 +1,130 @@
-"""The time of first calls: of three models, of further sequence lengths, and of starting a process.
+"""First calls of three models, calls with further sequence lengths, and the start of a process.
 
-`python -m bench first-call --before TREE` also runs an earlier version, by turns, from a built tree.
+Two stages on the CPU, one thread each; the medians of {PROCESSES} processes, which run by turns. A call
+includes the step itself. Processor time is that of all threads.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import importlib
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.measure import ROOT, Table, report
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-MODELS = {
-    "densenet": "DenseNet-121, 8 images of 64 pixels",
-    "gpt2": "GPT-2 small, 4 x 64 tokens",
-    "lengths": "GPT of 12 blocks of width 64",
+from bench import process
+from bench.measure import report
+from bench.progress import shown
+
+CHUNKS, PROCESSES = 4, 3
+LENGTHS = (32, 48, 40, 33, 41, 36, 45, 38, 43, 35, 46)
+# What a process has done before it imports gpipe_fast.
+IMPORTS = {"torch": False, "torch and an optimizer's first step": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the inputs and targets of its calls."""
+
+    layers: nn.Sequential
+    batches: Sequence[tuple[Tensor, Tensor]]
+
+
+def densenet() -> Case:
+    """DenseNet-121, 8 images of 64 pixels."""
+    import torchvision  # type: ignore[import-untyped, unused-ignore]
+
+    model = torchvision.models.densenet121(num_classes=10)
+    glue = [nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    images, targets = torch.randn(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)
+    return Case(nn.Sequential(*model.features, *glue, model.classifier), [(images, targets)] * 3)
+
+
+def gpt2() -> Case:
+    """GPT-2 small, 4 x 64 tokens."""
+    import transformers
+
+    make: Any = transformers.GPT2LMHeadModel
+    example: Any = importlib.import_module("examples.transformers_gpt2.__main__")
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+    return Case(example.gpt2_layers(make(transformers.GPT2Config())), [(tokens, tokens)] * 3)
+
+
+def lengths() -> Case:
+    """GPT of 12 blocks of width 64."""
+    from examples.gpt.__main__ import gpt
+
+    tokens = [torch.zeros(8, length, dtype=torch.int64) for length in LENGTHS]
+    return Case(gpt(64, 12, 4, max(LENGTHS)), [(t, t) for t in tokens])
+
+
+MODELS = {"densenet": densenet, "gpt2": gpt2, "lengths": lengths}
+# The rows of a model, and the calls of which a row has the median.
+CALLS = {
+    "densenet": {"first call": [0], "third call": [2]},
+    "gpt2": {"first call": [0], "third call": [2]},
+    "lengths": {
+        "first length": [0],
+        "second length": [1],
+        "third length": [2],
+        "further lengths": range(3, len(LENGTHS)),
+    },
 }
-# What a process has done before it imports gpipe_fast, and the options for it.
-IMPORTS = {"torch": (), "torch and an optimizer's first step": ("--after-optimizer",)}
-PROCESSES = 3
-Run = Mapping[str, Any]
 
 
-def run(tree: Path, model: str, *options: str) -> Run:
-    """Runs one model's first calls, or "import", in a new process, with the gpipe_fast of a tree."""
-    # Run as text, because the file's folder has modules with the names of libraries.
-    script = (ROOT / "bench" / "micro" / "first_call_process.py").read_text()
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, model, *options],
-        env=environment,
-        cwd=tree,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    found: Run = json.loads(done.stdout.splitlines()[-1])
+def calls(model: str) -> list[list[float]]:
+    """Returns, for each call in this process, the seconds of its forward, of the step, and of processors."""
+    from gpipe_fast import GPipe
+
+    warnings.simplefilter("ignore")
+    case = MODELS[model]()
+    half = len(case.layers) // 2
+    pipe = GPipe(case.layers, [half, len(case.layers) - half], devices=["cpu"] * 2, chunks=CHUNKS)
+    found = []
+    for batch, targets in case.batches:
+        begin, processor = time.perf_counter(), time.process_time()
+        outputs = pipe(batch)
+        forward = time.perf_counter() - begin
+        F.cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
+        found.append([forward, time.perf_counter() - begin, time.process_time() - processor])
     return found
 
 
-def _median(runs: Sequence[Run], step: int, key: str) -> float:
-    return float(median(run["steps"][step][key] for run in runs))
+def import_seconds(after_optimizer: bool) -> float:
+    """Returns how long the import of gpipe_fast takes in this process."""
+    if after_optimizer:  # for its first step, PyTorch imports its compiler
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.sum().backward()
+        torch.optim.AdamW([parameter]).step()
+    begin = time.perf_counter()
+    importlib.import_module("gpipe_fast")
+    return time.perf_counter() - begin
 
 
-def rows_of(model: str, version: str, runs: Sequence[Run]) -> list[list[object]]:
-    """Returns the rows of one model in one version."""
-    num_steps = len(runs[0]["steps"])
-
-    def row(what: str, steps: Sequence[int]) -> list[object]:
-        values = [median(_median(runs, i, key) for i in steps) for key in ("forward", "step", "processor")]
-        return [MODELS[model], what, version, *(f"{value:.2f}" for value in values)]
-
-    if model != "lengths":
-        return [row("first call", [0]), row("third call", [num_steps - 1])]
-    names = ["first length", "second length", "third length"]
-    return [*(row(name, [i]) for i, name in enumerate(names)), row("further lengths", range(3, num_steps))]
-
-
-def parts_of(model: str) -> list[list[object]]:
-    """Returns rows with the processor time of the parts of a model's first calls, in a process of its own."""
-    command = [sys.executable, "-m", "bench.micro.first_call_parts", model]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    calls = {"first call": 0}
-    if model == "lengths":
-        calls = {"first length": 0, "third length": 2, "further length": len(steps) - 1}
-    return [
-        [MODELS[model], call, part, f"{seconds:.3f}"]
-        for call, index in calls.items()
-        for part, seconds in sorted(steps[index].items(), key=lambda item: -item[1])
-        if seconds >= 0.0005
-    ]
+def rows_of(model: str, runs: Sequence[list[list[float]]]) -> list[list[object]]:
+    """Returns the rows of one model."""
+    title = str(MODELS[model].__doc__).rstrip(".")
+    found: list[list[object]] = []
+    for what, steps in CALLS[model].items():
+        values = (median(median(run[step][column] for run in runs) for step in steps) for column in range(3))
+        found.append([title, what, *(f"{value:.2f}" for value in values)])
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro.first_call", description=__doc__)
-    parser.add_argument("--before", type=Path, help="a tree in which an earlier version was built")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of each kind")
-    arguments = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
-    trees = {"now": ROOT} if arguments.before is None else {"before": arguments.before, "now": ROOT}
-    runs: dict[tuple[str, str], list[Run]] = {(m, v): [] for m in MODELS for v in trees}
-    imports: dict[tuple[str, str], list[float]] = {(after, v): [] for after in IMPORTS for v in trees}
-    for _ in range(arguments.processes):
-        for model, version in runs:
-            runs[model, version].append(run(trees[version].resolve(), model))
-        for after, version in imports:
-            found = run(trees[version].resolve(), "import", *IMPORTS[after])
-            imports[after, version].append(found["import"])
-    rows = [row for (model, version), done in runs.items() for row in rows_of(model, version, done)]
-    for (after, version), seconds in imports.items():
-        rows.append(["", f"import gpipe_fast, after {after}", version, "", f"{median(seconds):.2f}", ""])
-    report(
-        "first_call",
-        "First calls",
-        ["model", "call", "version", "forward, s", "forward and backward, s", "processor, s"],
-        rows,
-        f"Two stages on the CPU, one thread each; the medians of {arguments.processes} processes, which run "
-        "by turns. A call includes the step itself. Processor time is that of all threads.\n",
-        [
-            Table(
-                "What is left",
-                ["model", "call", "part", "processor, s"],
-                [row for model in MODELS for row in parts_of(model)],
-                "Parts of the first calls now, each without the parts inside of it.",
-            )
-        ],
-    )
-
-
-if __name__ == "__main__":
-    main()
+    runs: dict[str, list[list[list[float]]]] = {model: [] for model in MODELS}
+    imports: dict[str, list[float]] = {after: [] for after in IMPORTS}
+    for _ in shown(range(PROCESSES), "rounds of processes"):
+        for model, found in runs.items():
+            found.append(process.call("bench.micro.first_call:calls", model))
+        for after, seconds in imports.items():
+            seconds.append(process.call("bench.micro.first_call:import_seconds", IMPORTS[after]))
+    rows = [row for model, found in runs.items() for row in rows_of(model, found)]
+    rows += [["", f"import gpipe_fast, after {a}", "", f"{median(s):.2f}", ""] for a, s in imports.items()]
+    report(globals(), ["model", "call", "forward, s", "forward and backward, s", "processor, s"], rows)

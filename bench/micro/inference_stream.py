@@ -1,4 +1,9 @@
-"""Inference on many mini-batches: `GPipe.stream` compared with a call for each."""
+"""Inference on many mini-batches: `GPipe.stream` compared with a call for each.
+
+{NUMBER} mini-batches of {BATCH} samples, K = 2 stages on the CPU with one thread each, eval mode. Candidates
+take turns in {ROUNDS} rounds; medians. 'First result' is the time from the call of `stream`, or of the model,
+to the first result: the median of {FIRST_RESULTS}.
+"""
 
 from __future__ import annotations
 
@@ -111,11 +116,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [row for case in CASES for chunks in (1, 2) for row in rows_of(case, chunks)]
     report(
-        "inference_stream",
-        "Inference on a stream of mini-batches",
+        globals(),
         ["model", "chunks", "candidate", "mini-batches per s", "relative to calls", "first result, ms"],
         rows,
-        f"{NUMBER} mini-batches of {BATCH} samples, K = 2 stages on the CPU with one thread each, eval mode. "
-        f"Candidates take turns in {ROUNDS} rounds; medians. 'First result' is the time from the call of "
-        f"`stream`, or of the model, to the first result: the median of {FIRST_RESULTS}.\n",
     )

@@ -1,4 +1,11 @@
-"""Training on sequences whose length changes from step to step, compared with a fixed length."""
+"""Training on sequences whose length changes from step to step, compared with a fixed length.
+
+A GPT of {BLOCKS} blocks of width {WIDTH}, trained on {BATCH} sequences of equal length per step, in {CHUNKS}
+micro-batches. Two stages with one thread each, default checkpointing; the plain loop has one thread. Making a
+plan means tracing or instantiating a template, lowering and building; a further plan (median) is one after
+the first {_NUM_FIRST}, which trace and lower a template. In every step, loss and gradients were bitwise equal
+to the plain loop's.
+"""
 
 from __future__ import annotations
 
@@ -100,32 +107,13 @@ def main() -> None:
     mean = round(sum(changing) / STEPS)
     few = [REPEATED_LENGTHS[length % len(REPEATED_LENGTHS)] for length in changing]
     report(
-        "lengths",
-        "Sequences of varying length",
-        [
-            "lengths",
-            "steps",
-            "distinct",
-            "mean",
-            "traces",
-            "instantiated from templates",
-            "seconds",
-            "seconds making plans",
-            "milliseconds per further plan",
-            "seconds of the plain loop",
-        ],
+        globals(),
+        "lengths | steps | distinct | mean | traces | instantiated from templates | "
+        "seconds | seconds making plans | milliseconds per further plan | seconds of the "
+        "plain loop",
         [
             train(f"1 to {LONGEST}, all distinct", changing),
             train(f"{len(REPEATED_LENGTHS)} repeated lengths", few),
             train("one length, the mean of the first row", [mean] * STEPS),
         ],
-        f"A GPT of {BLOCKS} blocks of width {WIDTH}, trained on {BATCH} sequences of equal length per step, "
-        f"in {CHUNKS} micro-batches. Two stages with one thread each, default checkpointing; the plain loop "
-        "has one thread. Making a plan means tracing or instantiating a template, lowering and building; a "
-        f"further plan (median) is one after the first {_NUM_FIRST}, which trace and lower a template. In "
-        "every step, loss and gradients were bitwise equal to the plain loop's.\n",
     )
-
-
-if __name__ == "__main__":
-    main()

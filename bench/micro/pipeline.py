@@ -1,4 +1,11 @@
-"""Two concurrent stages of GPT blocks: a step's time, compared with the minimum that its actions need."""
+"""Two concurrent stages of GPT blocks: a step's time, compared with the minimum that its actions need.
+
+K = 2 stages of 2 GPT blocks of width {WIDTH} each, {BATCH} x {LENGTH} tokens per micro-batch. Each
+micro-batch is recomputed; one intra-op thread per stage; medians of {ROUNDS} steps. A critical path replays
+the schedule with measured durations, a step's own one with the durations of the same step. Programs timed
+alone run while the other stage's core is idle; the ratio of I to W is taken from the step. The upper bound is
+the speedup over one stage if only the schedule costs time.
+"""
 
 from __future__ import annotations
 
@@ -99,26 +106,9 @@ def main() -> None:
     torch.manual_seed(0)
     rows = [measure(num_microbatches) for num_microbatches in (8, 16)]
     report(
-        "pipeline",
-        "Two concurrent stages",
-        [
-            "micro-batches",
-            "step, ms",
-            "step / its critical path",
-            "critical path of programs timed alone, ms",
-            "step / critical path alone",
-            "all programs alone / step",
-            "upper bound",
-        ],
+        globals(),
+        "micro-batches | step, ms | step / its critical path | critical path of programs "
+        "timed alone, ms | step / critical path alone | all programs alone / step | upper"
+        " bound",
         rows,
-        f"K = 2 stages of 2 GPT blocks of width {WIDTH} each, {BATCH} x {LENGTH} tokens per micro-batch. "
-        f"Each micro-batch is recomputed; one intra-op thread per stage; medians of {ROUNDS} steps. A "
-        "critical path replays the schedule with measured durations, a step's own one with the durations "
-        "of the same step. Programs timed alone run while the other stage's core is idle; the ratio of I "
-        "to W is taken from the step. The upper bound is the speedup over one stage if only the schedule "
-        "costs time.\n",
     )
-
-
-if __name__ == "__main__":
-    main()

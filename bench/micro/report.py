@@ -1,4 +1,8 @@
-"""Reports on steps whose times are known, advice on planted problems, and what recording costs."""
+"""Reports on steps whose times are known, advice on planted problems, and what recording costs.
+
+Stages that sleep {FORWARD} s in the forward of a micro-batch, and twice as long in its backward;
+{MICROBATCHES} micro-batches, fill-drain. What is known follows from the rules of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -215,13 +219,9 @@ def main() -> None:
     torch.set_num_threads(1)
     _define_sleep()
     report(
-        "report",
-        "Reports: known times, planted problems, and the cost of recording",
+        globals(),
         ["figure", "known", "reported", "ratio"],
         known_rows(),
-        f"Stages that sleep {FORWARD} s in the forward of a micro-batch, "
-        f"and twice as long in its backward; {MICROBATCHES} micro-batches, fill-drain. What is known follows "
-        "from the rules of the schedule.",
         more_tables=[
             Table(
                 "Advice on planted problems",
@@ -241,7 +241,3 @@ def main() -> None:
             ),
         ],
     )
-
-
-if __name__ == "__main__":
-    main()

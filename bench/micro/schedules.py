@@ -1,4 +1,9 @@
-"""Schedules of whole steps: bubbles of sleeping stages, times of GPT blocks, and updates in the drain."""
+"""Schedules of whole steps: bubbles of sleeping stages, times of GPT blocks, and updates in the drain.
+
+Stages that sleep {nap_ms:.0f} ms, a tick, in the forward, for the gradient of their input and for that of
+their weight; {MICROBATCHES} micro-batches; medians of 5 steps. Gradients of inputs are sent before those of
+weights are computed, so that the bubble of gpipe and 1f1b is less than (K - 1) / (M + K - 1).
+"""
 
 from __future__ import annotations
 
@@ -188,26 +193,9 @@ def main() -> None:
         f"medians of {ROUNDS} rounds.\n",
     )
     report(
-        "schedules",
-        "Schedules of whole steps",
-        [
-            "schedule",
-            "stages",
-            "ticks of a step",
-            "formula",
-            "measured",
-            "ratio",
-            "bubble",
-            "measured bubble",
-        ],
+        globals(),
+        "schedule | stages | ticks of a step | formula | measured | ratio | bubble | measured bubble",
         _sleeping(),
-        f"Stages that sleep {NAP * 1e3:.0f} ms, a tick, in the forward, for the gradient of their input and "
-        f"for that of their weight; {MICROBATCHES} micro-batches; medians of 5 steps. Gradients of inputs "
-        "are sent before those of weights are computed, so that the bubble of gpipe and 1f1b is less than "
-        "(K - 1) / (M + K - 1).\n",
         [blocks_of_gpt, updates],
+        nap_ms=NAP * 1000.0,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,13 @@
-"""Overhead of a call before any stage runs: checking that nothing changed since the last call."""
+"""Overhead of a call before any stage runs: checking that nothing changed since the last call.
+
+Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, alternately,
+in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a whole call, including the
+check for changes, of a pipeline whose C++ part returns immediately.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -24,8 +30,11 @@ class _StubPipeline:
         return self._outputs, ONE_TENSOR
 
 
-def time_unchanged_calls(num_modules: int, rounds: int, calls: int) -> list[object]:
-    """Returns median times (µs) of a call's parts, for repeated calls of a pipeline."""
+CHECK, PYTHON, WHOLE = "check for changes", "Python part of a call", "whole call"
+
+
+def parts(num_modules: int) -> dict[str, Callable[[], object]]:
+    """Returns the parts of a repeated call, without gradients, of a pipeline of so many modules."""
     layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
     half = num_modules // 2
     sizes = [half, num_modules - half]
@@ -37,28 +46,21 @@ def time_unchanged_calls(num_modules: int, rounds: int, calls: int) -> list[obje
         output = stub(input)
         assert torch.equal(output, pipe(input))
         stub._pipeline = _StubPipeline([output])  # type: ignore[assignment]
-        timings = alternate(
-            {"look": pipe._detect_changes, "python": lambda: stub(input), "whole": lambda: pipe(input)},
-            rounds,
-            calls,
-        )
         assert stub(input) is output
-    return [num_modules, len(list(pipe.parameters())), *map(str, timings.values())]
+    without = torch.no_grad()
+    return {
+        WHOLE: without(lambda: pipe(input)),
+        PYTHON: without(lambda: stub(input)),
+        CHECK: pipe._detect_changes,
+    }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    report(
-        "signature",
-        "Overhead of a call before any stage runs",
-        ["modules", "parameters", "check for changes", "Python part of a call", "whole call"],
-        [time_unchanged_calls(size, rounds=40, calls=20) for size in SIZES],
-        "Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, "
-        "alternately, in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a "
-        "whole call, including the check for changes, of a pipeline whose C++ part returns immediately.\n",
-    )
-
-
-if __name__ == "__main__":
-    main()
+    rows = []
+    for size in SIZES:
+        with torch.no_grad():
+            timings = alternate(parts(size), rounds=40, calls=20)
+        rows.append([size, *(str(timings[part]) for part in (CHECK, PYTHON, WHOLE))])
+    report(globals(), ["modules", CHECK, PYTHON, WHOLE], rows)

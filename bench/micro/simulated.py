@@ -1,4 +1,14 @@
-"""Step times predicted from the durations of one recorded setting, compared with measured ones."""
+"""Step times predicted from the durations of one recorded setting, compared with measured ones.
+
+Median error of {count} predictions: {typical:.1%}; largest: {largest:.1%}. One setting is recorded for each
+model and number of stages: {RECORDED}. In a prediction, an action takes the median of its kind and stage
+there, among the micro-batches that are recomputed or the others, and the simulator runs the schedule of the
+other setting. A micro-batch has the same size in all settings: 512 rows in 8 layers of 512 x 512, or 128
+tokens in 4 blocks of width 256. One thread per stage, by turns, medians of {ROUNDS} recorded steps; the loss
+between a call and its backward is left out. Each stage is taken to have a core of its own, and this machine
+has {cores}: with more stages than cores, or beside other work, predictions do not hold. With M = 1, no two
+stages compute at the same time, so its prediction is too long if concurrent stages slow each other down.
+"""
 
 from __future__ import annotations
 
@@ -175,22 +185,11 @@ def main() -> None:
             if num_stages <= cores:
                 errors += [abs(predicted / measured - 1) for predicted, measured in found.values()]
     report(
-        "simulated",
-        "Predicted step times",
+        globals(),
         ["model", "stages", "setting", "predicted, ms", "measured, ms", "error"],
         table,
-        f"Median error of {len(errors)} predictions: {median(errors):.1%}; largest: {max(errors):.1%}. One "
-        f"setting is recorded for each model and number of stages: {RECORDED}. In a prediction, an action "
-        "takes the median of its kind and stage there, among the micro-batches that are recomputed or the "
-        "others, and the simulator runs the schedule of the other setting. A micro-batch has the same size "
-        "in all settings: 512 rows in 8 layers of 512 x 512, or 128 tokens in 4 blocks of width 256. One "
-        f"thread per stage, by turns, medians of {ROUNDS} recorded steps; the loss between a call and its "
-        f"backward is left out. Each stage is taken to have a core of its own, and this machine has {cores}: "
-        "with more stages than cores, or beside other work, predictions do not hold. With M = 1, no two "
-        "stages compute at the same time, so its prediction is too long if concurrent stages slow each other "
-        "down.\n",
+        count=len(errors),
+        typical=median(errors),
+        largest=max(errors),
+        cores=cores,
     )
-
-
-if __name__ == "__main__":
-    main()

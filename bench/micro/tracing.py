@@ -1,4 +1,7 @@
-"""The time to trace, split and lower a stage, and the time for several equal stages."""
+"""The time to trace, split and lower a stage, and the time for several equal stages.
+
+Full recompute. The lower rows compile a pipeline of 24 blocks and build its programs.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +71,4 @@ def main() -> None:
     trace(blocks(1), [torch.randn(2, 128, 256)])  # warms up PyTorch's lazy imports and registrations
     rows = [one_stage(count) for count in (2, 8, 24)]
     rows += [equal_stages(24, num_stages) for num_stages in (2, 4, 12)]
-    report(
-        "tracing",
-        "Tracing and lowering GPT blocks of width 256",
-        ["blocks", "traces", "trace, s", "split and lower, s", "steps"],
-        rows,
-        "Full recompute. The lower rows compile a pipeline of 24 blocks and build its programs.\n",
-    )
-
-
-if __name__ == "__main__":
-    main()
+    report(globals(), ["blocks", "traces", "trace, s", "split and lower, s", "steps"], rows)

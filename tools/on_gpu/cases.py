@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.gpu.report import MAX_ERROR_RATIO
+from bench.gpu.subjects import MAX_ERROR_RATIO
 from bench.models.amoebanet import amoebanet_d
 from bench.models.gpt import gpt
 from bench.models.mlp import mlp

@@ -71,7 +71,7 @@ class Results:
         good, text, captured = result
         self.passed += good
         self._rows.append((name, text, captured, seconds))
-        measure.report(f"gpu-{self._phase}", TITLES[self._phase], HEADERS, self._rows, NOTE, printed=False)
+        measure.write(f"gpu-{self._phase}", TITLES[self._phase], HEADERS, self._rows, NOTE)
         print(f"{name}: {text} [{captured}] {seconds:.1f} s", flush=True)
 
 

@@ -25,8 +25,7 @@ from gpipe_fast.lower.steps import (
     Step,
 )
 from gpipe_fast.lower.work import Work, count
-from tools.fusion import cells, left, tables
-from tools.fusion_process import Row
+from tools.fusion import Row, cells, left, tables
 
 aten = torch.ops.aten
 ALWAYS = ActiveRuns.ALWAYS
