@@ -38,23 +38,3 @@ def is_traced(tensor: Tensor) -> bool:
 make_subclass = Tensor._make_subclass
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 swap_tensor_impl = torch._C._swap_tensor_impl
-
-
-__all__ = [
-    "ConstantSource",
-    "DataDependentOutputException",
-    "DimDynamic",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "ShapeEnv",
-    "StatelessSymbolicContext",
-    "enable_python_dispatcher",
-    "from_meta",
-    "in_kernel_invocation_manager",
-    "is_traced",
-    "logger",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "swap_tensor_impl",
-]

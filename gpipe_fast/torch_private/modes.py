@@ -56,27 +56,3 @@ jit_trace = torch._C._get_tracing_state
 def has_dual_level() -> bool:
     """Returns whether forward-mode AD is active."""
     return forward_ad._current_level >= 0
-
-
-__all__ = [
-    "DeviceContext",
-    "DisableAutocast",
-    "DisableTorchFunctionSubclass",
-    "DisableTransforms",
-    "TorchDispatchMode",
-    "default_device",
-    "disable_current_modes",
-    "disabled_torch_function",
-    "dispatch_modes",
-    "function_modes",
-    "has_dual_level",
-    "innermost_transform",
-    "is_of_a_tracer",
-    "jit_trace",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "pop_function_mode_temporarily",
-    "push_function_mode",
-]
