@@ -172,7 +172,7 @@ ARGUMENTS = [
     case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
     case("memory is 10 bytes on cpu", "more chunks", lambda: pipe(memory="10B")(features())),
     case("tune with memory='1GiB'", "model.train()", lambda: tune(pipe().eval(), features(), memory="1GiB")),
-    case("made by GPipe.from_model", "model.memory_limit", lambda: tune_a_model_within_memory()),
+    case("made by GPipe.from_model", "pass memory to GPipe.from_model", lambda: tune_a_model_within_memory()),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),
     case("got 'fast'", "'pinned'", pipe, transport="fast"),
     case("got 'fast'", "'eager'", pipe, backend="fast"),
