@@ -69,7 +69,7 @@ from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
-from gpipe_fast.runtime.plan import Order, PlannedCall
+from gpipe_fast.runtime.plan import PlannedCall, StepOrder
 from gpipe_fast.runtime.planner import Call, Planner, PreparedCall, failure_message
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
@@ -78,7 +78,7 @@ from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
 from gpipe_fast.stages import checked_placement, partitions_of, resolve_balance, resolve_devices, stages_of
-from gpipe_fast.streaming import CallStream, arguments_of, check_depth, results
+from gpipe_fast.streaming import CallStream, arguments_in, check_depth, results
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.training.losses import (
@@ -484,7 +484,7 @@ class GPipe(Reporting, Container):
         is_observed = has_observers(inputs.tensors, self.modules)
         return without_observers(plan, global_hook()) if is_observed else plan()
 
-    def _describe(self, inputs: Inputs, given: Given | None = None, order: Order | None = None) -> Call:
+    def _describe(self, inputs: Inputs, given: Given | None = None, order: StepOrder | None = None) -> Call:
         """Returns a call with these inputs, for the present layers and settings.
 
         Args:
@@ -668,7 +668,7 @@ class GPipe(Reporting, Container):
             )
         if not len(self):
             check_depth(batches, depth)
-            return (pass_through(*arguments_of(batch), self.batch_dim) for batch in batches)
+            return (pass_through(*arguments_in(batch), self.batch_dim) for batch in batches)
         return results(CallStream(self), batches, depth, len(self._balance))
 
     # Steps: calls of a pipeline with another layer, for the loss.
@@ -876,7 +876,7 @@ class GPipe(Reporting, Container):
         First measures the balance, if it is not measured yet, and warns of what a call warns of.
         """
         with TRACING_LOCK:
-            self._describe(inputs, order=Order(self.schedule, ()))
+            self._describe(inputs, order=StepOrder(self.schedule, ()))
         structure = None if targets is None else targets.structure
         key = loss.key, structure, keeps_output, self._output_dim
         trainer, former, key_of_former = self._trainers.pop(key, (None, None, None))
@@ -890,7 +890,7 @@ class GPipe(Reporting, Container):
         while len(self._trainers) > _MAX_LOSSES:
             del self._trainers[next(iter(self._trainers))]
         given, dims = given_of(targets, inputs.batch_size, trainer.devices[-1])
-        return trainer, Given(given, Order(self.schedule, dims), 1.0, None, self._output_dim)
+        return trainer, Given(given, StepOrder(self.schedule, dims), 1.0, None, self._output_dim)
 
     def _with_loss(self, layer: nn.Module) -> GPipe:
         """Returns a pipeline of the same layers and a loss."""
@@ -1190,7 +1190,7 @@ class GPipe(Reporting, Container):
         self._balance_pending = False
         self._take_balance(found)
 
-    def _balance_within_memory(self, limits: Limits, inputs: Inputs, order: Order | None) -> None:
+    def _balance_within_memory(self, limits: Limits, inputs: Inputs, order: StepOrder | None) -> None:
         """Repartitions the layers such that a step that fits into the memory is fastest.
 
         The costs of single layers are estimates of those of stages. So the fastest partition by these is

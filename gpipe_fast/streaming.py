@@ -114,7 +114,7 @@ class CallStream:
     def begin(self, batch: Any) -> None:
         """As for `OpenStream`."""
         model = self._model
-        args, kwargs = arguments_of(batch)
+        args, kwargs = arguments_in(batch)
         if not model._planner.is_settled:
             self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
@@ -174,7 +174,7 @@ class _KeyOrder:
         return minibatch_key()
 
 
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_in(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of the call for a mini-batch."""
     if isinstance(batch, dict):
         return (), batch

@@ -46,7 +46,7 @@ def describe_model(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> De
     return found
 
 
-def describe(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
     """Returns everything on which the transfers between stages depend."""
     found = {
         "chunks": str(call.chunks),

@@ -47,7 +47,7 @@ from gpipe_fast._extension import Pipeline, make_channels
 from gpipe_fast.devices import Device
 from gpipe_fast.distributed.agreement import (
     Description,
-    describe,
+    describe_call,
     describe_model,
     difference,
     digest_of,
@@ -524,7 +524,7 @@ class Ranks:
         """Returns the digests of a plan, with descriptions that other ranks may read from then on."""
         known = self._digests.lookup(id(plan))
         if known is None:
-            describes = describe, describe_model
+            describes = describe_call, describe_model
             texts = {k: f(call, plan, stages) for k, f in zip(self._call_keys(), describes, strict=False)}
             digests = {key: (digest_of(text), text) for key, text in texts.items()}
             for digest, text in digests.values():

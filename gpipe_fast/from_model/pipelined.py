@@ -39,7 +39,7 @@ from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.recording.report import Report
 from gpipe_fast.recording.steps import Steps, backward_of_sum, unchanged
 from gpipe_fast.schedule import ScheduleChoice
-from gpipe_fast.streaming import CallStream, arguments_of, results
+from gpipe_fast.streaming import CallStream, arguments_in, results
 from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.unsupported import uncompiled
@@ -118,7 +118,7 @@ class ModelStream:
         if self._stream is not None and self._stream.runs_python:
             self._stream.wait_for_all()  # blocks in Python cannot run while the model is recorded
         with torch.no_grad():
-            program, given = self._calls.begin(self._plain(), *arguments_of(batch))
+            program, given = self._calls.begin(self._plain(), *arguments_in(batch))
             if program is not self._program or self._stream is None:
                 while self._given:
                     self._finished.append(self._finish_one())

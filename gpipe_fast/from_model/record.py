@@ -571,7 +571,7 @@ def surroundings(device: torch.device) -> Surroundings:
     return Surroundings(torch.is_grad_enabled(), autocast)
 
 
-def record(
+def record_call(
     model: nn.Module,
     forward: Callable[..., Any],
     build: Callable[[Sequence[Tensor]], tuple[Any, Any]],

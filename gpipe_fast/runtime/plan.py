@@ -28,7 +28,7 @@ from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 _SLOTS_IN_INFERENCE = 4
 
 
-class Order(NamedTuple):
+class StepOrder(NamedTuple):
     """How a step runs forwards and backwards.
 
     Attributes:
@@ -136,7 +136,7 @@ def make_plan(
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
-    order: Order | None = None,
+    order: StepOrder | None = None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
@@ -364,7 +364,7 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
 
 
 def schedule_of(
-    stages: Sequence[Stage], order: Order, saved_fractions: Sequence[Sequence[SavedFraction]]
+    stages: Sequence[Stage], order: StepOrder, saved_fractions: Sequence[Sequence[SavedFraction]]
 ) -> Schedule:
     """Returns the schedule of a step, given the fractions of each stage.
 
@@ -401,7 +401,7 @@ def planned_schedule(
     stages: Sequence[Stage],
     saved_fractions: Sequence[Sequence[SavedFraction]],
     training: bool,
-    order: Order | None,
+    order: StepOrder | None,
 ) -> Schedule:
     """Returns the schedule of a mini-batch; without gradients, it has forwards only.
 
@@ -424,7 +424,7 @@ def planned_schedule(
 
 
 def _schedule_parts(
-    schedule: Schedule, stages: Sequence[Stage], training: bool, order: Order | None
+    schedule: Schedule, stages: Sequence[Stage], training: bool, order: StepOrder | None
 ) -> _Actions:
     """Returns the actions for C++: forwards and backwards apart, or those of a step."""
     none: _Actions = {"forward": None, "backward": None, "step": None}

@@ -30,8 +30,8 @@ from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
 from gpipe_fast.runtime.plan import (
-    Order,
     PlannedCall,
+    StepOrder,
     check_placed,
     make_plan,
     own_stages_of,
@@ -72,7 +72,7 @@ class Call:
     checkpoint: Checkpoint
     state: ModuleState
     given: tuple[Tensor, ...] = ()
-    order: Order | None = None
+    order: StepOrder | None = None
 
     def key(self) -> _PlanKey:
         """Returns the cache key of the call's plans under the calling thread's modes."""
@@ -120,7 +120,7 @@ class Signature:
     threads: int
     modes: TorchModes
     layers: StateKey
-    order: Order | None
+    order: StepOrder | None
 
 
 class Choice(NamedTuple):

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.structure import Inputs
-from gpipe_fast.runtime.plan import Order
+from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.training.losses import shape_of_loss
 from gpipe_fast.training.update import StageUpdates
 
@@ -34,7 +34,7 @@ class Given(NamedTuple):
     """
 
     tensors: tuple[Tensor, ...]
-    order: Order
+    order: StepOrder
     divisor: Any
     weights: Sequence[float] | None
     dim: int

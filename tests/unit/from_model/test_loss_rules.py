@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.from_model.batch import probes_for, unify
-from gpipe_fast.from_model.losses import Rule, combine, find_rule
+from gpipe_fast.from_model.loss_rules import Rule, combine, find_rule
 from tests.unit.from_model.recording import Calls, record_of
 
 LINEAR = nn.Linear(5, 7)
