@@ -57,20 +57,6 @@ def _switch(name: str) -> Callable[[], None]:
     return off
 
 
-def _boxed_operators() -> None:
-    from gpipe_fast import _C
-
-    program: Any = _C.Program
-    add_operator = program.add_operator
-
-    def boxed(
-        self: Any, name: str, overload: str, arguments: Any, results: Any, direct: bool = True, *rest: Any
-    ) -> None:
-        add_operator(self, name, overload, arguments, results, False, *rest)
-
-    program.add_operator = boxed
-
-
 @contextlib.contextmanager
 def _nothing() -> Iterator[None]:
     yield
@@ -141,11 +127,6 @@ ON_CPUS = [
         "trials of products",
         [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],
         _products_out_of_place,
-    ),
-    Mechanism(
-        "direct operators",
-        ["csrc/program/operator_direct.cpp", "tests/**/*operator_direct*.py"],
-        _boxed_operators,
     ),
     Mechanism(
         BYTE_LIMITS,

@@ -1,13 +1,12 @@
-"""One stage's programs, compared with eager autograd and with boxed dispatch of the same graph.
+"""One stage's programs, compared with eager autograd.
 
-Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Boxed runs the same
-graph, with one call through the boxed dispatcher for every operator and view. Outputs and gradients are
+Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Outputs and gradients are
 bitwise equal to eager's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +36,10 @@ class StageUnderTest:
     input: Tensor
     tangent: Tensor
 
-    def program(self, graph: StageGraph, plain: bool) -> Run:
-        """Returns `run(first)` of a graph; `plain` calls every operator through the boxed dispatcher."""
+    def program(self, graph: StageGraph) -> Run:
+        """Returns `run(first)` of a graph."""
         program = lower(graph)
-        native = program.build(Arena(), CPU, direct=not plain)
+        native = program.build(Arena(), CPU)
         parameters = [p.detach() for p in parameters_of(self.layers)]
         native.bind(parameters)
         given = {GraphPort(GraphRole.INPUT, 0): self.input, GraphPort(GraphRole.TANGENT, 0): self.tangent}
@@ -66,18 +65,17 @@ def prepare(layers: list[nn.Module], input: Tensor) -> tuple[StageUnderTest, Sta
     return StageUnderTest(layers, input, tangent), parts.forward, parts.backward
 
 
-def check(stage: StageUnderTest, runs: Sequence[tuple[Run, Run]]) -> None:
+def check(stage: StageUnderTest, forward: Run, backward: Run) -> None:
     """Asserts that the programs' outputs and gradients are bitwise equal to eager's."""
     input = stage.input.detach().requires_grad_()
     model = nn.Sequential(*stage.layers)
     output = model(input)
     gradients = torch.autograd.grad(output, [input, *model.parameters()], stage.tangent)
-    for forward, backward in runs:
-        assert torch.equal(forward(True)[0][0], output)
-        (input_gradient,), parameter_gradients = backward(True)
-        for ours, theirs in zip([input_gradient, *parameter_gradients], gradients, strict=True):
-            assert ours is not None
-            assert torch.equal(ours, theirs)
+    assert torch.equal(forward(True)[0][0], output)
+    (input_gradient,), parameter_gradients = backward(True)
+    for ours, theirs in zip([input_gradient, *parameter_gradients], gradients, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, theirs)
 
 
 def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[], object]]:
@@ -86,9 +84,8 @@ def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[],
     The backward is that of a later micro-batch: it adds to existing gradients.
     """
     stage, forward_graph, backward_graph = prepare(layers, input)
-    ours = [stage.program(g, plain=False) for g in (forward_graph, backward_graph)]
-    boxed = [stage.program(g, plain=True) for g in (forward_graph, backward_graph)]
-    check(stage, [(ours[0], ours[1]), (boxed[0], boxed[1])])
+    ours = [stage.program(g) for g in (forward_graph, backward_graph)]
+    check(stage, ours[0], ours[1])
     model, leaf = nn.Sequential(*layers), input.detach().requires_grad_()
     saved = model(leaf)
 
@@ -98,10 +95,8 @@ def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[],
 
     return {
         "forward": lambda: ours[0](True),
-        "forward, boxed": lambda: boxed[0](True),
         "forward, eager": lambda: _without_grad(model, input),
         "backward": lambda: ours[1](False),
-        "backward, boxed": lambda: boxed[1](False),
         "backward, eager without recompute": lambda: saved.backward(stage.tangent, retain_graph=True),
         "both": both,
         "both, eager with checkpoint": lambda: checkpoint(model, leaf, use_reentrant=False).backward(

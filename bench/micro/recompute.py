@@ -28,8 +28,8 @@ PROCESSES = 5  # processes of each kind; the kinds alternate
 def ours(count: int) -> float:
     """Returns the median time (µs) of a stage's two programs, which add to existing gradients."""
     stage, forward_graph, backward_graph = prepare(blocks(count), torch.randn(2, 128, 256))
-    forward, backward = (stage.program(g, plain=False) for g in (forward_graph, backward_graph))
-    check(stage, [(forward, backward)])
+    forward, backward = (stage.program(g) for g in (forward_graph, backward_graph))
+    check(stage, forward, backward)
 
     def step() -> None:
         forward(True)

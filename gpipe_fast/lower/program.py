@@ -109,7 +109,6 @@ class ProgramIR:
         *,
         parameters: Sequence[int] | None = None,
         titles: Sequence[str] = (),
-        direct: bool = True,
         load_kernel: LoadKernel | None = None,
     ) -> NativeProgram:
         """Builds the C++ program. Not thread-safe: programs that share an arena must run one at a time.
@@ -120,7 +119,6 @@ class ProgramIR:
             parameters: maps a parameter's index in this program to its index in the list that is bound at
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.
-            direct: call operators by their C++ function where known, not through the boxed dispatcher.
             load_kernel: loads the kernels on the device; None if the program launches none.
         """
         native = NativeProgram(arena, device)
@@ -136,7 +134,7 @@ class ProgramIR:
             if titles and layer is not None and layer != current:
                 native.set_layer(titles[layer])
                 current = layer
-            _add_step(native, step, direct, load_kernel)
+            _add_step(native, step, load_kernel)
         native.set_outputs(self.results)
         native.set_arena_bytes(self.arena_bytes)
         native.set_parts(*self.parts)
@@ -189,14 +187,13 @@ def _name_of(op: OpOverload[Any, Any]) -> tuple[str, str]:
     return op._schema.name, op._schema.overload_name
 
 
-def _add_step(native: NativeProgram, step: Step, direct: bool, load_kernel: LoadKernel | None) -> None:
+def _add_step(native: NativeProgram, step: Step, load_kernel: LoadKernel | None) -> None:
     match step:
         case Call(op, _, results, when):
             native.add_operator(
                 *_name_of(op),
                 step.native_arguments,
                 None if results is None else list(results),
-                direct,
                 when,
             )
         case Launch(launch, launch_arguments, when):

@@ -53,12 +53,11 @@ def test_a_program_is_described_step_by_step() -> None:
     ]
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("parameters", [None, [5, 0]])
-def test_a_program_is_built_and_runs(direct: bool, parameters: list[int] | None) -> None:
+def test_a_program_is_built_and_runs(parameters: list[int] | None) -> None:
     """Parameter 1 of the program is the second one that is bound, or the one that a list names."""
     x, w = torch.randn(2, 3), torch.randn(3)
-    native = program().build(Arena(), CPU, parameters=parameters, direct=direct)
+    native = program().build(Arena(), CPU, parameters=parameters)
     native.bind([torch.zeros(3), w] if parameters is None else [w])
     (found,), _ = native.run([x], [], True)
     assert torch.equal(found, (x.sin() + w).exp())
