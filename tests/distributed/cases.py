@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
-from tests.contracts.contract_1_same_bits.test_tuples import PairToPair, PairToTensor, TensorToPair
+from tests.contracts.contract_1_same_bits.test_values import PairToPair, PairToTensor, TensorToPair
 from tests.models import batch_normed, features, gpt, noisy, tokens
 from tests.reference import SEED, Result, loop_step, pipeline_step, restored, unequal
 

@@ -668,3 +668,14 @@ def test_models_with_blocks_in_python_are_recorded_while_a_stream_is_open() -> N
         torch.testing.assert_close(model(ids[:, :2], labels[:, :2]), plain(ids[:, :2], labels[:, :2]))
     results += stream
     torch.testing.assert_close(results, [expected[0]] * 6)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "ViT", "Mixtral"])
+def test_a_configuration_that_changes_between_steps_is_seen(name: str) -> None:
+    _, inputs, loss = CASES[name]
+    model = pipeline_of(CASES[name], 2, 2)
+    for attention in ("eager", "sdpa", "eager"):
+        model.config._attn_implementation = attention
+        ours = pipelined_step(model, inputs, loss)
+        assert unequal(ours, plain_step(model.plain(), inputs, loss, 2)) == []

@@ -59,7 +59,7 @@ CPP_TESTED_BY = {
     "csrc/engine/recorder": "tests/unit/recording/test_recording.py",
     "csrc/engine/slots": "tests/cpp/test_engine.cpp",
     "csrc/engine/waiter": "tests/cpp/test_engine.cpp",
-    "csrc/pipeline/boundary": "tests/contracts/contract_1_same_bits/test_tuples.py",
+    "csrc/pipeline/boundary": "tests/contracts/contract_1_same_bits/test_values.py",
     "csrc/pipeline/captured": "tests/fake_cuda/test_captured_reads.py",
     "csrc/pipeline/device_clock": "tests/fake_cuda/test_recording.py",
     "csrc/pipeline/graph_cache": "tests/fake_cuda/test_graphs.py",

@@ -191,7 +191,7 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer_in", ["end", "drain"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -327,7 +327,7 @@ def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", ["aten", "eager"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -379,6 +379,7 @@ def test_an_evaluation_runs_forwards_alone(frozen: bool) -> None:
     assert kinds == {"F", "SEND_F", "RECV_F"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_an_evaluation_that_fails_changes_nothing(backend: str) -> None:
     pipe = pipeline(backend=backend)
@@ -402,6 +403,7 @@ class Shared(nn.Module):
         return F.linear(x, self.weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_drained_updates_of_all_kinds_of_parameters(optimizer: Callable[[nn.Module], Optimizer]) -> None:
     """Parameters of one stage, of two, of no layer's forward, and of another module."""
@@ -520,15 +522,3 @@ def test_the_advised_closure_of_lbfgs_trains_like_the_plain_loop() -> None:
     found = train(pipe, lambda x, y: pipe.step(x, target=y, loss_fn=F.cross_entropy))
     for ours, wanted in zip(found, train(loop, plain), strict=True):
         torch.testing.assert_close(ours, wanted)
-
-
-@pytest.mark.parametrize("mistake", ["LBFGS", "normalizer", "text"])
-def test_a_mistake_is_refused_before_the_work(mistake: str) -> None:
-    pipe, (x, target) = pipeline(), next(batches(1))
-    buffers = copy.deepcopy(dict(pipe.named_buffers()))
-    optimizer = torch.optim.LBFGS(pipe.parameters()) if mistake == "LBFGS" else None
-    normalizer: Any = {"LBFGS": 1, "normalizer": 0, "text": "11"}[mistake]
-    with pytest.raises((TypeError, ValueError)):
-        pipe.step(x, target=target, loss_fn=weighted, normalizer=normalizer, optimizer=optimizer)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in pipe.named_buffers())

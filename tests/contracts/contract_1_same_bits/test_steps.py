@@ -94,7 +94,7 @@ def step(pipe: Any, x: Tensor, y: Tensor, **options: Any) -> dict[str, Any]:
 cross_entropy = functools.partial(F.cross_entropy, reduction="sum")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 @pytest.mark.parametrize("chunks", [1, 2, 4, 7, 9])
@@ -204,6 +204,7 @@ def test_a_schedule_of_the_user_equals_the_plain_loop(seed: int) -> None:
     assert unequal(ours, gradients_in_order(plain, balance, schedule, x, y, (y != -100).sum())) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_in_python(schedule: str, backend: str) -> None:
@@ -248,6 +249,7 @@ LOSSES: dict[str, tuple[Any, Tensor]] = {
     "another ignored class": (nn.CrossEntropyLoss(ignore_index=2), Y.clamp(min=0)),
     "probabilities": (F.cross_entropy, PROBABILITIES),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), Y),
+    "classes of a byte": (nn.CrossEntropyLoss(weight=WEIGHTS), Y.clamp(min=0).to(torch.uint8)),
     "mse_loss": (F.mse_loss, PROBABILITIES),
     "HuberLoss": (nn.HuberLoss(delta=0.3), PROBABILITIES),
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), PROBABILITIES),
@@ -259,7 +261,7 @@ def without_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_mean_is_that_of_the_whole(name: str) -> None:
     loss_fn, y = LOSSES[name]
@@ -315,24 +317,6 @@ def test_the_input_gets_a_gradient() -> None:
     pipe.step(ours, target=Y, loss_fn=F.cross_entropy)
     F.cross_entropy(plain(theirs), Y).backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_failed_step_changes_nothing(schedule: str) -> None:
-    pipe = GPipe(layers(), [3, 5], devices=["cpu"] * 2, chunks=4, schedule=schedule)
-    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
-    ((trainer, *_),) = pipe._trainers.values()
-    before = {name: b.clone() for name, b in pipe.named_buffers()}
-    gradients = [p.grad.clone() for p in pipe.parameters()]
-    backward = ("0I0", "0W1", "1W2") if schedule == "zb-h1" else ("0B0",)
-    for action in ("0F2", "1F0", "1R1", *backward, "1SEND_B2", "0RECV_B1"):
-        trainer._pipeline.inject_faults(faults=[(action, 0, "RuntimeError")])
-        with pytest.raises(RuntimeError, match="injected"):
-            pipe.step(X, target=Y, loss_fn=F.cross_entropy)
-        assert all(torch.equal(b, before[name]) for name, b in pipe.named_buffers())
-        assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
-    trainer._pipeline.inject_faults()
-    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -395,7 +379,7 @@ def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_random_failures_change_nothing(schedule: str) -> None:
-    failures_change_nothing(schedule, 8, 0)
+    failures_change_nothing(schedule, 6, 0)
 
 
 @pytest.mark.soak
@@ -404,11 +388,12 @@ def test_a_thousand_failures_change_nothing(schedule: str) -> None:
     failures_change_nothing(schedule, 250, 1)
 
 
-def test_another_batch_dimension_and_autocast() -> None:
+@pytest.mark.parametrize("dim", [1, -2])
+def test_another_batch_dimension_and_autocast(dim: int) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="sum")
 
-    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2, batch_dim=1)
+    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=2, batch_dim=dim)
     x, y = X[:8].expand(3, 8, WIDTH).contiguous(), Y[:8].expand(3, 8).clamp(min=0)
     with torch.autocast("cpu", torch.bfloat16):
         found, output = pipe.step(x, target=y, loss_fn=loss, normalizer=24, return_outputs=True)
@@ -446,14 +431,14 @@ def test_functions_made_in_each_call_share_programs() -> None:
 
 def test_settings_and_layers_may_change_between_steps() -> None:
     pipe, plain = GPipe(layers(), [3, 5], devices=["cpu"] * 2, chunks=2), layers()
-    for schedule, chunks, mode in (("gpipe", 2, "always"), ("1f1b", 4, "never"), ("gpipe", 1, "always")):
+    for schedule, chunks, mode in (("gpipe", 2, "always"), ("1f1b", 4, "never")):
         pipe.schedule, pipe.chunks, pipe.checkpoint = schedule, chunks, mode
         ours = step(pipe, X, Y)
         assert unequal(ours, plain_step(plain, X, Y, chunks, schedule, cross_entropy, 8)) == []
     pipe.balance = [4, 4]
     pipe.eval(), plain.eval()
     ours = step(pipe, X, Y)
-    assert unequal(ours, plain_step(plain, X, Y, 1, "gpipe", cross_entropy, 8)) == []
+    assert unequal(ours, plain_step(plain, X, Y, 4, "1f1b", cross_entropy, 8)) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -505,10 +490,6 @@ def with_keyword(k: float) -> Any:
     return loss
 
 
-def two_parts(output: Tensor, target: Tensor, a: float = 1.0, b: float = 1.0) -> Tensor:
-    return a * (output - target).abs().sum() + b * (output - target).square().sum()
-
-
 def in_a_loop(ks: list[float]) -> Iterator[Any]:
     """Functions that close over one variable, which has another value whenever one of them is taken."""
     made = []
@@ -517,6 +498,7 @@ def in_a_loop(ks: list[float]) -> Iterator[Any]:
         yield made[-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["lambda", "method", "keyword", "constant"])
 def test_losses_that_differ_in_what_they_close_over_are_told_apart(kind: str) -> None:
     """Two epochs: the lambdas of the second have the variables that those of the first had."""
@@ -540,25 +522,15 @@ def weighted_sum(k: float, output: Tensor, target: Tensor) -> Tensor:
     return k * (output - target).square().sum()
 
 
+def two_parts(output: Tensor, target: Tensor, a: float = 1.0, b: float = 1.0) -> Tensor:
+    return a * (output - target).abs().sum() + b * (output - target).square().sum()
+
+
 def test_names_of_a_partials_arguments_count() -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=1)
-    x, z = torch.randn(6, 4), torch.randn(6, 3)
-    absolute = functools.partial(two_parts, a=1.0, b=0.0)
-    square = functools.partial(two_parts, b=1.0, a=0.0)
-    found = [pipe.step(x, target=z, loss_fn=f, normalizer=1) for f in (absolute, square)]
-    torch.testing.assert_close(found, [f(pipe(x), z).detach() for f in (absolute, square)])
-
-
-def test_a_negative_batch_dimension() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3, batch_dim=-2)
-    x, z = torch.randn(5, 6, 4), torch.randn(5, 6, 3)
-    expected = F.mse_loss(layers(x), z)
-    torch.testing.assert_close(pipe.step(x, target=z, loss_fn=F.mse_loss), expected.detach())
-    ours = [p.grad for p in layers.parameters()]
-    torch.testing.assert_close(ours, list(torch.autograd.grad(expected, list(layers.parameters()))))
-    torch.testing.assert_close(pipe.evaluate(x, target=z, loss_fn=F.mse_loss), expected.detach())
+    pipe = GPipe(without_norm(), [1, 2], devices=["cpu"] * 2, chunks=1)
+    losses = [functools.partial(two_parts, a=1.0, b=0.0), functools.partial(two_parts, b=1.0, a=0.0)]
+    found = [pipe.step(X, target=PROBABILITIES, loss_fn=f, normalizer=1) for f in losses]
+    torch.testing.assert_close(found, [f(pipe(X), PROBABILITIES).detach() for f in losses])
 
 
 def test_normalizers_get_the_target_itself_and_return_one_number() -> None:
@@ -575,11 +547,3 @@ def test_normalizers_get_the_target_itself_and_return_one_number() -> None:
     )
     assert (found.shape, found.requires_grad) == (torch.Size([]), False)
     torch.testing.assert_close(found, (loss(layers(x), (z, w)) / (2 * w.sum())).detach())
-
-
-def test_classes_of_a_byte_with_weights() -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4)
-    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 1, 0, 0], dtype=torch.uint8)
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
-    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=loss), loss(layers(x), y).detach())

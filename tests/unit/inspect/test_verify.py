@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.inspect.verify import Report, Row, verify
-from tests.contracts.contract_1_same_bits.test_tuples import MODELS as TUPLES
+from tests.contracts.contract_1_same_bits.test_values import TUPLES
 from tests.models import batch_normed, every_model, features, mlp, noisy, uneven_balance
 from tests.unit.inspect.losses import Alternating, Loss, squared_loss
 
