@@ -18,7 +18,10 @@ from bench.measure import ROOT, uncommitted
 
 ROUND_SECONDS = 15
 # Modules outside of bench and tools that write a table.
-OTHERS = ("tests.equivalence.census", "tests.equivalence.cuda_operators_table")
+OTHERS = (
+    "tests.contracts.contract_1_same_bits.census",
+    "tests.contracts.contract_1_same_bits.cuda_operators_table",
+)
 NEED_A_GPU = {"cuda", "kernels"}
 # About how many times as long as most tables some take, for the estimate of the time left.
 WEIGHTS = {

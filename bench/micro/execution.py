@@ -1,7 +1,7 @@
 """One stage's programs, compared with eager autograd.
 
-Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Outputs and gradients are
-bitwise equal to eager's.
+Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Outputs and gradients
+are bitwise equal to eager's.
 """
 
 from __future__ import annotations
