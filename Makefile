@@ -35,7 +35,7 @@ EXTENSION := gpipe_fast/_C$(EXT_SUFFIX)
 SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: help build import check test test-all lint format docs demo bench bench-ours soak smoke smoke-reference \
+.PHONY: help build import check test test-all lint format docs demo bench bench-all results soak smoke smoke-reference \
   smoke-between wheelhouse gpu dist clean
 
 help:  ## list the targets
@@ -74,7 +74,7 @@ test-all: test smoke-reference  ## in CI: `make test`, and smoke tests with the 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy --strict gpipe_fast bench
+	$(VENV)/bin/mypy --strict gpipe_fast bench tools
 	@$(VENV)/bin/lint-imports --no-cache >/dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(PY) .ci/check_includes.py
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
@@ -92,11 +92,17 @@ docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/sit
 demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores (ARGS=--full: the whole training; ARGS=--help)
 	OMP_WAIT_POLICY=passive $(PY) -m examples.gpt $(ARGS)
 
-bench: build  ## run the benchmarks (arguments: ARGS="...")
-	$(PY) -m bench $(ARGS)
+# Durations are kept in .benchmarks; `pytest-benchmark compare` compares those of two commits.
+BENCH := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider bench --benchmark-autosave
 
-bench-ours: build  ## time gpipe_fast's headline steps with pytest-benchmark (ARGS="--benchmark-...")
-	$(PY) -m pytest -q bench --benchmark-only $(ARGS)
+bench: build  ## compare with other libraries, a sample in 10 minutes (ARGS="overhead step" writes these tables instead)
+	@$(if $(ARGS),$(PY) -m bench $(ARGS),$(BENCH))
+
+bench-all: build  ## run every comparison of `make bench` in full
+	@$(BENCH) --all
+
+results: build  ## write every table of bench/results that needs no GPU; needs a tree without changes
+	@$(PY) -m bench.write_results
 
 soak: build smoke-between  ## run every test, including the long ones, and smoke tests with torch 2.13
 	$(PYTEST) --tier=soak $(ARGS)
@@ -132,8 +138,8 @@ wheelhouse:  ## download peer libraries for a GPU machine without network into .
 	fi
 
 # For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and takes
-# ten minutes. An extension that was already built against the same torch is used. bench/on_gpu.py lists the phases
-# and their output files; ARGS="models plans" selects phases.
+# ten minutes. An extension that was already built against the same torch is used. tools/on_gpu/phases.py lists
+# the phases and their output files; ARGS="models plans" selects phases.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
 gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases; write bench/results
 	@mkdir -p bench/results
@@ -142,7 +148,7 @@ gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phase
 	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/wheelhouse wheelhouse/*.whl \
 	    || echo 'gpu: could not install the wheelhouse'; \
 	fi
-	@$(PYTHON) -m bench.on_gpu $(ARGS)
+	@$(PYTHON) -m tools.on_gpu $(ARGS)
 
 dist: $(INSTALLED_STAMP)  ## build the source distribution in ./dist
 	@rm -rf gpipe_fast.egg-info  # setuptools would add the files that an old one lists

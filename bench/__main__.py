@@ -1,63 +1,61 @@
-"""`python -m bench [name ...]`: runs the named benchmarks, or all of them without arguments."""
+"""`python -m bench NAME ...` makes tables: measures, prints and writes them to bench/results.
+
+A benchmark's arguments follow its name: `python -m bench kernels rotary`. `pytest bench` measures with
+pytest-benchmark instead.
+"""
 
 from __future__ import annotations
 
-import argparse
+import ast
 import importlib
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import indent
 
-BENCHMARKS = {
-    "balance": "step times under the balance of balance_by_time, compared with every other balance",
-    "census": "every torchvision model compared with the plain loop: natively run layers, equal gradients",
-    "cuda": "steps on a GPU compared with plain PyTorch, torch.compile and torchgpipe; stage-to-stage copies",
-    "cuda-counts": "launches, bytes, casts, events and host calls of a GPU step, counted without a GPU",
-    "compiled": "registers, spills and 16-byte accesses of every kernel, compiled without a GPU",
-    "distributed": "steps of two processes compared with torch.distributed.pipelining, on slow links too",
-    "draws": "keyed random draws compared with PyTorch's",
-    "engine": "steps of empty programs compared with bare thread hand-offs",
-    "execution": "one stage's programs compared with eager autograd and boxed dispatch",
-    "explain": "explanations of what is fused in models of transformers and torchvision; needs no GPU",
-    "first-call": "first calls of three models, further sequence lengths, and the start of a process",
-    "frontier": "step times against peak memory of GPT blocks, from everything recomputed to nothing",
-    "from-model": "models of transformers by GPipe.from_model: what is recorded, times, memory to load",
-    "fusion": "bytes and launches of stages with and without fused kernels, counted without a GPU",
-    "inference-stream": "inference on many mini-batches: GPipe.stream compared with a call for each",
-    "interpreted": "one layer run in Python among lowered layers, compared with all layers in Python",
-    "kernels": "every kernel on a GPU compared with eager PyTorch, Inductor, Liger-Kernel and a copy",
-    "ledger": "what mechanisms gain, each turned off by turns, and bytes of stages without parts of fusion",
-    "largest": "the largest models that fit, with and without GPipe, by predictions on shapes",
-    "lengths": "training steps on sequences of varying length",
-    "memory": "peak memory of training steps compared with a checkpointed plain loop",
-    "overhead": "steps of tiny stages compared with torchgpipe and plain PyTorch",
-    "pipeline": "steps of two concurrent stages of GPT blocks compared with their critical path",
-    "published": "the tables of GPipe and torchgpipe by the simulator, from counted costs of layers",
-    "recompute": "GPT blocks compared with eager checkpointing, each in its own process",
-    "regions": "registers and spills of the generated kernels of all stages, compiled without a GPU",
-    "replicas": "steps of two replicas: how much of the sum of gradients the drain hides",
-    "report": "reports on steps whose times are known, advice on planted problems, and what recording costs",
-    "schedules": "bubbles of sleeping stages and times of GPT blocks under each schedule of a step",
-    "simulated": "step times predicted from one recorded setting compared with measured ones",
-    "signature": "overhead of a call before any stage runs",
-    "step": "steps of GPT blocks compared with torch.distributed.pipelining, torchgpipe and plain PyTorch",
-    "tracing": "time to trace and lower GPT blocks",
-    "training-step": "peak memory and time of whole training steps: the loss outside, or in the last stage",
-    "within-memory": "steps within a number of bytes compared with balances by time at equal memory",
-    "traffic": "bytes that fused backward kernels of recomputed segments read and write",
+# The modules that make tables, by name; words in names are joined by hyphens.
+_OF_PACKAGES = {
+    "bench.micro": "balance draws engine execution first-call inference-stream interpreted lengths pipeline "
+    "recompute report schedules signature simulated tracing",
+    "bench.compare": "distributed from-model frontier memory overhead replicas step training-step "
+    "within-memory",
+    "bench.gpu": "cuda kernels",
+    "tools": "census compiled cuda-counts explain fusion largest ledger published regions traffic",
 }
+_MODULES = {
+    name: f"{package}.{name.replace('-', '_')}"
+    for package, names in _OF_PACKAGES.items()
+    for name in names.split()
+}
+BENCHMARKS = {name: module for name, module in _MODULES.items() if module.startswith("bench")}
+TOOLS = {name: module for name, module in _MODULES.items() if module.startswith("tools")}
 
 
-def main() -> None:
-    names = ", ".join(f"{name} ({what})" for name, what in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("name", nargs="*", help=f"benchmarks to run (default: all): {names}")
-    wanted = parser.parse_args().name or list(BENCHMARKS)
-    unknown = [name for name in wanted if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"unknown benchmark: {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
-    for name in wanted:
-        print(f"bench: {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
-        importlib.import_module(f"bench.{name.replace('-', '_')}").main()
+def summary(module: str) -> str:
+    """Returns the first line of a module's docstring without importing the module."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return text.partition("\n")[0]
+
+
+def run(modules: Mapping[str, str], words: Sequence[str]) -> None:
+    """Runs the modules whose names begin a command line; one alone may be followed by its arguments."""
+    names = list(itertools.takewhile(_MODULES.__contains__, words))
+    arguments = words[len(names) :]
+    if not names or (arguments and len(names) > 1):
+        listed = "\n".join(f"{name:18}{summary(module)}" for name, module in modules.items())
+        wrong = f"unknown name: {arguments[0]}\n" if arguments and not arguments[0].startswith("-") else ""
+        sys.exit(f"{wrong}usage: NAME ..., or NAME and its arguments; the names are\n{indent(listed, '  ')}")
+    for name in names:
+        print(f"bench: {name}: {summary(_MODULES[name])}", file=sys.stderr, flush=True)
+        main = importlib.import_module(_MODULES[name]).main
+        if (main(arguments) if arguments else main()) is False:
+            sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    run(BENCHMARKS, sys.argv[1:])

@@ -12,14 +12,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
 
+from bench.peers import TOLERANCE
 from bench.progress import shown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
+# The time of the rounds of one comparison, which `make results` limits, and the rounds that run in any case.
+ROUND_SECONDS = float(os.environ.get("GPIPE_FAST_ROUND_SECONDS", "inf"))
+MIN_ROUNDS = 5
+
+
+# The headers of a table, or one text in which " | " is between them.
+Headers = Sequence[str] | str
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Table:
     """An additional table of a report, with its own heading."""
 
     heading: str
-    headers: Sequence[str]
+    headers: Headers
     rows: Iterable[Sequence[object]]
     note: str = ""
 
@@ -76,23 +85,34 @@ class Table:
 def alternate(
     candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
 ) -> dict[str, Timing]:
-    """Times every candidate once per round, so that a slow phase of the machine affects all of them.
+    """Returns the timings of candidates, with the arguments of `samples`."""
+    return {name: timing(times) for name, times in samples(candidates, rounds, calls, pause).items()}
+
+
+def samples(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int = 1,
+    pause: float = 0.0,
+    seconds: float = float("inf"),
+) -> dict[str, list[float]]:
+    """Returns the microseconds per call of each round, by candidate.
+
+    Every candidate runs once per round, so that a slow phase of the machine affects all of them.
 
     Args:
         candidates: the functions to time, by name.
         rounds: samples per candidate. One additional warm-up round is dropped.
         calls: calls per sample.
         pause: seconds before each sample, in which threads of the previous candidate stop spinning.
+        seconds: after so many, or after `GPIPE_FAST_ROUND_SECONDS`, no round begins that is not among the
+            first five.
     """
-    return {name: timing(times) for name, times in samples(candidates, rounds, calls, pause).items()}
-
-
-def samples(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
-) -> dict[str, list[float]]:
-    """Returns the microseconds per call of each round, with the arguments of `alternate`."""
     found: dict[str, list[float]] = {name: [] for name in candidates}
+    end = time.monotonic() + min(seconds, ROUND_SECONDS)
     for round_index in shown(range(rounds + 1), "timing rounds"):
+        if round_index > MIN_ROUNDS and time.monotonic() > end:
+            break
         for name, candidate in candidates.items():
             if pause:
                 time.sleep(pause)
@@ -122,45 +142,71 @@ def machine() -> str:
         f"{model}, {os.cpu_count()} cores{gpu}; "
         f"Python {platform.python_version()}, torch {torch.__version__}; "
         f"{torch.get_num_threads()} intra-op threads; commit {commit()}"
+        + (f"; rounds of at most {ROUND_SECONDS:g} s" if float("inf") > ROUND_SECONDS else "")
+    )
+
+
+def _git(*arguments: str) -> str:
+    if not shutil.which("git"):
+        return ""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+def uncommitted(*excluded: str) -> str:
+    """Returns the files with uncommitted changes, except for files that match a pattern, as text."""
+    return _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{each}" for each in excluded)
     )
 
 
 def commit() -> str:
-    """Returns the abbreviated commit of the tree, with "+changes" if there are uncommitted changes."""
-
-    def git(*arguments: str) -> str:
-        if not shutil.which("git"):
-            return ""
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT / "bench")
-        return done.stdout.strip()
-
-    changed_files = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!../README.md"
-    )
-    changed = "+changes" if changed_files else ""
+    """Returns the abbreviated commit of the tree, with "+changes" if code has uncommitted changes."""
+    changed = "+changes" if uncommitted("bench/results", "docs", "*.md") else ""
     # For a tree that was copied without its history, the environment variable gives the commit.
-    return (git("rev-parse", "--short", "HEAD") or os.environ.get("GPIPE_FAST_COMMIT", "unknown")) + changed
+    return (_git("rev-parse", "--short", "HEAD") or os.environ.get("GPIPE_FAST_COMMIT", "unknown")) + changed
 
 
 def report(
+    module: Mapping[str, Any],
+    headers: Headers,
+    rows: Iterable[Sequence[object]],
+    more_tables: Sequence[Table] = (),
+    **values: object,
+) -> None:
+    """Prints the tables of a module, and writes them to ``bench/results/<module>.md``.
+
+    Args:
+        module: its ``globals()``. Its docstring is the title and the note; names in braces are its values.
+        headers: the headers of the first table.
+        rows: its rows.
+        more_tables: further tables.
+        values: values that the docstring names, besides those of the module.
+    """
+    title, _, note = (
+        module["__doc__"].format(**{"TOLERANCE": TOLERANCE, **module, **values}).partition("\n\n")
+    )
+    name = module["__name__"].rpartition(".")[2]
+    print(write(name, " ".join(title.split()).rstrip("."), headers, rows, note, more_tables), flush=True)
+
+
+def write(
     name: str,
     title: str,
-    headers: Sequence[str],
+    headers: Headers,
     rows: Iterable[Sequence[object]],
     note: str = "",
     more_tables: Sequence[Table] = (),
-    printed: bool = True,
-) -> None:
-    """Prints tables with the machine line, and writes them to ``bench/results/<name>.md``."""
+) -> str:
+    """Writes tables with the machine line to ``bench/results/<name>.md``, and returns the text."""
     text = f"# {title}\n\n{machine()}.\n{note}\n{_table(headers, rows)}\n"
     for table in more_tables:
         text += f"\n## {table.heading}\n\n{table.note}\n{_table(table.headers, table.rows)}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
-    if printed:
-        print(text, flush=True)
+    return text
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    text: str = tabulate(list(rows), headers=headers, tablefmt="github", floatfmt=".2f")
+def _table(headers: Headers, rows: Iterable[Sequence[object]]) -> str:
+    names = headers.split(" | ") if isinstance(headers, str) else list(headers)
+    text: str = tabulate(list(rows), headers=names, tablefmt="github", floatfmt=".2f")
     return text

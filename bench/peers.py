@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from bench import resident
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -198,7 +199,7 @@ class _Server:
 
     def __init__(self, step: Candidate) -> None:
         self.step = step
-        self._resident = _status_bytes("VmRSS")
+        self._resident = resident.present() if resident.reset_peak() else None
         self._idle, self._since = 0.0, time.process_time()
 
     def serve(self, connection: Connection) -> None:
@@ -211,13 +212,11 @@ class _Server:
         return [gradient.numpy() for gradient in self.step.gradients()]
 
     def peak_bytes(self) -> int | None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak counter
-        except OSError:
+        if self._resident is None:
             return None
+        resident.reset_peak()
         self.step()
-        peak = _status_bytes("VmHWM")
-        return None if peak is None or self._resident is None else peak - self._resident
+        return round((resident.peak() - self._resident) * 2**20)
 
     def idle_seconds(self) -> float:
         return self._idle
@@ -228,15 +227,6 @@ def _serve(connection: Connection, make: Callable[..., Candidate], number: int, 
     _Server(make(number, *arguments)).serve(connection)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _status_bytes(field: str) -> int | None:
-    """Returns a field of this process's status in bytes, or None if /proc is not available."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -64,7 +64,6 @@ class Program:
         overload: str,
         arguments: list[Any],
         results: list[int | None] | None,
-        direct: bool = True,
         when: ActiveRuns = ActiveRuns.ALWAYS,
     ) -> None: ...
     def add_launch(

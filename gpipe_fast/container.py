@@ -1,18 +1,18 @@
-"""The `Sequential` interface of a pipeline: layers, partitions, devices and state dict, without training."""
+"""The `Sequential` interface of a pipeline: layers, partitions and state dict, without calls."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.compat import torchgpipe_state_dict
-from gpipe_fast.devices import Device, casts_of, devices_differ
+from gpipe_fast.devices import casts_of, devices_differ
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.unsupported import refuse_jit_script
 from gpipe_fast.weights.load import (
@@ -38,42 +38,7 @@ class Container(LayerSequence):
 
     _balance: list[int]
     _devices: list[torch.device]
-    _user_devices: list[torch.device] | None
     _own_stages: Collection[int] | None = None  # the stages of this process; None if all are here
-
-    def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
-        raise NotImplementedError
-
-    @property
-    def balance(self) -> list[int]:
-        """The number of layers of each partition; a copy.
-
-        Assigning repartitions the layers and moves them to their devices; the next call builds new programs.
-        Optimizer state is not moved: create the optimizer after repartitioning if layers change their device.
-
-        Raises:
-            ValueError: on assignment, the balance does not fit the layers. The old balance is kept.
-            IndexError: on assignment, there are more partitions than devices. The old balance is kept.
-        """
-        return list(self._balance)
-
-    @balance.setter
-    def balance(self, balance: Iterable[int]) -> None:
-        self._repartition(balance, self._user_devices)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each partition; a copy. Assigning moves the layers, as for `balance`.
-
-        Raises:
-            ValueError: on assignment, stages cannot run on one of the devices. The old devices are kept.
-            IndexError: on assignment, there are fewer devices than partitions. The old devices are kept.
-        """
-        return list(self._devices)
-
-    @devices.setter
-    def devices(self, devices: Iterable[Device] | None) -> None:
-        self._repartition(self._balance, devices)
 
     def _register_layers(self, module: nn.Sequential) -> None:
         """Registers the layers of a ``Sequential`` as children, uncopied, and moves them to their devices.

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
+from gpipe_fast import progress
 from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
@@ -22,14 +25,22 @@ from gpipe_fast.arguments import (
     check_no_others,
     check_signature,
     checked_backend,
+    checked_batch_dim,
+    checked_checkpoint,
+    checked_chunks,
     checked_grad_dtype,
+    checked_memory,
+    checked_schedule,
+    checked_threads_per_stage,
     checked_transport,
     pass_through,
     switched_backend,
+    warn_idle_stages,
+    warn_sequence_first,
+    warn_square_input,
+    warn_surplus_devices,
 )
 from gpipe_fast.balance.automatic import default_balance
-from gpipe_fast.call_preparation import CallPreparation, with_memory
-from gpipe_fast.call_settings import CallSettings
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device, absent_gpu, silence_stream_warning
 from gpipe_fast.distributed.mesh import (
@@ -45,12 +56,12 @@ from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.explanation import Explanation
 from gpipe_fast.explanation.explain import explain_call, on_absent_device
 from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.make import make_pipelined
+from gpipe_fast.from_model.pipelined import make_pipelined
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
-from gpipe_fast.lower.checkpoint import CheckpointChoice, checkpoint_policy
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
+from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting, checkpoint_policy
 from gpipe_fast.recording.exchange import exchange_stages
 from gpipe_fast.recording.recording import Recording, kernel_names, record, stage_sizes
 from gpipe_fast.reporting import Reporting
@@ -58,9 +69,8 @@ from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
-from gpipe_fast.runtime.plan import Order, PlannedCall
-from gpipe_fast.runtime.planner import Call, Planner, failure_message
-from gpipe_fast.runtime.prepared_call import PreparedCall
+from gpipe_fast.runtime.plan import PlannedCall, StepOrder
+from gpipe_fast.runtime.planner import Call, Planner, PreparedCall, failure_message
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, Tie
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.runtime.state import ModuleState
@@ -68,23 +78,37 @@ from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
 from gpipe_fast.stages import checked_placement, partitions_of, resolve_balance, resolve_devices, stages_of
-from gpipe_fast.streaming import Streaming
+from gpipe_fast.streaming import CallStream, arguments_in, check_depth, results
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
-from gpipe_fast.training.step import Given, Training
-from gpipe_fast.uncompiled import uncompiled
-from gpipe_fast.unsupported import global_hook, has_observers, without_observers
-from gpipe_fast.usage_warnings import (
-    warn_idle_stages,
-    warn_sequence_first,
-    warn_square_input,
-    warn_surplus_devices,
+from gpipe_fast.training.losses import (
+    Loss,
+    Normalizer,
+    check_normalizer,
+    check_target,
+    key_of,
+    loss_layer,
+    loss_of,
 )
+from gpipe_fast.training.step import (
+    Given,
+    Losses,
+    check_graphs,
+    check_list,
+    checked_divisor,
+    given_of,
+    losses_of,
+    result_of,
+)
+from gpipe_fast.training.update import StageUpdates, checked_update
+from gpipe_fast.unsupported import global_hook, has_observers, uncompiled, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 
 if TYPE_CHECKING:
     from gpipe_fast.distributed.mesh import Mesh
 
+# The maximum number of losses for which programs are kept.
+_MAX_LOSSES = 4
 # Attributes that a copy creates anew.
 _NOT_COPIED = frozenset(
     {"_layers", "_stages", "_connections", "_state", "_planner", "_pipeline", "_python_workers"}
@@ -93,7 +117,7 @@ _NOT_COPIED = frozenset(
 _NOT_COPIED |= {"_hook_planner", "_compiled_call_impl", "_trainers"}
 
 
-class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Container):
+class GPipe(Reporting, Container):
     """Trains a sequence of layers as a pipeline of stages over micro-batches.
 
     Outputs, gradients and buffers equal those of ``torch.cat([module(c) for c in x.chunk(chunks)])``, bit for
@@ -180,6 +204,9 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         transport: As passed.
     """
 
+    _state: ModuleState
+    _hook_planner: Planner | None
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -247,7 +274,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         self._capture = bool(capture)
         self._warned_of_idle_stages = False
         self._checks_usage = True
-        self._trainers: dict[Any, Any] = {}
+        self._trainers: dict[Any, tuple[Any, Any, Any]] = {}  # pipelines with a loss
         self._balance_pending = balance is None and len(self._balance) > 1 and mesh is None
         self._register_layers(module)
         if self._ranks is not None:
@@ -328,8 +355,8 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             timeout: As for `GPipe`.
 
         Returns:
-            The pipelined model. Its ``chunks``, ``checkpoint`` and ``threads_per_stage`` may be set;
-            ``pipeline`` is the `GPipe` that ran last.
+            The pipelined model. Its ``chunks``, ``checkpoint``, ``schedule`` and ``threads_per_stage`` may be
+            set; ``pipeline`` is the `GPipe` that ran last.
 
         Raises:
             TypeError: ``model`` is not a module, or another argument has a wrong type.
@@ -352,78 +379,7 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         settings = chunks, checkpoint, schedule, loss
         return make_pipelined(model, args, kwargs, blocks, balance, number, *settings, make, ranks)
 
-    def _open_pipeline(self) -> Pipeline:
-        pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
-        pipeline.set_capture(self.capture)
-        silence_stream_warning(self._devices)
-        return pipeline
-
-    def _rebuild_stages(self) -> None:
-        verify_skippables(self)
-        self._layers = list(self)
-        self._stages = stages_of(
-            self._layers,
-            self._balance,
-            self._devices,
-            self._deferred_batch_norm,
-            self.grad_dtype,
-            self._fuse,
-            own_stages=self._own_stages,
-            ties=self._ties,
-        )
-        self._connections = connections_of(
-            self._balance, self._devices, skips_of(self._layers), self.transport
-        )
-        if self._ranks is not None:
-            self._connections = [replace(each, route="process group") for each in self._connections]
-        backend = switched_backend(self.backend if self._ranks is None else "aten")
-        self._planner = Planner(self._stages, backend, self._python_workers)
-        self._hook_planner: Planner | None = None
-        self._pipeline.forget_graphs()
-        self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
-
-    def _layer_states(self) -> LayerStates:
-        return self._stages[0].states if self._stages else LayerStates()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
-        if self._ranks is not None:
-            raise TypeError(
-                "a GPipe with a mesh cannot be copied or pickled, because its processes make it together; "
-                "save model.state_dict(), which has the tensors of the own stage"
-            )
-        return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._trainers = {}
-        self._python_workers = PythonWorkers()
-        self._pipeline = self._open_pipeline()
-        self._rebuild_stages()
-
-    def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
-        """Repartitions the layers and moves them. Raises errors before it changes anything."""
-        if self._ranks is not None:
-            raise ValueError(
-                "with a mesh, layers stay in the processes that they are in, got the balance "
-                f"{list(balance)}; make a new GPipe with it, and load the state dict"
-            )
-        wanted = resolve_devices(devices)
-        with TRACING_LOCK:
-            sizes, places = checked_placement(list(self.named_children()), balance, wanted)
-            connections_of(sizes, places, skips_of(self), self.transport)
-            as_before = places == self._devices
-            if not as_before and self._pipeline.recorded():
-                raise RuntimeError(
-                    "stages cannot be added, removed or moved while the model is recorded, got devices "
-                    f"{list(map(str, places))}; leave the model.recording() block first"
-                )
-            self._balance, self._devices, self._user_devices = sizes, places, wanted
-            self._balance_pending = False
-            self._move_to_devices()
-            if not as_before:
-                self._pipeline = self._open_pipeline()
-            self._rebuild_stages()
+    # A call.
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,45 +416,38 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
     def _run(self, inputs: Inputs, given: Given | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         call = self._prepare_call(inputs, given)
-        plan = call.plan
+        plan, tensors = call.plan, (call.parameters, call.buffers)
         if self._ranks is not None:
             self._ranks.begin(call.pipeline, self._call_of(inputs, given), plan, self._stages)
         if given is None:
-            tensors = call.parameters, call.buffers, call.key()
-            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors)
+            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, call.key())
         else:
             gradients = []
             if torch.is_grad_enabled():
                 like = plan.first_output(self._stages[-1])
                 gradients = given.gradients(plan.schedule.num_microbatches, like)
-            tensors = call.parameters, call.buffers, call.key()
+            key = call.key()
             update = None if given.updates is None else given.updates.of(call.parameters)
             outputs, structure = call.pipeline.step(
-                plan.native, inputs.tensors, given.tensors, gradients, *tensors, update, given.offer
+                plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer
             )
         return self._finish_call(call, outputs, structure)
 
     def _prepare_call(self, inputs: Inputs, given: Given | None = None) -> PreparedCall:
-        """As for `Streaming._prepare_call`."""
-        observed = has_observers(inputs.tensors, self.modules)
+        """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
-            if observed:
-                plan = without_observers(self._plan, inputs, global_hook(), given)
-            else:
-                plan = self._plan(inputs, None, given)
+            plan = self._plan(inputs, given)
             state = self._state if self._planner.module_warnings.in_python else None
             call = PreparedCall(plan, self._pipeline, self._state.parameters, self._state.buffers, state)
             if state is not None:
                 state.watch()
-        if self._planner.module_warnings.pending or left_out.pending:
-            self._emit_warnings()
+        self._emit_warnings()
         return call
 
     def _finish_call(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
-        """As for `Streaming._finish_call`."""
+        """Returns what a call returns, after the checks and warnings that follow its run."""
         call.check_unchanged()
-        if self._planner.module_warnings.pending or left_out.pending:
-            self._emit_warnings()
+        self._emit_warnings()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 
     def _checked_inputs(
@@ -509,11 +458,795 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             args, kwargs = (kwargs["input"],), {}
         inputs = Inputs.of(args, kwargs, self._batch_dim)
         if allow_meta:
-            inputs = with_memory(inputs, self._devices[0])
+            inputs = inputs.with_memory(self._devices[0])
         check_inputs(inputs, self._devices)
         if kwargs or len(args) != 1:
             check_signature(next(iter(self)), args, kwargs)
         return inputs
+
+    def _targets(self, target: Any) -> Inputs | None:
+        """Returns the target of a step as tensors, of which each is split like the outputs."""
+        return None if target is None else Inputs.of((target,), {}, self._output_dim)
+
+    @property
+    def _output_dim(self) -> int:
+        """The dimension along which outputs are concatenated."""
+        return self._batch_dim if isinstance(self._batch_dim, int) else self._batch_dim[0]
+
+    def _plan(self, inputs: Inputs, given: Given | None = None) -> PlannedCall:
+        """Returns the plan for these inputs and the present layers. The caller holds the tracing lock."""
+
+        def plan(hook: str | None = None) -> PlannedCall:
+            call = self._describe(inputs, given)
+            planner = self._planner if hook is None else self._planner_under_hook(hook)
+            return planner.plan(self._within_memory(planner, call))
+
+        is_observed = has_observers(inputs.tensors, self.modules)
+        return without_observers(plan, global_hook()) if is_observed else plan()
+
+    def _describe(self, inputs: Inputs, given: Given | None = None, order: StepOrder | None = None) -> Call:
+        """Returns a call with these inputs, for the present layers and settings.
+
+        Args:
+            inputs: the inputs.
+            given: what a step gives to its loss.
+            order: the order in which a step will run them, for a choice of the balance.
+        """
+        self._detect_changes()
+        chunks = self._num_chunks(inputs.batch_size)
+        if self._balance_pending and inputs.batch_size and self._has_data():
+            if self._memory_limits is None:
+                self._balance_by_time(inputs, chunks)
+            elif self.training and torch.is_grad_enabled():
+                self._balance_within_memory(self._memory_limits, inputs, order)
+        if self._checks_usage:
+            self._checks_usage = False
+            warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
+            warn_square_input(inputs)
+        return self._call_of(inputs, given)
+
+    def _detect_changes(self) -> None:
+        """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
+        layers = cast(Collection[nn.Module], self._modules.values())
+        if self._state.update(layers) and self._deferred_batch_norm:
+            enable_deferral(layers)  # includes batch norms that were added since
+            self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
+            self._state.update(layers)
+        if self._state.layers != self._layers:
+            self._balance = resolve_balance(self._state.layers, self._balance)
+            self._rebuild_stages()
+            self._state.update(layers)
+
+    def _call_of(self, inputs: Inputs, given: Given | None) -> Call:
+        """As for `_describe`, if nothing has changed since."""
+        chunks = self._chunks_of(inputs.batch_size)
+        training = self.training and torch.is_grad_enabled()
+        checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
+        call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
+        return call if given is None else replace(call, given=given.tensors, order=given.order)
+
+    def _chunks_of(self, batch: int) -> int:
+        return max(1, min(4 * len(self._stages), batch)) if self.chunks == "auto" else self.chunks
+
+    def _num_chunks(self, batch: int) -> int:
+        """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
+        num_stages, enough, chunks = len(self._stages), 4 * len(self._stages), self._chunks_of(batch)
+        is_few = num_stages > 1 and chunks < enough and self.training
+        if is_few and not self._warned_of_idle_stages and warns_of_idle_stages():
+            self._warned_of_idle_stages = True
+            warn_idle_stages(num_stages, chunks, batch)
+        return chunks
+
+    def _threads(self) -> int:
+        num_stages = len(self._stages if self._own_stages is None else self._own_stages)  # of this process
+        return self.threads_per_stage or max(1, torch.get_num_threads() // max(1, num_stages))
+
+    def _within_memory(self, planner: Planner, call: Call) -> Call:
+        """Returns a call that saves as much as the memory allows, if there is a limit."""
+        if self._memory_limits is None or not (self.training and torch.is_grad_enabled()):
+            return call
+        return replace(call, checkpoint=choice_within(planner, call, self._memory_limits).checkpoint)
+
+    def _planner_under_hook(self, hook: str) -> Planner:
+        """Returns the planner that runs all layers in Python, so that global module hooks are called."""
+        if self.backend == "aten" or self._ranks is not None:
+            cause = "backend='aten'" if self._ranks is None else "a mesh"
+            raise RuntimeError(
+                f"the global module hook {hook} needs layers in Python, and {cause} allows none; "
+                "remove the hook, or pass backend='auto' to GPipe without a mesh"
+            )
+        if self._hook_planner is None:
+            self._hook_planner = Planner(self._stages, "eager", self._python_workers)
+            if self.backend != "eager":
+                self._planner.module_warnings.pending.append(
+                    f"all layers run in Python while the global module hook {hook} is registered; to run "
+                    "layers as C++ programs, remove it, or register it only on the layers that need it"
+                )
+        return self._hook_planner
+
+    def _emit_warnings(self) -> None:
+        """Emits the planner's pending warnings and those about fused kernels, each once."""
+        for pending in (self._planner.module_warnings.pending, left_out.pending):
+            while pending:
+                warn_user(pending.pop(0))
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Returns a context manager that reports an error of its block to the other processes, if any."""
+        return nullcontext() if self._ranks is None else self._ranks.reporting()
+
+    # Calls that are prepared, or follow one another.
+
+    @uncompiled
+    def prepare(self, *args: Any, also: Sequence[Any] = (), **kwargs: Any) -> None:
+        """Does the work of a first call beforehand: traces, compiles and builds programs; runs no layer.
+
+        The next call with inputs of these shapes is as fast as any later one. Parameters, buffers, gradients
+        and PyTorch's random state are left unchanged. Programs are made for the present train or eval mode,
+        grad mode, autocast mode and settings of the model::
+
+            model.prepare(x)
+            model.prepare(torch.empty(64, 128, device="meta"), also=[last_batch])
+            with torch.no_grad():
+                model.eval().prepare(x)
+
+        If the balance is not measured yet, layers are measured on copies, as by the first call. Layers that
+        run in Python cannot be prepared, nor can the layers around them; a warning names the first one.
+
+        Args:
+            args: The arguments of a call, as for `forward`: a mini-batch. Only shapes, dtypes, strides and
+                ``requires_grad`` are read. Meta tensors stand for tensors on the first stage's device; a
+                balance is measured on zeros in their place.
+            also: Further mini-batches, of other shapes. A tuple contains the positional arguments of a call;
+                any other value is the only argument. Programs of up to 32 kinds of calls are kept.
+            kwargs: The keyword arguments of each call.
+
+        Raises:
+            TypeError: As for `forward`; or ``also`` is neither a list nor a tuple.
+            ValueError: As for `forward`.
+            RuntimeError: As for `forward`.
+        """
+        if not isinstance(also, (list, tuple)):
+            raise TypeError(
+                "also must be a list or tuple of further mini-batches, got "
+                f"{type(also).__name__}; pass also=[x]"
+            )
+        if not len(self):
+            return
+        further = [each if isinstance(each, tuple) else (each,) for each in also]
+        calls = [self._checked_inputs(each, kwargs, allow_meta=True) for each in (args, *further)]
+        with progress.working("preparing calls") as work:
+            for index, inputs in enumerate(calls):
+                work.enter_call(index, len(calls))
+                with TRACING_LOCK:
+                    obstacle = self._plan(inputs).obstacle
+                if obstacle:
+                    warn_user(f"the call is not prepared, and takes longer the first time: {obstacle}")
+        self._emit_warnings()
+
+    @uncompiled
+    def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
+        """Yields the result of the model for each mini-batch of an iterable, in order, without gradients.
+
+        Stages go on with the next mini-batch while later stages still compute the one before, so that the
+        pipeline does not drain between mini-batches, as it does between calls::
+
+            model.eval()
+            for y in model.stream(loader, depth=8):
+                ...
+
+        Results equal those of calls of the model under ``torch.no_grad()``, bit for bit, also with random
+        layers in train mode. A mini-batch that is read must not be changed before its result is yielded, and
+        neither must parameters.
+
+        If a mini-batch fails, or the iterable does, the error is raised after the results of the mini-batches
+        before were yielded. A generator that is closed or dropped cancels what is in flight. Calls of the
+        model meanwhile, also steps and other streams, first wait until the mini-batches in flight are
+        complete.
+
+        Args:
+            batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
+                arguments; any other value is the only argument. Each is split into micro-batches as by
+                `forward`.
+            depth: The maximum number of mini-batches that are read and not yielded, which bounds memory. By
+                default two per stage, at least two.
+
+        Returns:
+            A generator.
+
+        Raises:
+            TypeError: ``batches`` is a tensor, or not iterable. From the generator: as for `forward`.
+            ValueError: ``depth`` is not a positive integer, or the model has a mesh. From the generator: as
+                for `forward`.
+            RuntimeError: From the generator: as for `forward`; the forward writes a buffer, as batch norm
+                does in train mode; stages were moved to other devices; or, under train mode, mini-batches
+                draw random numbers in another order than calls.
+        """
+        if self._ranks is not None:
+            raise ValueError(
+                f"a pipeline with a mesh cannot stream yet, got {type(batches).__name__}; call model(x) for "
+                "each mini-batch under torch.no_grad()"
+            )
+        if not len(self):
+            check_depth(batches, depth)
+            return (pass_through(*arguments_in(batch), self.batch_dim) for batch in batches)
+        return results(CallStream(self), batches, depth, len(self._balance))
+
+    # Steps: calls of a pipeline with another layer, for the loss.
+
+    @uncompiled
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        max_norm: float | None = None,
+        optimizer_in: Literal["end", "drain"] = "end",
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward, loss and backward of one mini-batch, in the order of ``schedule``.
+
+        ::
+
+            optimizer.zero_grad()
+            loss = model.step(x, target=y, loss_fn=torch.nn.functional.cross_entropy, optimizer=optimizer)
+
+        Gradients are added to ``.grad``, as by ``loss_fn(model(x), y).backward()``, which they equal apart
+        from rounding. The loss is computed in the last stage for each micro-batch; the target goes there
+        alone, and outputs leave no stage. If anything fails, gradients and buffers are as before; if the
+        optimizer fails, the gradients are in ``.grad``.
+
+        Losses of PyTorch with ``reduction='mean'`` are exact: `cross_entropy` and `nll_loss`, with ignored
+        targets and weights of classes, and losses of elements, such as `mse_loss`. Their sum over the
+        mini-batch is divided once by what the mean of the whole would be divided by. With replicas along
+        ``'dp_replicate'``, the mini-batch is that of all replicas together.
+
+        Args:
+            args: The first layer's arguments, as for `forward`.
+            target: What the loss is computed with: tensors, nested in tuples, lists and dicts. Each tensor is
+                split like the inputs, unless it is wrapped by `replicate`. It must be on the last stage's
+                device. None: ``loss_fn`` gets the output alone.
+            loss_fn: A function of the last layer's output and the target: a loss of ``torch.nn`` or
+                ``torch.nn.functional``, also in a ``functools.partial``; or another function that returns a
+                sum, with a ``normalizer``.
+            normalizer: The number by which the sum of the losses is divided, or a function that returns it
+                for the target; with replicas, those of all of them are added up. By default that of the loss.
+            losses: A list to which the loss of each micro-batch is appended, divided like the sum; of this
+                replica's.
+            return_outputs: Whether to return the outputs, too. In ``torch.distributed.pipelining``, the
+                default is True.
+            optimizer: Runs its ``step()`` once all gradients are in ``.grad``, where they stay. By default
+                the caller does.
+            scaler: A ``torch.amp.GradScaler``. It multiplies the loss, as ``scaler.scale(loss).backward()``
+                does; with an optimizer, ``scaler.step(optimizer)`` and ``scaler.update()`` take the place of
+                ``optimizer.step()``. The returned losses are not multiplied.
+            max_norm: The maximum norm of the gradients of the optimizer's parameters together, to which
+                ``torch.nn.utils.clip_grad_norm_`` clips them, unscaled, before the update.
+            optimizer_in: When the optimizer runs: ``'end'``, after all backwards; or ``'drain'``: for the
+                parameters of a stage as soon as their gradients are complete, while other stages still run
+                backwards, and for parameters of several stages at the end. With a scaler or ``max_norm``,
+                which need all gradients, ``'drain'`` is as ``'end'``; also with a mesh, whose processes
+                update after all of them have succeeded. If anything fails, some stages may be updated
+                already; a note to the error names them.
+            kwargs: Keyword arguments of the first layer.
+
+        Returns:
+            The loss of the mini-batch, over all replicas, a detached 0-dimensional tensor, on all ranks of a
+            mesh; with
+            ``return_outputs``, a tuple of it and the detached output, which is None on ranks without the last
+            stage.
+
+        Raises:
+            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer``, ``optimizer``,
+                ``scaler`` or ``max_norm`` has a wrong type.
+            ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
+                not known, 0 or not finite, or nothing requires a gradient; the optimizer has no parameter of
+                the model, or needs a closure, as ``torch.optim.LBFGS`` does;
+                ``max_norm`` is negative, NaN, or passed without an optimizer; or ``optimizer_in`` is unknown,
+                or ``'drain'`` with an optimizer that is not one of ``torch.optim``, or with hooks of the
+                optimizer or of parameters.
+            RuntimeError: As for `forward`; or gradients are disabled.
+        """
+        with self._reporting():
+            check_list(losses)
+            self._check_loss(loss_fn, target, normalizer, "step")
+            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, self._ranks)
+            loss = loss_of(loss_fn, normalizer)
+            with update.after() as updates:
+                call = args, kwargs, loss, loss_fn, target, return_outputs
+                found, output = self._step(*call, scaler=scaler, updates=updates)
+            return result_of(found, output, losses, return_outputs)
+
+    @uncompiled
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any],
+        normalizer: Normalizer = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the loss of one mini-batch, computed as by `step`, without gradients.
+
+        ::
+
+            model.eval()
+            loss = model.evaluate(x, target=y, loss_fn=torch.nn.functional.cross_entropy)
+
+        Outputs leave no stage, and nothing is saved for a backward. The mode is not switched: in training
+        mode, layers draw random numbers and write buffers, as in a call under ``torch.no_grad()``.
+
+        Args:
+            args: As for `step`.
+            target: As for `step`.
+            loss_fn: As for `step`.
+            normalizer: As for `step`.
+            losses: As for `step`.
+            return_outputs: As for `step`.
+            kwargs: As for `step`.
+
+        Returns:
+            As for `step`.
+
+        Raises:
+            TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer`` has a wrong type.
+            ValueError: As for `forward`; the target has another batch size, or the divisor of ``loss_fn`` is
+                not known, 0 or not finite.
+            RuntimeError: As for `forward`.
+        """
+        with self._reporting(), torch.no_grad():
+            check_list(losses)
+            self._check_loss(loss_fn, target, normalizer, "evaluate")
+            loss = loss_of(loss_fn, normalizer)
+            found, output = self._step(args, kwargs, loss, loss_fn, target, return_outputs)
+            return result_of(found, output, losses, return_outputs)
+
+    def _check_loss(self, loss_fn: Any, target: Any, normalizer: Normalizer, method: str) -> None:
+        if self._ranks is None:  # else only the processes with the last stage need the target
+            check_target(loss_fn, target, method)
+        if self._ranks is None or self._ranks.num_replicas == 1:  # else one replica may have no targets
+            check_normalizer(normalizer)
+
+    def _step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss,
+        loss_fn: Any,
+        target: Any = None,
+        keeps_output: bool = False,
+        weights: Sequence[float] | None = None,
+        scaler: GradScaler | None = None,
+        updates: StageUpdates | None = None,
+    ) -> tuple[Losses, Any]:
+        """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
+
+        Args:
+            args: as for `step`.
+            kwargs: as for `step`.
+            loss: the loss.
+            loss_fn: the function of which it was made.
+            target: as for `step`.
+            keeps_output: whether to return the output.
+            weights: the weight of each micro-batch's loss; None for 1.
+            scaler: as for `step`.
+            updates: as for `Given`.
+
+        Returns:
+            The losses, weighted and divided; and the output, or None.
+        """
+        if not len(self):
+            raise ValueError("the model has no layers, so it has no loss; pass some to GPipe")
+        targets = self._targets(target)
+        inputs = self._checked_inputs(args, kwargs)
+        trainer, given = self._trainer(inputs, targets, loss, loss_fn, keeps_output)
+        if targets is not None:
+            target = targets.structure.build(targets.tensors)  # without marks of what is not split
+        if updates is not None:
+            check_graphs(inputs.tensors, self.parameters())
+        divisor = 1.0 if loss.divisor is None else checked_divisor(loss.divisor(target))
+        ranks, offer = self._ranks, None
+        has_loss = ranks is None or ranks.index == ranks.size - 1
+        if ranks is not None and has_loss:
+            if ranks.num_replicas > 1 and loss.divisor is not None:
+                divisor = ranks.sum_of_counts(divisor)
+
+            def offer(outputs: Sequence[Tensor]) -> None:
+                ranks.offer_losses(losses_of(outputs[0], divisor, weights))
+
+        order = given.order._replace(updates=updates is not None)
+        given = Given(given.tensors, order, divisor, weights, given.dim, scaler, updates, offer)
+        found = trainer._run(inputs, given)
+        parts, output = found if keeps_output and has_loss else (found, None)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(parts, torch.ones_like(parts))
+        return Losses.of(losses_of(parts, divisor, weights) if has_loss else (), ranks), output
+
+    def _trainer(
+        self, inputs: Inputs, targets: Inputs | None, loss: Loss, loss_fn: Any, keeps_output: bool
+    ) -> tuple[GPipe, Given]:
+        """Returns the pipeline of the layers and the loss, and what a step gives it of the target.
+
+        First measures the balance, if it is not measured yet, and warns of what a call warns of.
+        """
+        with TRACING_LOCK:
+            self._describe(inputs, order=StepOrder(self.schedule, ()))
+        structure = None if targets is None else targets.structure
+        key = loss.key, structure, keeps_output, self._output_dim
+        trainer, former, key_of_former = self._trainers.pop(key, (None, None, None))
+        # The variables that a former function closes over may have changed since.
+        if trainer is None or key_of(former) != key_of_former or not self._configure(trainer):
+            count = 0 if targets is None else len(targets.tensors)
+            trainer = self._with_loss(loss_layer(loss, structure, count, keeps_output, self._output_dim))
+            self._configure(trainer)
+            former = loss_fn  # the layer calls it; kept alive, because its address may be in the key
+        self._trainers[key] = trainer, former, key_of(former)
+        while len(self._trainers) > _MAX_LOSSES:
+            del self._trainers[next(iter(self._trainers))]
+        given, dims = given_of(targets, inputs.batch_size, trainer.devices[-1])
+        return trainer, Given(given, StepOrder(self.schedule, dims), 1.0, None, self._output_dim)
+
+    def _with_loss(self, layer: nn.Module) -> GPipe:
+        """Returns a pipeline of the same layers and a loss."""
+        children = dict(self.named_children())
+        name = next(name for name in ("loss", "loss_of_step", "_") if name not in children)
+        balance = [*self._balance[:-1], self._balance[-1] + 1]
+        found = GPipe(
+            nn.Sequential(OrderedDict(children | {name: layer})),
+            balance,
+            devices=self._devices,
+            deferred_batch_norm=self._deferred_batch_norm,
+            grad_dtype=self.grad_dtype,
+            backend=self.backend,
+            capture=self._capture,
+            transport=self.transport,
+            fuse=self._fuse,
+            mesh=cast(Any, self._ranks),
+        )
+        found._checks_usage, found._warned_of_idle_stages = False, True  # this pipeline does
+        found._ties = self._ties  # known before a state dict was assigned
+        found._share_runs(self)  # for recordings
+        return found
+
+    def _configure(self, trainer: GPipe) -> bool:
+        """Gives a pipeline with a loss the present settings; returns whether its layers are still these."""
+        trainer.chunks, trainer.checkpoint, trainer.batch_dim = self.chunks, self.checkpoint, self.batch_dim
+        trainer.threads_per_stage, trainer.training = self.threads_per_stage, self.training
+        trainer.memory_limit, trainer.fuse = self.memory_limit, self._fuse
+        *layers, _ = trainer._modules.values()
+        is_placed = [*trainer._balance[:-1], trainer._balance[-1] - 1] == self._balance
+        return is_placed and layers == list(self._modules.values())
+
+    def _share_runs(self, other: GPipe) -> None:
+        """Makes the runs of this pipeline those of another one, which has as many stages."""
+        self._python_workers, self._pipeline = other._python_workers, other._pipeline
+        self._rebuild_stages()
+
+    # Settings that the next call reads. An invalid value is refused on assignment.
+
+    @property
+    def chunks(self) -> int | Literal["auto"]:
+        """The number of micro-batches, or 'auto': four per stage, at most one per sample. May be set.
+
+        Raises:
+            ValueError: On assignment, the value is invalid. The old value is kept.
+        """
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int | Literal["auto"]) -> None:
+        self._chunks = checked_chunks(chunks)
+
+    @property
+    def schedule(self) -> ScheduleChoice:
+        """The order of forwards and backwards in `step`; may be set between calls.
+
+        Raises:
+            TypeError: On assignment, as for `GPipe`. The old value is kept.
+            ValueError: On assignment, the name is unknown. The old value is kept.
+        """
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: ScheduleChoice) -> None:
+        self._schedule = checked_schedule(schedule)
+
+    @property
+    def batch_dim(self) -> BatchDim:
+        """The batch dimension, of all inputs or of each input that is split; may be set between calls.
+
+        Raises:
+            TypeError: On assignment, the value is not made of integers. The old value is kept.
+            ValueError: On assignment, the value is empty. The old value is kept.
+        """
+        return self._batch_dim
+
+    @batch_dim.setter
+    def batch_dim(self, batch_dim: int | Iterable[int]) -> None:
+        self._batch_dim = checked_batch_dim(batch_dim)
+
+    @property
+    def checkpoint(self) -> CheckpointSetting:
+        """Which micro-batches recompute, or the share of activations to save; may be set between calls.
+
+        As for `GPipe`; a list is returned as a tuple.
+
+        Raises:
+            ValueError: On assignment, the value is invalid. The old value is kept.
+        """
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: CheckpointChoice) -> None:
+        self._checkpoint = checked_checkpoint(checkpoint, len(getattr(self, "_balance", ())) or None)
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """The bytes that a step may take on each device, as for `GPipe`; may be set between calls.
+
+        Raises:
+            ValueError: On assignment, the value is invalid, there is not one for each device, or there is a
+                mesh. The old value is kept.
+        """
+        return self._memory
+
+    @memory_limit.setter
+    def memory_limit(self, memory: MemoryLimit) -> None:
+        if memory is not None and self._ranks is not None:
+            raise ValueError(
+                f"memory={memory!r} with a mesh is not possible yet, because each process would measure "
+                "other times, and choose something else; pass checkpoint, a number for each stage"
+            )
+        self._memory_limits = checked_memory(memory, self._devices)
+        self._memory = memory
+
+    @property
+    def threads_per_stage(self) -> int | None:
+        """The number of intra-op threads of each stage; may be set between calls.
+
+        None, the default, divides the caller's threads (``torch.get_num_threads()``) among the stages.
+
+        Raises:
+            ValueError: On assignment, the value is invalid. The old value is kept.
+        """
+        return self._threads_per_stage
+
+    @threads_per_stage.setter
+    def threads_per_stage(self, threads: int | None) -> None:
+        self._threads_per_stage = checked_threads_per_stage(threads)
+
+    @property
+    def capture(self) -> bool:
+        """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
+
+        False with a mesh, whose processes exchange tensors during a mini-batch.
+
+        Raises:
+            ValueError: On assignment of True, there is a mesh. The old value is kept.
+        """
+        return self._capture and self._ranks is None
+
+    @capture.setter
+    def capture(self, capture: bool) -> None:
+        if capture and self._ranks is not None:
+            raise ValueError(
+                f"capture={capture!r} with a mesh is not possible, because processes exchange tensors during "
+                "a mini-batch; leave it, or make the model without mesh"
+            )
+        self._capture = bool(capture)
+        self._pipeline.set_capture(self._capture)
+
+    @property
+    def fuse(self) -> bool:
+        """Whether stages on GPUs use fused kernels; may be set between calls; the next call compiles."""
+        return self._fuse
+
+    @fuse.setter
+    def fuse(self, fuse: bool) -> None:
+        with TRACING_LOCK:
+            if bool(fuse) != self._fuse:
+                self._fuse = bool(fuse)
+                self._rebuild_stages()
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each partition; a copy.
+
+        Assigning repartitions the layers and moves them to their devices; the next call builds new programs.
+        Optimizer state is not moved: create the optimizer after repartitioning if layers change their device.
+
+        Raises:
+            ValueError: on assignment, the balance does not fit the layers. The old balance is kept.
+            IndexError: on assignment, there are more partitions than devices. The old balance is kept.
+        """
+        return list(self._balance)
+
+    @balance.setter
+    def balance(self, balance: Iterable[int]) -> None:
+        self._repartition(balance, self._user_devices)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition; a copy. Assigning moves the layers, as for `balance`.
+
+        Raises:
+            ValueError: on assignment, stages cannot run on one of the devices. The old devices are kept.
+            IndexError: on assignment, there are fewer devices than partitions. The old devices are kept.
+        """
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Iterable[Device] | None) -> None:
+        self._repartition(self._balance, devices)
+
+    # The stages, which settings and copies make anew.
+
+    def _repartition(self, balance: Iterable[int], devices: Iterable[Device] | None) -> None:
+        """Repartitions the layers and moves them. Raises errors before it changes anything."""
+        if self._ranks is not None:
+            raise ValueError(
+                "with a mesh, layers stay in the processes that they are in, got the balance "
+                f"{list(balance)}; make a new GPipe with it, and load the state dict"
+            )
+        wanted = resolve_devices(devices)
+        with TRACING_LOCK:
+            sizes, places = checked_placement(list(self.named_children()), balance, wanted)
+            connections_of(sizes, places, skips_of(self), self.transport)
+            as_before = places == self._devices
+            if not as_before and self._pipeline.recorded():
+                raise RuntimeError(
+                    "stages cannot be added, removed or moved while the model is recorded, got devices "
+                    f"{list(map(str, places))}; leave the model.recording() block first"
+                )
+            self._balance, self._devices, self._user_devices = sizes, places, wanted
+            self._balance_pending = False
+            self._move_to_devices()
+            if not as_before:
+                self._pipeline = self._open_pipeline()
+            self._rebuild_stages()
+
+    def _rebuild_stages(self) -> None:
+        verify_skippables(self)
+        self._layers = list(self)
+        self._stages = stages_of(
+            self._layers,
+            self._balance,
+            self._devices,
+            self._deferred_batch_norm,
+            self.grad_dtype,
+            self._fuse,
+            own_stages=self._own_stages,
+            ties=self._ties,
+        )
+        self._connections = connections_of(
+            self._balance, self._devices, skips_of(self._layers), self.transport
+        )
+        if self._ranks is not None:
+            self._connections = [replace(each, route="process group") for each in self._connections]
+        backend = switched_backend(self.backend if self._ranks is None else "aten")
+        self._planner = Planner(self._stages, backend, self._python_workers)
+        self._hook_planner = None
+        self._pipeline.forget_graphs()
+        self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
+
+    def _stages_for(
+        self, balance: Sequence[int], devices: Sequence[torch.device], is_absent: bool = False
+    ) -> list[Stage]:
+        """Returns stages that are not those of the model, to compare them."""
+        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
+        return stages_of(self._layers, balance, devices, *options, is_absent=is_absent)
+
+    def _layer_states(self) -> LayerStates:
+        return self._stages[0].states if self._stages else LayerStates()
+
+    def _open_pipeline(self) -> Pipeline:
+        pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
+        pipeline.set_capture(self.capture)
+        silence_stream_warning(self._devices)
+        return pipeline
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state to copy or pickle: all but threads and programs, which are created on demand."""
+        if self._ranks is not None:
+            raise TypeError(
+                "a GPipe with a mesh cannot be copied or pickled, because its processes make it together; "
+                "save model.state_dict(), which has the tensors of the own stage"
+            )
+        return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._trainers = {}
+        self._python_workers = PythonWorkers()
+        self._pipeline = self._open_pipeline()
+        self._rebuild_stages()
+
+    # The balance, if the first call chooses it.
+
+    def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
+        """Repartitions the layers by their measured time on the first micro-batch of this mini-batch."""
+        first = inputs.dims.split(inputs.tensors, chunks)[0]
+        try:
+            found = default_balance(
+                len(self._balance),
+                nn.Sequential(OrderedDict(self.named_children())),
+                inputs.structure.build(first),
+                threads=self.threads_per_stage,
+                device=self._devices[0],
+            )
+        except Exception as error:
+            self._balance_pending = False
+            warn_user(
+                "layers are balanced by parameter count, unless you pass balance=[...], because measuring "
+                f"their time failed: {error}"
+            )
+            return
+        self._balance_pending = False
+        self._take_balance(found)
+
+    def _balance_within_memory(self, limits: Limits, inputs: Inputs, order: StepOrder | None) -> None:
+        """Repartitions the layers such that a step that fits into the memory is fastest.
+
+        The costs of single layers are estimates of those of stages. So the fastest partition by these is
+        compared with the fastest one of all, by their plans. If none fits, the one that needs least is tried.
+        """
+        schedule = "gpipe" if order is None else order.schedule
+        partitions = self._partitions(inputs, self._chunks_of(inputs.batch_size), schedule)
+        try:
+            candidates = [partitions(limits)[0].balance]
+        except BudgetError as error:
+            candidates = [error.balance]
+        candidates.append(partitions(dict.fromkeys(limits, math.inf))[0].balance)
+        call = replace(self._call_of(inputs, None), order=order)
+        times: dict[tuple[int, ...], float] = {}
+        failure: BudgetError | None = None
+        for candidate in dict.fromkeys(candidates):
+            stages = self._stages_for(candidate, self._devices)
+            planner = Planner(stages, self.backend, self._python_workers)
+            try:
+                times[candidate] = choice_within(planner, call, limits).nanoseconds
+            except BudgetError as error:
+                failure = failure or error
+        if failure is not None and not times:
+            if order is None:
+                raise failure
+            times[candidates[0]] = 0.0  # a step has a loss, too, and with it the last stage may need less
+        fastest = min(times, key=lambda each: times[each])
+        self._take_balance(list(fastest))
+        self._balance_pending = False
+
+    def _partitions(
+        self, inputs: Inputs, chunks: int, schedule: ScheduleChoice
+    ) -> Callable[[Limits], list[Partition]]:
+        """Returns a function that returns the fastest partitions with so many micro-batches within limits."""
+        ones = [1] * len(self._layers)
+        stages = self._stages_for(ones, [self._devices[0]] * len(ones))
+        planner = Planner(stages, self.backend, self._python_workers)
+        policy = checkpoint_policy("always", len(ones), True)
+        call = replace(self._call_of(inputs, None), checkpoint=policy, chunks=chunks)
+        return partitions_within(planner, call, self._devices, schedule)
+
+    def _take_balance(self, found: list[int]) -> None:
+        before = self._balance
+        if found == before:
+            return
+        self._balance = found
+        try:
+            self._move_to_devices()
+            self._rebuild_stages()
+        except BaseException:
+            self._balance = before
+            self._move_to_devices()
+            raise
+        self._detect_changes()
+
+    # Reports.
 
     def explain(self, *args: Any, device: Device | None = None, **kwargs: Any) -> Explanation:
         """Explains what fused kernels compute in each stage, and what they save; runs no layer.
@@ -566,11 +1299,12 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
         inputs = self._checked_inputs(args, kwargs, allow_meta=True)
         pipeline, given = self, None
         if loss_fn is not None:
-            dim = self._batch_dim if isinstance(self._batch_dim, int) else self._batch_dim[0]
-            targets = None if target is None else Inputs.of((target,), {}, dim)
+            targets = self._targets(target)
             if targets is not None:
-                targets = with_memory(targets, self._devices[-1])
-            pipeline, given = self._planned_step(inputs, targets, loss_fn, normalizer)
+                targets = targets.with_memory(self._devices[-1])
+            if self._ranks is None:
+                check_target(loss_fn, None if targets is None else targets.tensors, "memory")
+            pipeline, given = self._trainer(inputs, targets, loss_of(loss_fn, normalizer), loss_fn, False)
         with TRACING_LOCK:
             call = pipeline._describe(inputs, given)  # may choose the balance
             call = pipeline._within_memory(pipeline._planner, call)
@@ -602,6 +1336,11 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             stages = self._stages_for(self._balance, devices, is_absent=True)
             return stage_bytes(stages, compiled, absent), ()
 
+    def _absent_planner(self, device: torch.device) -> Planner:
+        """Returns a planner for the stages on a device that the machine need not have."""
+        stages = self._stages_for(self._balance, [device] * len(self._balance), is_absent=True)
+        return Planner(stages, self.backend, self._python_workers)
+
     def _stage_parameters(self) -> list[list[Tensor]]:
         """As for `Reporting._stage_parameters`."""
         seen: set[Tensor] = set()
@@ -612,244 +1351,18 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             found.append(own)
         return found
 
-    def _absent_planner(self, device: torch.device) -> Planner:
-        """Returns a planner for the stages on a device that the machine need not have."""
-        stages = self._stages_for(self._balance, [device] * len(self._balance), is_absent=True)
-        return Planner(stages, self.backend, self._python_workers)
-
-    def _emit_warnings(self) -> None:
-        """Emits the planner's pending warnings and those about fused kernels, each once."""
-        for pending in (self._planner.module_warnings.pending, left_out.pending):
-            while pending:
-                warn_user(pending.pop(0))
-
-    def _plan(self, inputs: Inputs, hook: str | None = None, given: Given | None = None) -> PlannedCall:
-        """Returns the plan for these inputs and the present layers, under this global module hook if any."""
-        call = self._describe(inputs, given)
-        planner = self._planner if hook is None else self._planner_under_hook(hook)
-        return planner.plan(self._within_memory(planner, call))
-
-    def _within_memory(self, planner: Planner, call: Call) -> Call:
-        """Returns a call that saves as much as the memory allows, if there is a limit."""
-        if self._memory_limits is None or not (self.training and torch.is_grad_enabled()):
-            return call
-        return replace(call, checkpoint=choice_within(planner, call, self._memory_limits).checkpoint)
-
-    def _reporting(self) -> AbstractContextManager[None]:
-        """As for `Training._reporting`."""
-        return nullcontext() if self._ranks is None else self._ranks.reporting()
-
-    def _describe(self, inputs: Inputs, given: Given | None = None, order: Order | None = None) -> Call:
-        """Returns a call with these inputs, for the present layers and settings.
-
-        Args:
-            inputs: the inputs.
-            given: what a step gives to its loss.
-            order: the order in which a step will run them, for a choice of the balance.
-        """
-        self._detect_changes()
-        chunks = self._num_chunks(inputs.batch_size)
-        if self._balance_pending and inputs.batch_size and self._has_data():
-            if self._memory_limits is None:
-                self._balance_by_time(inputs, chunks)
-            elif self.training and torch.is_grad_enabled():
-                self._balance_within_memory(self._memory_limits, inputs, order)
-        if self._checks_usage:
-            self._checks_usage = False
-            warn_sequence_first([stage.layers for stage in self._stages], inputs.dims)
-            warn_square_input(inputs)
-        return self._call_of(inputs, given)
-
-    def _call_of(self, inputs: Inputs, given: Given | None) -> Call:
-        """As for `_describe`, if nothing has changed since."""
-        chunks = self._chunks_of(inputs.batch_size)
-        training = self.training and torch.is_grad_enabled()
-        checkpoint = checkpoint_policy(self.checkpoint, len(self._balance), training)
-        call = Call(inputs, chunks, self._threads(), checkpoint, self._state)
-        return call if given is None else replace(call, given=given.tensors, order=given.order)
-
-    def _with_loss(self, layer: nn.Module) -> GPipe:
-        """As for `Training._with_loss`."""
-        children = dict(self.named_children())
-        name = next(name for name in ("loss", "loss_of_step", "_") if name not in children)
-        balance = [*self._balance[:-1], self._balance[-1] + 1]
-        found = GPipe(
-            nn.Sequential(OrderedDict(children | {name: layer})),
-            balance,
-            devices=self._devices,
-            deferred_batch_norm=self._deferred_batch_norm,
-            grad_dtype=self.grad_dtype,
-            backend=self.backend,
-            capture=self._capture,
-            transport=self.transport,
-            fuse=self._fuse,
-            mesh=cast(Any, self._ranks),
-        )
-        found._checks_usage, found._warned_of_idle_stages = False, True  # this pipeline does
-        found._ties = self._ties  # known before a state dict was assigned
-        found._share_runs(self)  # for recordings
-        return found
-
-    def _share_runs(self, other: GPipe) -> None:
-        """Makes the runs of this pipeline those of another one, which has as many stages."""
-        self._python_workers, self._pipeline = other._python_workers, other._pipeline
-        self._rebuild_stages()
-
-    def _configure(self, trainer: GPipe) -> bool:
-        """As for `Training._configure`."""
-        trainer.chunks, trainer.checkpoint, trainer.batch_dim = self.chunks, self.checkpoint, self.batch_dim
-        trainer.threads_per_stage, trainer.training = self.threads_per_stage, self.training
-        trainer.memory_limit = self.memory_limit
-        *layers, _ = trainer._modules.values()
-        is_placed = [*trainer._balance[:-1], trainer._balance[-1] - 1] == self._balance
-        return is_placed and layers == list(self._modules.values())
-
-    def _prepare_step(self, inputs: Inputs) -> None:
-        """As for `Training._prepare_step`."""
-        with TRACING_LOCK:
-            self._describe(inputs, order=Order(self.schedule, ()))
-
-    def _planner_under_hook(self, hook: str) -> Planner:
-        """Returns the planner that runs all layers in Python, so that global module hooks are called."""
-        if self.backend == "aten" or self._ranks is not None:
-            cause = "backend='aten'" if self._ranks is None else "a mesh"
-            raise RuntimeError(
-                f"the global module hook {hook} needs layers in Python, and {cause} allows none; "
-                "remove the hook, or pass backend='auto' to GPipe without a mesh"
-            )
-        if self._hook_planner is None:
-            self._hook_planner = Planner(self._stages, "eager", self._python_workers)
-            if self.backend != "eager":
-                self._planner.module_warnings.pending.append(
-                    f"all layers run in Python while the global module hook {hook} is registered; to run "
-                    "layers as C++ programs, remove it, or register it only on the layers that need it"
-                )
-        return self._hook_planner
-
-    def _detect_changes(self) -> None:
-        """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
-        layers = cast(Collection[nn.Module], self._modules.values())
-        if self._state.update(layers) and self._deferred_batch_norm:
-            enable_deferral(layers)  # includes batch norms that were added since
-            self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
-            self._state.update(layers)
-        if self._state.layers != self._layers:
-            self._balance = resolve_balance(self._state.layers, self._balance)
-            self._rebuild_stages()
-            self._state.update(layers)
-
-    def _balance_by_time(self, inputs: Inputs, chunks: int) -> None:
-        """Repartitions the layers by their measured time on the first micro-batch of this mini-batch."""
-        first = inputs.dims.split(inputs.tensors, chunks)[0]
-        try:
-            found = default_balance(
-                len(self._balance),
-                nn.Sequential(OrderedDict(self.named_children())),
-                inputs.structure.build(first),
-                threads=self.threads_per_stage,
-                device=self._devices[0],
-            )
-        except Exception as error:
-            self._balance_pending = False
-            warn_user(
-                "layers are balanced by parameter count, unless you pass balance=[...], because measuring "
-                f"their time failed: {error}"
-            )
-            return
-        self._balance_pending = False
-        self._take_balance(found)
-
-    def _balance_within_memory(self, limits: Limits, inputs: Inputs, order: Order | None) -> None:
-        """Repartitions the layers such that a step that fits into the memory is fastest.
-
-        The costs of single layers are estimates of those of stages. So the fastest partition by these is
-        compared with the fastest one of all, by their plans. If none fits, the one that needs least is tried.
-        """
-        schedule = "gpipe" if order is None else order.schedule
-        partitions = self._partitions(inputs, self._chunks_of(inputs.batch_size), schedule)
-        try:
-            candidates = [partitions(limits)[0].balance]
-        except BudgetError as error:
-            candidates = [error.balance]
-        candidates.append(partitions(dict.fromkeys(limits, math.inf))[0].balance)
-        call = replace(self._call_of(inputs, None), order=order)
-        times: dict[tuple[int, ...], float] = {}
-        failure: BudgetError | None = None
-        for candidate in dict.fromkeys(candidates):
-            stages = self._stages_for(candidate, self._devices)
-            planner = Planner(stages, self.backend, self._python_workers)
-            try:
-                times[candidate] = choice_within(planner, call, limits).nanoseconds
-            except BudgetError as error:
-                failure = failure or error
-        if failure is not None and not times:
-            if order is None:
-                raise failure
-            times[candidates[0]] = 0.0  # a step has a loss, too, and with it the last stage may need less
-        fastest = min(times, key=lambda each: times[each])
-        self._take_balance(list(fastest))
-        self._balance_pending = False
-
-    def _partitions(
-        self, inputs: Inputs, chunks: int, schedule: ScheduleChoice
-    ) -> Callable[[Limits], list[Partition]]:
-        """Returns a function that returns the fastest partitions with so many micro-batches within limits."""
-        ones = [1] * len(self._layers)
-        stages = self._stages_for(ones, [self._devices[0]] * len(ones))
-        planner = Planner(stages, self.backend, self._python_workers)
-        policy = checkpoint_policy("always", len(ones), True)
-        call = replace(self._call_of(inputs, None), checkpoint=policy, chunks=chunks)
-        return partitions_within(planner, call, self._devices, schedule)
-
-    def _stages_for(
-        self, balance: Sequence[int], devices: Sequence[torch.device], is_absent: bool = False
-    ) -> list[Stage]:
-        """Returns stages that are not those of the model, to compare them."""
-        options = self._deferred_batch_norm, self.grad_dtype, self._fuse
-        return stages_of(self._layers, balance, devices, *options, is_absent=is_absent)
-
-    def _take_balance(self, found: list[int]) -> None:
-        before = self._balance
-        if found == before:
-            return
-        self._balance = found
-        try:
-            self._move_to_devices()
-            self._rebuild_stages()
-        except BaseException:
-            self._balance = before
-            self._move_to_devices()
-            raise
-        self._detect_changes()
-
-    def _num_chunks(self, batch: int) -> int:
-        """Returns the number of micro-batches for this batch size; warns once if the user's number is low."""
-        num_stages, enough, chunks = len(self._stages), 4 * len(self._stages), self._chunks_of(batch)
-        is_few = num_stages > 1 and chunks < enough and self.training
-        if is_few and not self._warned_of_idle_stages and warns_of_idle_stages():
-            self._warned_of_idle_stages = True
-            warn_idle_stages(num_stages, chunks, batch)
-        return chunks
-
-    def _chunks_of(self, batch: int) -> int:
-        return max(1, min(4 * len(self._stages), batch)) if self.chunks == "auto" else self.chunks
+    @property
+    def _pipelines(self) -> list[GPipe]:
+        """This pipeline and those with a loss, the latest last."""
+        return [self, *(trainer for trainer, *_ in self._trainers.values())]
 
     def _layers_in_python(self) -> set[int]:
-        trainers = [trainer for trainer, *_ in self._trainers.values()]
-        found = (each._planner.module_warnings.in_python for each in (self, *trainers))
+        found = (each._planner.module_warnings.in_python for each in self._pipelines)
         return {layer for layers in found for layer in layers if layer < len(self)}
 
-    def _threads(self) -> int:
-        num_stages = len(self._stages if self._own_stages is None else self._own_stages)  # of this process
-        return self.threads_per_stage or max(1, torch.get_num_threads() // max(1, num_stages))
-
-    def extra_repr(self) -> str:
-        """Returns the balance, devices and settings, and the connections of stages if one is on a GPU."""
-        places = f"balance={self.balance}, devices={[str(device) for device in self._devices]}"
-        lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
-        if any(device.type != "cpu" for device in self._devices):
-            lines += describe_connections(self._connections, self._planner.latest)
-        return "\n".join(lines)
+    def _locks(self) -> list[AbstractContextManager[Any]]:
+        """Returns the locks that are held while layers run in Python, in calls and in steps."""
+        return [lock for each in self._pipelines for lock in each._planner.locks]
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Returns a context manager that records the begin and end of every action and every wait.
@@ -878,15 +1391,17 @@ class GPipe(CallSettings, CallPreparation, Streaming, Training, Reporting, Conta
             stages = ranks.stages_of(len(self._stages))
             exchange_stages(found, stages, ranks.exchange, receives_in_recv=ranks.by_nccl)
 
-    def _locks(self) -> list[AbstractContextManager[Any]]:
-        """Returns the locks that are held while layers run in Python, in calls and in steps."""
-        trainers = [trainer for trainer, *_ in self._trainers.values()]
-        return [lock for each in (self, *trainers) for lock in each._planner.locks]
-
     def _rank_of(self) -> tuple[int, ...]:
         """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
-        trainer, *_ = list(self._trainers.values())[-1] if self._trainers else (self,)
-        plan = trainer._planner.latest
+        plan = self._pipelines[-1]._planner.latest
         if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
             return ()
         return tuple(plan.schedule.rank_of[stage] for stage in range(plan.schedule.num_stages))
+
+    def extra_repr(self) -> str:
+        """Returns the balance, devices and settings, and the connections of stages if one is on a GPU."""
+        places = f"balance={self.balance}, devices={[str(device) for device in self._devices]}"
+        lines = [f"{places}, chunks={self.chunks!r}, checkpoint={self.checkpoint!r}"]
+        if any(device.type != "cpu" for device in self._devices):
+            lines += describe_connections(self._connections, self._planner.latest)
+        return "\n".join(lines)

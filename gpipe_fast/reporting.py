@@ -13,15 +13,14 @@ from torch import Tensor
 from gpipe_fast.balance.profile import interpreter_seconds, profile
 from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.distributed.ranks import Ranks
-from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked
+from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked, layer_title
 from gpipe_fast.recording.advice import LayerCosts, Measurements
 from gpipe_fast.recording.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
 from gpipe_fast.recording.recording import Recording
 from gpipe_fast.recording.report import Report
 from gpipe_fast.recording.steps import Steps, backward_of_sum
 from gpipe_fast.runtime.stage_memory import StageBytes
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 # The seconds for which layers are measured for another balance.
 _PROFILE_SECONDS = 0.5

@@ -20,80 +20,8 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import InferenceStream
-from gpipe_fast.arguments import pass_through
-from gpipe_fast.distributed.ranks import Ranks
-from gpipe_fast.layers.structure import Inputs, LayerSequence
 from gpipe_fast.randomness.random import minibatch_key
-from gpipe_fast.runtime.planner import Planner
-from gpipe_fast.runtime.prepared_call import PreparedCall
-from gpipe_fast.uncompiled import uncompiled
-
-
-class Streaming(LayerSequence):
-    """The method `stream` of a pipeline."""
-
-    _planner: Planner
-    _balance: list[int]
-    _ranks: Ranks | None
-
-    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        raise NotImplementedError
-
-    def _prepare_call(self, inputs: Inputs) -> PreparedCall:
-        """Returns the call for these inputs, the present layers and the present settings."""
-        raise NotImplementedError
-
-    def _finish_call(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
-        """Returns what a call returns, after the checks and warnings that follow its run."""
-        raise NotImplementedError
-
-    @uncompiled
-    def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
-        """Yields the result of the model for each mini-batch of an iterable, in order, without gradients.
-
-        Stages go on with the next mini-batch while later stages still compute the one before, so that the
-        pipeline does not drain between mini-batches, as it does between calls::
-
-            model.eval()
-            for y in model.stream(loader, depth=8):
-                ...
-
-        Results equal those of calls of the model under ``torch.no_grad()``, bit for bit, also with random
-        layers in train mode. A mini-batch that is read must not be changed before its result is yielded, and
-        neither must parameters.
-
-        If a mini-batch fails, or the iterable does, the error is raised after the results of the mini-batches
-        before were yielded. A generator that is closed or dropped cancels what is in flight. Calls of the
-        model meanwhile, also steps and other streams, first wait until the mini-batches in flight are
-        complete.
-
-        Args:
-            batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
-                arguments; any other value is the only argument. Each is split into micro-batches as by
-                `forward`.
-            depth: The maximum number of mini-batches that are read and not yielded, which bounds memory. By
-                default two per stage, at least two.
-
-        Returns:
-            A generator.
-
-        Raises:
-            TypeError: ``batches`` is a tensor, or not iterable. From the generator: as for `forward`.
-            ValueError: ``depth`` is not a positive integer, or the model has a mesh. From the generator: as
-                for `forward`.
-            RuntimeError: From the generator: as for `forward`; the forward writes a buffer, as batch norm
-                does in train mode; stages were moved to other devices; or, under train mode, mini-batches
-                draw random numbers in another order than calls.
-        """
-        if self._ranks is not None:
-            raise ValueError(
-                f"a pipeline with a mesh cannot stream yet, got {type(batches).__name__}; call model(x) for "
-                "each mini-batch under torch.no_grad()"
-            )
-        if not len(self):
-            check_depth(batches, depth)
-            return (pass_through(*arguments_of(batch), self.batch_dim) for batch in batches)
-        return results(CallStream(self), batches, depth, len(self._balance))
+from gpipe_fast.runtime.planner import PreparedCall
 
 
 class OpenStream(Protocol):
@@ -133,7 +61,7 @@ def check_depth(batches: Any, depth: Any) -> None:
 
 
 def results(stream: OpenStream, batches: Iterable[Any], depth: int | None, num_stages: int) -> Iterator[Any]:
-    """Returns a generator of the results of a stream; arguments and errors as of `Streaming.stream`."""
+    """Returns a generator of the results of a stream; arguments and errors as of `GPipe.stream`."""
     check_depth(batches, depth)
     return _results(stream, iter(batches), max(2, 2 * num_stages) if depth is None else depth)
 
@@ -165,8 +93,8 @@ def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator
 class CallStream:
     """The calls of a pipeline in flight."""
 
-    def __init__(self, model: Streaming) -> None:
-        """Opens a stream of a pipeline that has layers."""
+    def __init__(self, model: Any) -> None:
+        """Opens a stream of a `GPipe` that has layers."""
         self._model = model
         self._native: InferenceStream | None = None
         self._calls: deque[PreparedCall] = deque()
@@ -186,7 +114,7 @@ class CallStream:
     def begin(self, batch: Any) -> None:
         """As for `OpenStream`."""
         model = self._model
-        args, kwargs = arguments_of(batch)
+        args, kwargs = arguments_in(batch)
         if not model._planner.is_settled:
             self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
@@ -246,7 +174,7 @@ class _KeyOrder:
         return minibatch_key()
 
 
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_in(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of the call for a mini-batch."""
     if isinstance(batch, dict):
         return (), batch

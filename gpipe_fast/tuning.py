@@ -15,7 +15,7 @@ from gpipe_fast.recording.steps import Tuning
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 
 @uncompiled
@@ -86,8 +86,8 @@ def tune(
     if memory is not None:
         if not isinstance(model, GPipe):
             raise TypeError(
-                "tune with memory takes a GPipe so far, got a model made by GPipe.from_model; set "
-                "model.memory_limit, which chooses what to recompute"
+                "tune with memory takes a GPipe so far, got a model made by GPipe.from_model; pass memory to "
+                "GPipe.from_model, which chooses what to recompute"
             )
         return _choices_within(model, args, kwargs, memory)
     given = (target, loss_fn, normalizer)

@@ -1,9 +1,10 @@
 """Transforms, tracers, modes and hooks around a call that cannot observe a pipeline.
 
 A pipeline runs programs in C++, on its own threads. Transforms, tracers and dual numbers would give wrong
-results and are rejected. Dispatch and function modes and hooks on saved tensors observe nothing, which is
-reported by one warning each. Modes and hooks are disabled while a plan is made, so that they are not traced
-with the layers. The check runs in every call, so it reads PyTorch's cheap counters first.
+results and are rejected; `torch.compile` is kept out. Dispatch and function modes and hooks on saved tensors
+observe nothing, which is reported by one warning each. Modes and hooks are disabled while a plan is made, so
+that they are not traced with the layers. The check runs in every call, so it reads PyTorch's cheap counters
+first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +29,34 @@ from gpipe_fast.torch_private.modes import (
     disable_current_modes,
     dispatch_modes,
     function_modes,
+    has_dual_level,
+    innermost_transform,
     is_of_a_tracer,
+    jit_trace,
     num_dispatch_modes,
     num_function_modes,
     pop_function_mode,
     push_function_mode,
 )
 from gpipe_fast.torch_private.modules import global_hooks
-from gpipe_fast.torch_private.transforms import has_dual_level, innermost_transform, jit_trace
 from gpipe_fast.user_warning import warn_user
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+
+def uncompiled(
+    function: Callable[_Parameters, _Returned], reason: str = "a GPipe runs its own C++ programs"
+) -> Callable[_Parameters, _Returned]:
+    """Disables Dynamo for a function: it is neither traced nor entered; ``fullgraph=True`` fails.
+
+    Args:
+        function: the function.
+        reason: why, for Dynamo's message.
+    """
+    opaque = torch.compiler.disable(function, reason=reason)
+    return cast(Callable[_Parameters, _Returned], opaque)
+
 
 _ADVICE = "apply it to the plain Sequential of its layers, nn.Sequential(*model)"
 
@@ -143,10 +163,6 @@ def global_hook() -> str | None:
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
                 return str(getattr(hook, "__qualname__", hook))
     return None
-
-
-_Parameters = ParamSpec("_Parameters")
-_Returned = TypeVar("_Returned")
 
 
 def without_observers(

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, flatten_rows, launch, uses_kernels
+from gpipe_fast.kernels.launch import Config, cdiv, flatten_rows, launch, uses_kernels
 from gpipe_fast.kernels.losses import check, check_reduction, reduce_losses, reduction_scale
 from gpipe_fast.kernels.precomputed_gradient import scale_gradient, view_rows, with_precomputed_gradient
 
@@ -235,33 +235,6 @@ def _empty_losses(logits: Tensor) -> Tensor:
 
 def _rows_with_unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration in the variants that are checked without a GPU."""
-    found = {}
-    # The losses and the gradient together, and as a stage computes them: separately, under autocast with a
-    # cast of the logits to fp32 that has been fused.
-    forms = {
-        "forward, fp32": ("fp32", "fp32", True, True),
-        "forward, bf16": ("bf16", "bf16", True, True),
-        "losses alone, bf16": ("bf16", "bf16", True, False),
-        "gradient alone, bf16": ("bf16", "bf16", False, True),
-        "gradient alone, bf16 logits, fp32 gradient": ("bf16", "fp32", False, True),
-    }
-    for form, (logits, gradient, with_losses, with_gradient) in forms.items():
-        tensors = {"p_logits": f"*{logits}", "p_gradient": f"*{gradient}", "p_target": "*i64"}
-        tensors |= dict.fromkeys(("p_scale", "p_losses"), "*fp32")
-        strides = dict.fromkeys(("num_cols", "stride", "gradient_stride"), "i32")
-        others = {"num_rows": "i32", "scale_stride": "i32", "ignore_index": "i32", "smoothing": "fp32"}
-        constants = {"WITH_LOSSES": with_losses, "WITH_GRADIENT": with_gradient}
-        for config in CONFIGS.values():
-            kernel = _whole_rows if "ROWS" in config.blocks else _long_rows
-            aligned = (*tensors, *strides)
-            found[f"cross_entropy {form}, {config}"] = Variant(
-                kernel, tensors | strides | others, constants, config, aligned
-            )
-    return found
 
 
 def row_losses_and_gradient(

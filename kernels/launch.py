@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,29 +53,6 @@ class Config:
         """Returns the options for `triton.compile`."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return found if self.contracts else {**found, "enable_fp_fusion": False}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A specialization of a kernel, compiled and checked without a GPU.
-
-    Variants cover every configuration in fp32 and bf16. They do not cover fp16, which allocates registers
-    differently.
-
-    Attributes:
-        kernel: a `triton.jit` function.
-        signature: the type of each non-constant argument, in Triton's notation (``*fp32``, ``i32``).
-        constants: the constant arguments except block sizes.
-        config: the launch configuration.
-        aligned: the arguments that are divisible by 16. The address of every tensor that PyTorch allocates
-            is.
-    """
-
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    config: Config
-    aligned: Sequence[str] = field(default=())
 
 
 def kernels_available(*tensors: Tensor | None) -> bool:

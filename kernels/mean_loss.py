@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, launch
+from gpipe_fast.kernels.launch import Config, launch
 
 CONFIG = Config({"SIZE": 2048}, num_warps=8)
 
@@ -67,19 +67,3 @@ def _launch(
     y = x.new_empty((), dtype=dtype)
     launch(_mean_loss, (1,), CONFIG, x, target, y, target.shape[0], ignore_index, **constants)
     return y
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration in the variants that are checked without a GPU."""
-    found = {}
-    sizes = {"num_rows": "i32", "ignore_index": "i32"}
-    forms = {"sum of losses": (True, False), "mean of losses": (True, True), "scale": (False, True)}
-    for form, (is_sum, divide) in forms.items():
-        for dtype in ("fp32", "bf16"):
-            x, y = ("fp32", dtype) if is_sum else (dtype, "fp32")
-            tensors = {"p_x": f"*{x}", "p_target": "*i64", "p_y": f"*{y}"}
-            constants = {"SUM": is_sum, "DIVIDE": divide}
-            found[f"mean_loss {form}, {dtype}, {CONFIG}"] = Variant(
-                _mean_loss, tensors | sizes, constants, CONFIG, tuple(tensors)
-            )
-    return found

@@ -12,7 +12,6 @@ are read. PyTorch reads the same in one launch per matrix, and casts each result
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch
+from gpipe_fast.kernels.launch import Config, cdiv, launch
 
 MAX_MATRICES = 3
 CONFIG = Config({"ROWS": 64, "COLS": 32})
@@ -79,18 +78,3 @@ def launch_partial_sums(
         launch(_add_partials, grid, CONFIG, *matrices, *results, num_partials, num_cols, COUNT=len(given))
     remaining = iter(given)
     return [None if t is None else next(remaining)[1] for t in partials]
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration in the variants that are checked without a GPU."""
-    found = {}
-    matrices, results = ("p_a", "p_b", "p_c"), ("p_y_a", "p_y_b", "p_y_c")
-    mixes = {dtype: dict.fromkeys(results, f"*{dtype}") for dtype in ("fp32", "bf16")}
-    mixes["autocast"] = mixes["fp32"] | {"p_y_c": "*bf16"}
-    for (mix, given), count in itertools.product(mixes.items(), (1, MAX_MATRICES)):
-        types = given | dict.fromkeys(results[count:], "*fp32")
-        signature = dict.fromkeys(matrices, "*fp32") | types | {"num_partials": "i32", "num_cols": "i32"}
-        aligned = (*matrices, *results, "num_cols")
-        name = f"partial sums of {count}, {mix}, {CONFIG}"
-        found[name] = Variant(_add_partials, signature, {"COUNT": count}, CONFIG, aligned)
-    return found

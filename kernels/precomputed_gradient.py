@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, uses_kernels
+from gpipe_fast.kernels.launch import Config, cdiv, launch, uses_kernels
 from gpipe_fast.torch_private.autograd import keeps_graph
 
 # Programs that share the rows of one block of columns.
@@ -76,18 +76,6 @@ def launch_scale(gradient: Tensor, g: Tensor) -> None:
     grid = (cdiv(num_cols, config.blocks["COLS"]), min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"])))
     g_stride = 0 if g.dim() == 0 else 1
     launch(_scale, grid, config, rows, g.contiguous(), num_rows, num_cols, rows.stride(0), g_stride)
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration in the variants that are checked without a GPU."""
-    tensors = {dtype: {"p_gradient": f"*{dtype}", "p_g": "*fp32"} for dtype in ("fp32", "bf16")}
-    sizes = dict.fromkeys(("num_rows", "num_cols", "stride", "g_stride"), "i32")
-    aligned = ("p_gradient", "p_g", "num_cols", "stride")
-    return {
-        f"cross_entropy scale, {dtype}, {config}": Variant(_scale, own | sizes, {}, config, aligned)
-        for dtype, own in tensors.items()
-        for config in CONFIGS.values()
-    }
 
 
 @torch.library.triton_op("gpipe_fast::scale_precomputed_gradient_", mutates_args={"gradient"})

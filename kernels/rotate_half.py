@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, next_power_of_2
+from gpipe_fast.kernels.launch import Config, cdiv, launch, next_power_of_2
 
 # Configurations by the maximum size of half a head; the first entry that is wide enough applies.
 CONFIGS = {
@@ -135,26 +135,3 @@ def _allocate_like(x: Tensor, dtype: torch.dtype, positions_first: bool) -> Tens
     if found.stride(-1) == 1:
         return found
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration as a variant, with the dtypes of autocast."""
-    found = {}
-    tensors = ("p_q", "p_k", "p_q_out", "p_k_out", "p_cos", "p_sin")
-    names = [f"{x}_{dim}" for x in ("q", "k", "q_out", "k_out") for dim in ("batch", "head", "position")]
-    strides = [*names, *(f"{table}_{dim}" for table in ("cos", "sin") for dim in ("batch", "position"))]
-    counts = dict.fromkeys(("length", "half", "q_heads", "k_heads", *strides), "i32")
-    for mix, dtype, other in (
-        ("fp32", "fp32", "fp32"),
-        ("bf16", "bf16", "bf16"),
-        ("autocast", "bf16", "fp32"),
-    ):
-        types = dict.fromkeys(tensors, f"*{dtype}") | dict.fromkeys(tensors[2:], f"*{other}")
-        for half, inverse in ((32, False), (64, False), (64, True), (128, False)):
-            config = CONFIGS[half if half in CONFIGS else 1 << 62]
-            constants = {"INVERSE": inverse, "HAS_K": True, "HALF": half}
-            direction = "backward" if inverse else "forward"
-            found[f"rotary rotate_half {direction}, {mix}, {2 * half}, {config}"] = Variant(
-                _rotate_half, types | counts, constants, config, (*tensors, "half", *strides)
-            )
-    return found

@@ -15,7 +15,6 @@ the sums. Partial sums take one row per program; another launch (kernels/partial
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpipe_fast.kernels.launch import Config, Variant, cdiv, launch, num_partial_sums
+from gpipe_fast.kernels.launch import Config, cdiv, launch, num_partial_sums
 from gpipe_fast.kernels.partial_sums import launch_partial_sums
 
 # Configurations by the maximum number of columns of a part; the first entry that is wide enough applies.
@@ -128,24 +127,3 @@ def launch_stack(
     (total,) = launch_partial_sums([sums], [sums_dtype or matrix.dtype])
     assert total is not None
     return matrix, total
-
-
-def variants() -> dict[str, Variant]:
-    """Returns every configuration in the variants that are checked without a GPU."""
-    found = {}
-    sizes = ("num_rows", "length", "num_cols", "head_dim")
-    strides = [f"{part}_{stride}" for part in "abc" for stride in ("batch", "position", "head")]
-    orders = ((3, False), (3, True), (2, False))
-    for dtype, config, (parts, heads_first) in itertools.product(("fp32", "bf16"), CONFIGS.values(), orders):
-        tensors = {name: f"*{dtype}" for name in _stack.arg_names if name.startswith("p_")} | {
-            "p_sums": "*fp32"
-        }
-        name = f"stack {parts} parts{', heads first' * heads_first}, {dtype}, {config}"
-        found[name] = Variant(
-            _stack,
-            tensors | dict.fromkeys((*sizes, *strides), "i32"),
-            {"PARTS": parts, "HEADS_FIRST": heads_first},
-            config,
-            (*tensors, "num_cols", "head_dim", *strides),
-        )
-    return found

@@ -14,7 +14,7 @@ import torch
 
 import gpipe_fast
 import gpipe_fast.devices
-from gpipe_fast.usage_warnings import warn_idle_stages
+from gpipe_fast.arguments import warn_idle_stages
 from tests.sampling import sample, seed
 
 # The markers of the tests in each tier; "" stands for tests without a marker.
@@ -32,6 +32,7 @@ DESELECTED = pytest.StashKey[Counter[str]]()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEED_TRITON = [
     "bench",
+    "tools",
     "docs/test_kernel.py",
     "unit/explanation",
     "unit/fuse/regions",

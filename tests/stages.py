@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena
-from gpipe_fast.lower.lower import lower, lower_unoptimized
+from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import SplitGraphs, StageGraph
 from gpipe_fast.randomness.random import make_key
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
@@ -63,11 +63,9 @@ def run_graphs(parts: SplitGraphs, values: Values) -> tuple[Values, Values]:
 class Runner:
     """One program of a stage, together with the accumulators of a mini-batch."""
 
-    def __init__(
-        self, graph: StageGraph, layers: Sequence[nn.Module], plain: bool = False, arena: Arena | None = None
-    ) -> None:
-        self.program = (lower_unoptimized if plain else lower)(graph)
-        self.native = self.program.build(arena or Arena(), CPU, direct=not plain)
+    def __init__(self, graph: StageGraph, layers: Sequence[nn.Module], arena: Arena | None = None) -> None:
+        self.program = lower(graph)
+        self.native = self.program.build(arena or Arena(), CPU)
         parameters = [p.detach() for p in parameters_of(layers)]
         self.native.bind(parameters)
         self.accumulators: list[Tensor | None] = [None] * len(parameters)

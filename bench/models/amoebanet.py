@@ -22,9 +22,7 @@ def _convolution(
 ) -> nn.Sequential:
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
-        nn.ReLU(),
-        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False),
-        nn.BatchNorm2d(outputs),
+        nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs)
     )
 
 

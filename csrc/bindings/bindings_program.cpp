@@ -55,7 +55,7 @@ Argument to_argument(Program& program, py::handle object, const c10::TypePtr& ty
 
 void add_operator(Program& program, const std::string& name, const std::string& overload,
                   const py::list& arguments, const std::optional<std::vector<std::optional<Slot>>>& results,
-                  bool direct, ActiveRuns when) {
+                  ActiveRuns when) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto& schema = op.schema().arguments();
   GPIPE_CHECK_ARG(arguments.size() == schema.size(), name, ".", overload, " takes ", schema.size(),
@@ -63,8 +63,7 @@ void add_operator(Program& program, const std::string& name, const std::string& 
   std::vector<Argument> converted;
   for (size_t i = 0; i < schema.size(); ++i)
     converted.push_back(to_argument(program, arguments[i], schema[i].type()));
-  std::unique_ptr<Operator> call = direct ? make_direct(op, converted) : nullptr;
-  if (!call) call = make_boxed(op, std::move(converted), !results);
+  auto call = make_boxed(op, std::move(converted), !results);
   if (results) {
     program.add_call_returning(std::move(call), *results, when);
   } else {
@@ -171,7 +170,7 @@ void bind_program(py::module_& m) {
       .def("add_view", &Program::add_view)
       .def("set_layer", &Program::set_layer)
       .def("add_operator", &add_operator, py::arg("name"), py::arg("overload"), py::arg("arguments"),
-           py::arg("results"), py::arg("direct") = true, py::arg("when") = ActiveRuns::always)
+           py::arg("results"), py::arg("when") = ActiveRuns::always)
       .def("add_launch", &add_launch, py::arg("aligned"), py::arg("unaligned"), py::arg("grid"),
            py::arg("arguments"), py::arg("aligned_positions"), py::arg("when") = ActiveRuns::always)
       .def("add_check", &add_check, py::arg("check"), py::arg("inputs"), py::arg("outputs"))

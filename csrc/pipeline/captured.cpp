@@ -156,19 +156,4 @@ void CapturedMiniBatch::copy_backward(MiniBatch& other) const {
   other.gradients_on_callers_ = true;
 }
 
-std::vector<c10::Storage> CapturedMiniBatch::arenas() const {
-  std::vector<c10::Storage> storages;
-  std::set<const Arena*> seen;
-  for (const StagePlan& stage : minibatch_->plan()->stages) {
-    for (const Chain& chain : stage.chains) {
-      for (const auto& segment : chain) {
-        const auto arena = segment->arena();
-        if (arena && seen.insert(arena.get()).second && arena->bytes() > 0)
-          storages.push_back(arena->storage());
-      }
-    }
-  }
-  return storages;
-}
-
 }  // namespace gpipe_fast

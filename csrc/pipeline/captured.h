@@ -9,7 +9,6 @@
 //   deferred statistics' initial zeros        `initial_buffers_`
 //   random keys                               the mini-batch
 //   constants of programs                     the plan, which the mini-batch holds
-//   scratch memory of programs                GraphCache::Entry (arenas)
 //   kernels                                   the process, which unloads none
 //   blocks of pinned rings                    the transport, which the mini-batch holds
 //
@@ -19,8 +18,6 @@
 
 #include "device/graph.h"
 #include "pipeline/minibatch.h"
-
-#include <c10/core/Storage.h>
 
 #include <memory>
 #include <vector>
@@ -54,8 +51,6 @@ class CapturedMiniBatch {
   // `owner`, which owns their memory. Gradients of parameters are copied, on the calling thread's streams.
   void share_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
   void copy_backward(MiniBatch& other) const;
-  // Returns the arenas of its plan's programs.
-  std::vector<c10::Storage> arenas() const;
 
  private:
   // Tensors to give to a stage of another mini-batch. They own no memory.

@@ -92,7 +92,6 @@ struct GraphCache::Entry {
   // memory.
   Tensors inputs, gradients;
   std::vector<Boundary> outputs;
-  std::vector<c10::Storage> arenas;
   std::optional<CapturedMiniBatch> captured;
   std::shared_ptr<Graph> forward, backward;
 
@@ -107,7 +106,6 @@ struct GraphCache::Entry {
     forward.reset();
     captured.reset();
     outputs.clear();
-    arenas.clear();
     inputs.clear();
     gradients.clear();
     report.forward = report.backward = false;
@@ -324,7 +322,6 @@ void GraphCache::capture_forward(Entry& entry, const GraphRun& run, const MakeMi
   });
   if (!entry.forward) return;
   entry.outputs = minibatch.take_outputs();
-  entry.arenas = entry.captured->arenas();
   entry.captured->end_forward(maker_->alias());
   entry.report.forward = true;
   entry.add(*entry.forward);

@@ -113,6 +113,9 @@ void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context)
     if (buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
   }
   if (!programs->backward.program) context.saved.clear();
+  for (const at::Tensor& tensor : context.saved) {
+    if (tensor.defined() && tensor.storage().use_count() > 1) context.shared.push_back(tensor);
+  }
 }
 
 void LoweredSegment::check_buffers(const StageState& stage) const {
@@ -183,6 +186,8 @@ Tensors LoweredSegment::backward(const SegmentCall& call, const Tensors& output_
     if (program.inputs[i].role == Role::tangent)
       run.take(i, find(program.inputs[i], call.context, output_gradients));
   }
+  // The run owns them now, and frees each after its last use, while the gradients of parameters grow.
+  if (!call.stage.retains_graph && !defers_weights()) call.context.saved.clear();
   run.execute(Part::results, &call.token);
   const Tensors results = run.outputs();
   if (!call.stage.device.is_cpu()) {
@@ -263,7 +268,5 @@ int64_t LoweredSegment::scratch_bytes() const {
   }
   return bytes;
 }
-
-std::shared_ptr<Arena> LoweredSegment::arena() const { return programs->forward.program->arena(); }
 
 }  // namespace gpipe_fast

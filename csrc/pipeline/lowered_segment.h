@@ -46,7 +46,6 @@ class LoweredSegment final : public Segment {
                    bool with_parameters) const override;
   bool defers_weights() const override { return programs->weights.program != nullptr; }
   void finish(const SegmentCall& call) const override;
-  std::shared_ptr<Arena> arena() const override;
   int64_t scratch_bytes() const override;
 
   std::shared_ptr<const ProgramPair> programs;

@@ -312,7 +312,7 @@ Tensors MiniBatch::boundary_tensors(const Action& action) const {
       if (stage.backward.open)
         found.insert(found.end(), stage.backward.open->boundary.begin(), stage.backward.open->boundary.end());
       for (const SegmentContext& context : state.contexts) {
-        for (const Tensors* tensors : {&context.inputs, &context.saved, &context.tangents})
+        for (const Tensors* tensors : {&context.inputs, &context.shared, &context.tangents})
           found.insert(found.end(), tensors->begin(), tensors->end());
       }
       return found;

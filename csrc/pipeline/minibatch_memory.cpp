@@ -53,13 +53,12 @@ std::string format_bytes(int64_t bytes) {
 }
 
 // Returns the size of the scratch memory that all programs of a stage share.
-int64_t arena_bytes(const StagePlan& plan) {
+int64_t scratch_bytes(const StagePlan& plan) {
+  int64_t bytes = 0;
   for (const Chain& chain : plan.chains) {
-    for (const auto& segment : chain) {
-      if (const auto arena = segment->arena()) return arena->bytes();
-    }
+    for (const auto& segment : chain) bytes = std::max(bytes, segment->scratch_bytes());
   }
-  return 0;
+  return bytes;
 }
 
 }  // namespace
@@ -118,7 +117,7 @@ std::string MiniBatch::describe_memory(int32_t index) const {
   out << format_bytes(bytes_of(stage.backward.gradients)) << " of their gradients so far, "
       << format_bytes(boundary) << " of boundary tensors for each of " << number << " micro-batches ("
       << format_bytes(static_cast<int64_t>(number) * boundary) << " in total), " << format_bytes(saved.sum())
-      << " of saved activations so far, and " << format_bytes(arena_bytes(plan))
+      << " of saved activations so far, and " << format_bytes(scratch_bytes(plan))
       << " of scratch memory; to reduce this, use more chunks, checkpoint='always', or a balance with fewer "
          "layers in this stage";
   return out.str();

@@ -103,6 +103,29 @@ struct AbandonOnError {
   bool done = false;
 };
 
+// Returns the action that has failed and, if a program reported it, the layer.
+std::string place_of(const Failure& failure) {
+  const Action& action = failure.action;
+  const std::string where = "in action " + action.name();
+  if (failure.layer_title.empty()) return where;
+  return where + ": stage " + std::to_string(action.stage) + ", " + failure.layer_title + ", micro-batch " +
+         std::to_string(action.microbatch);
+}
+
+// Rethrows the error of an action that was being captured. The message begins with the place, because the graph cache
+// keeps its first line, except for errors that the graph cache tells apart by type.
+[[noreturn]] void raise_in_capture(const Failure& failure) {
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const Cancelled&) {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw std::runtime_error(place_of(failure) + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 Pipeline::EngineLock::EngineLock(Pipeline& pipeline, const std::function<void()>& poll)
@@ -138,11 +161,7 @@ Pipeline::Pipeline(int32_t num_stages, std::function<void()> poll, TransportChoi
 // throws a plain c10::Error; only its message shows that memory ran out.
 void Pipeline::raise(const Failure& failure, const MiniBatch& minibatch) {
   const Action& action = failure.action;
-  std::string where = "in action " + action.name();
-  if (!failure.layer_title.empty()) {
-    where += ": stage " + std::to_string(action.stage) + ", " + failure.layer_title + ", micro-batch " +
-             std::to_string(action.microbatch);
-  }
+  const std::string where = place_of(failure);
   auto with = [&](const std::exception& error) { return std::string(error.what()) + " (" + where + ")"; };
   try {
     std::rethrow_exception(failure.error);
@@ -359,7 +378,7 @@ void Pipeline::create_transport(const Plan& plan) {
     transport_ = std::make_shared<Transport>(devices, transport_choice_, peers_ != nullptr);
     if (transport_->is_cpu()) return;
     graph_cache_ = std::make_unique<GraphCache>(transport_, [this](const Actions& actions, Work& work) {
-      if (auto failure = engine_.run(actions, work)) std::rethrow_exception(failure->error);
+      if (auto failure = engine_.run(actions, work)) raise_in_capture(*failure);
     });
   });
 }

@@ -12,7 +12,6 @@
 
 namespace gpipe_fast {
 
-class Arena;
 class Segment;
 struct StageState;
 
@@ -21,6 +20,7 @@ struct SegmentContext {
   std::shared_ptr<const Segment> segment;
   // Kept by lowered layers: tensors that their backward, or the fallback segment's, reads.
   Tensors inputs, buffers, saved;
+  Tensors shared;  // the saved tensors that were not the only ones to refer to their memory after the forward
   at::Tensor key;
   // Kept from a backward without `with_parameters` to finish(), if the segment defers weights: what its program of
   // weights reads besides the above.
@@ -69,7 +69,6 @@ class Segment {
   virtual void finish(const SegmentCall& call) const = 0;
 
   // Returns the scratch memory of its programs; null if it has none.
-  virtual std::shared_ptr<Arena> arena() const { return nullptr; }
   // Returns the bytes of scratch memory that its largest program needs.
   virtual int64_t scratch_bytes() const { return 0; }
 

@@ -26,7 +26,4 @@ class Operator {
 std::unique_ptr<Operator> make_boxed(const c10::OperatorHandle& op, std::vector<Argument> arguments,
                                      bool is_out_variant);
 
-// Returns a direct call of the operator's C++ function; null if the operator is not in the table.
-std::unique_ptr<Operator> make_direct(const c10::OperatorHandle& op, const std::vector<Argument>& arguments);
-
 }  // namespace gpipe_fast

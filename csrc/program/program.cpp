@@ -47,18 +47,21 @@ bool Layout::matches(const at::Tensor& tensor) const {
 
 void Arena::reserve(int64_t bytes, at::Device device) {
   if (block_.defined() && bytes <= bytes_) return;
-  if (block_.defined() && device.is_cpu()) {
-    c10::StorageImpl* storage = block_.storage().unsafeGetStorageImpl();
-    bytes_ = 0;  // if memory runs out below, the next call allocates
-    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
-    storage->set_nbytes(bytes);
-    storage->set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(bytes));
-    bytes_ = bytes;
-    return;
-  }
-  block_ = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  const auto options = at::TensorOptions(at::kByte).device(device);
+  if (!block_.defined()) block_ = at::empty({0}, options);
+  c10::StorageImpl* storage = block_.storage().unsafeGetStorageImpl();
+  bytes_ = 0;  // if memory runs out below, the next call allocates
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+  storage->set_nbytes(bytes);
+  const at::Tensor fresh = at::empty({bytes}, options);
+  storage->set_data_ptr_noswap(fresh.storage().set_data_ptr(c10::DataPtr(nullptr, device)));
   bytes_ = bytes;
-  ++generation_;
+}
+
+void Arena::release() {
+  if (bytes_ == 0 || block_.device().is_cpu()) return;
+  block_.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, block_.device()));
+  bytes_ = 0;
 }
 
 Program::Program(std::shared_ptr<Arena> arena, at::Device device)
@@ -319,6 +322,7 @@ Program::Run::Run(Program& program, std::vector<at::Tensor>& accumulators, bool 
 Program::Run::ReleaseAtEnd::~ReleaseAtEnd() {
   for (Slot slot : program.run_values_) program.release(slot);
   program.call_results_.clear();
+  program.arena_->release();
 }
 
 void Program::Run::take(size_t position, const at::Tensor& tensor) {
@@ -374,14 +378,13 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
 
 void Program::point_into_arena() {
   arena_->reserve(arena_bytes_, device_);
-  if (arena_generation_ == arena_->generation()) return;
+  if (std::exchange(points_into_arena_, true)) return;
   for (const IndexedSlot& value : in_arena_) {
     at::Tensor& tensor = slots_[value.slot];
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(arena_->storage());
     tensor.unsafeGetTensorImpl()->set_storage_offset(value.index / static_cast<int64_t>(tensor.itemsize()));
     repoint(value.slot);
   }
-  arena_generation_ = arena_->generation();
 }
 
 void Program::execute(const Step& step) {

@@ -48,15 +48,18 @@ enum class Part : uint8_t { early, results, rest };
 enum class ActiveRuns : uint8_t { always, first, later };
 
 // A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
+//
+// All blocks take each other's place in one storage, to which the programs' tensors refer. On the CPU, where new pages
+// take time, a block stays until a larger one is needed. On a GPU, it belongs to a run, so that between runs what is
+// saved can have its memory.
 class Arena {
  public:
-  // Grows the block to at least `bytes`. On the CPU, the new memory takes the place of the old in the same storage:
-  // programs of other sizes refer to the storage until they run again, and would keep an old block alive. On a GPU,
-  // captured graphs need the old block; a new one increments generation(), by which programs detect it.
+  // Makes the block at least `bytes` large.
   void reserve(int64_t bytes, at::Device device);
+  // Call at the end of a run.
+  void release();
   const c10::Storage& storage() const { return block_.storage(); }
   int64_t bytes() const { return bytes_; }
-  int64_t generation() const { return generation_; }
   // Serves the memory that operators allocate themselves.
   CachingAllocator& allocator() { return *allocator_; }
 
@@ -64,7 +67,6 @@ class Arena {
   at::Tensor block_;
   std::shared_ptr<CachingAllocator> allocator_ = std::make_shared<CachingAllocator>();
   int64_t bytes_ = 0;
-  int64_t generation_ = 0;
 };
 
 class Program {
@@ -214,7 +216,7 @@ class Program {
   at::Device device_;
   at::Tensor empty_tensor_;  // its storage is the placeholder of values without memory
   int64_t arena_bytes_ = 0;
-  int64_t arena_generation_ = -1;
+  bool points_into_arena_ = false;
 
   std::deque<at::Tensor> slots_;  // a deque, because operators keep the addresses
   std::vector<Value> values_;

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_fast.balance.partition import balance_by_cost, check_partitions
-from gpipe_fast.balance.profile import LayerProfile, check_layers, check_timeout, profile, profile_layers
+from gpipe_fast.balance.profile import LayerProfile, check_is_sequence, check_timeout, profile, profile_layers
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.structure import LayerSequence
 
@@ -46,7 +46,7 @@ def balance_by_time(
             ``timeout`` is not a number of seconds.
         RuntimeError: a layer fails; the message names the layer.
     """
-    check_layers(module)
+    check_is_sequence(module)
     check_partitions(partitions, len(module))
     check_timeout(timeout)
     threads = max(1, torch.get_num_threads() // partitions)
@@ -98,7 +98,7 @@ def balance_by_size(
             ``chunks`` is not positive, or ``param_scale`` is not a finite number.
         RuntimeError: a layer fails; the message names the layer.
     """
-    check_layers(module)
+    check_is_sequence(module)
     check_partitions(partitions, len(module))
     if not isinstance(param_scale, (int, float)) or not math.isfinite(param_scale):
         raise ValueError(f"param_scale must be a finite number, got {param_scale!r}")
@@ -132,7 +132,7 @@ def default_balance(
         ValueError: see `balance_by_time`.
         RuntimeError: see `balance_by_time`.
     """
-    check_layers(module)
+    check_is_sequence(module)
     if not len(module):
         return []
     partitions = min(partitions, len(module))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 
 
 def device_memory_bytes(device: torch.device) -> int:

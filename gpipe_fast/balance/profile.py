@@ -21,9 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_fast import devices as _devices
 from gpipe_fast.balance.device_memory import check_layers_fit, check_layers_have_data
 from gpipe_fast.devices import Device, intra_op_threads
-from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import Key, declared, skip_scope
-from gpipe_fast.layers.structure import BatchDim, Inputs, LayerSequence, Structure, call_unpacked, flatten
+from gpipe_fast.layers.structure import (
+    BatchDim,
+    Inputs,
+    LayerSequence,
+    Structure,
+    call_unpacked,
+    flatten,
+    layer_title,
+)
 from gpipe_fast.progress import working
 from gpipe_fast.torch_private.modes import TorchDispatchMode
 
@@ -104,7 +111,7 @@ def profile_layers(
             negative.
         RuntimeError: a layer fails; the message names the layer.
     """
-    check_layers(module)
+    check_is_sequence(module)
     if timeout is not None:
         check_timeout(timeout)
     if threads is not None and (type(threads) is not int or threads < 1):
@@ -122,7 +129,7 @@ def check_timeout(timeout: float) -> None:
         raise ValueError(f"timeout must be a number of seconds, at least 0, got {timeout!r}")
 
 
-def check_layers(module: nn.Module) -> None:
+def check_is_sequence(module: nn.Module) -> None:
     """Checks that a module is a sequence of initialised layers.
 
     Raises:
@@ -150,7 +157,7 @@ def profile(
 ) -> list[LayerProfile]:
     """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
     layers = _layers(module)
-    target = default_device() if device is None else _devices.parse_device(device, "device")
+    target = first_device() if device is None else _devices.parse_device(device, "device")
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
     check_layers_have_data(layers)
@@ -223,7 +230,7 @@ def table(profiles: Iterable[LayerProfile]) -> str:
     return f"{text}\n\nintra-op threads: {threads}" if counts else text
 
 
-def default_device() -> torch.device:
+def first_device() -> torch.device:
     """Returns the first CUDA device if CUDA is available, else the CPU."""
     devices = _devices.default_devices()
     return devices[0] if devices else torch.device("cpu")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
@@ -46,7 +46,7 @@ def describe_model(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> De
     return found
 
 
-def describe(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
     """Returns everything on which the transfers between stages depend."""
     found = {
         "chunks": str(call.chunks),

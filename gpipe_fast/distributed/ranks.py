@@ -47,7 +47,7 @@ from gpipe_fast._extension import Pipeline, make_channels
 from gpipe_fast.devices import Device
 from gpipe_fast.distributed.agreement import (
     Description,
-    describe,
+    describe_call,
     describe_model,
     difference,
     digest_of,
@@ -56,7 +56,7 @@ from gpipe_fast.distributed.agreement import (
 from gpipe_fast.distributed.clocks import Offset, offset_to_first
 from gpipe_fast.distributed.mesh import check_replicas, default_kind, grid_of, own_device, uses_nccl
 from gpipe_fast.distributed.timed_store import TimedStore
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
@@ -524,7 +524,7 @@ class Ranks:
         """Returns the digests of a plan, with descriptions that other ranks may read from then on."""
         known = self._digests.lookup(id(plan))
         if known is None:
-            describes = describe, describe_model
+            describes = describe_call, describe_model
             texts = {k: f(call, plan, stages) for k, f in zip(self._call_keys(), describes, strict=False)}
             digests = {key: (digest_of(text), text) for key, text in texts.items()}
             for digest, text in digests.values():

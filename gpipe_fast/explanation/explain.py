@@ -15,7 +15,7 @@ from gpipe_fast.explanation.explanation import Explanation
 from gpipe_fast.explanation.programs import explain_programs
 from gpipe_fast.explanation.stages import ProgramExplanation, StageExplanation
 from gpipe_fast.fuse import availability
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction, has_recompute
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage

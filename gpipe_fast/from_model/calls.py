@@ -18,10 +18,10 @@ from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
-from gpipe_fast.from_model.losses import cross_entropies, uses
+from gpipe_fast.from_model.loss_rules import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program
-from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record, surroundings
+from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record_call, surroundings
 from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointSetting
@@ -51,7 +51,7 @@ Parts = list[list[Tensor]]
 Group = tuple[tuple[int, int], ...]
 
 
-class Kind:
+class CallKind:
     """A kind of call: everything but the elements of tensors is the same.
 
     Attributes:
@@ -115,7 +115,7 @@ class Calls:
         self._forget()
 
     def _forget(self) -> None:
-        self._kinds: OrderedDict[Any, Kind] = OrderedDict()
+        self._kinds: OrderedDict[Any, CallKind] = OrderedDict()
         self._programs: list[Program] = []
         self._lengths: dict[Any, tuple[list[torch.Size], list[Group]]] = {}
 
@@ -291,7 +291,7 @@ class Calls:
         kind, _, parts = self._find(call)
         return sum(sizes[0] for sizes in call.sizes(kind, parts))
 
-    def _find(self, call: _CallOf) -> tuple[Kind, Program, Parts]:
+    def _find(self, call: _CallOf) -> tuple[CallKind, Program, Parts]:
         try:
             # No block may run in Python while the model is recorded, because its parameters are away then. A
             # running block may itself wait for the tracing lock, so the tracing lock is acquired last.
@@ -343,7 +343,7 @@ class _CallOf:
         self._device = torch.device("cpu") if found.type == "meta" else found
         self._output: Any = None
 
-    def find(self) -> tuple[Kind, Program, Parts]:
+    def find(self) -> tuple[CallKind, Program, Parts]:
         """Returns the kind of the call, its program, and the inputs of each micro-batch."""
         calls, key = self._calls, self._key()
         kind = calls._kinds.get(key)
@@ -386,7 +386,7 @@ class _CallOf:
 
     # What kind of call it is.
 
-    def _new_kind(self) -> Kind:
+    def _new_kind(self) -> CallKind:
         calls, tensors = self._calls, self._inputs.tensors
         self._check_hooks()
         splits = list(self._possible_splits())
@@ -445,8 +445,8 @@ class _CallOf:
                 if len(split) > 1:
                     yield frozenset(split) - {index}
 
-    def _kind_of(self, split: frozenset[int], lengths: Sequence[Group]) -> Kind:
-        kind = Kind(split, lengths, False)
+    def _kind_of(self, split: frozenset[int], lengths: Sequence[Group]) -> CallKind:
+        kind = CallKind(split, lengths, False)
         parts = self._parts(kind)
         flow = self._flow(kind, parts[0], parts)
         output = self._output
@@ -457,13 +457,13 @@ class _CallOf:
         self._add_path(kind, flow)
         return kind
 
-    def _kind_with_items(self, kind: Kind, flow: Dataflow, parts: Parts) -> Kind | None:
+    def _kind_with_items(self, kind: CallKind, flow: Dataflow, parts: Parts) -> CallKind | None:
         """Returns the kind of call that also gets the number of targets, if the model's loss uses it."""
         if self._calls._takes_items is False or not self._takes_argument(_NUM_ITEMS):
             return None
         if not any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
             return None
-        found, items = Kind(kind.split, kind.lengths, True), len(self._inputs.tensors)
+        found, items = CallKind(kind.split, kind.lengths, True), len(self._inputs.tensors)
         try:
             parts = [[*part, torch.tensor(1)] for part in parts]
             counted = self._flow(found, parts[0], parts)
@@ -489,7 +489,7 @@ class _CallOf:
 
     # Micro-batches.
 
-    def _parts(self, kind: Kind) -> Parts:
+    def _parts(self, kind: CallKind) -> Parts:
         tensors, calls = self._inputs.tensors, self._calls
         chunks = calls.chunks
         if chunks == "auto":
@@ -508,13 +508,13 @@ class _CallOf:
         return [*tensors, *parts[0][len(tensors) :]]
 
     @staticmethod
-    def sizes(kind: Kind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
+    def sizes(kind: CallKind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
         """Returns the sizes of each micro-batch that numbers of a record follow: batch size and lengths."""
         first = min(kind.split)
         lengths = tuple(parts[0][group[0][0]].shape[group[0][1]] for group in kind.lengths)
         return [(part[first].shape[0], *lengths) for part in parts]
 
-    def _count_items(self, kind: Kind, parts: Parts) -> int:
+    def _count_items(self, kind: CallKind, parts: Parts) -> int:
         """Returns how many targets of the whole mini-batch count, by the rule of the model's loss."""
         flow = kind.paths[0][0]
         mean = next(mean for ref in self._scalars(flow) for mean in cross_entropies(flow, ref))
@@ -537,7 +537,7 @@ class _CallOf:
 
     # Programs.
 
-    def _program(self, kind: Kind, parts: Parts) -> Program:
+    def _program(self, kind: CallKind, parts: Parts) -> Program:
         """Returns the program for what forward decides for these micro-batches."""
         if len(kind.paths) == 1 and not kind.paths[0][0].decisions:
             return kind.paths[0][1]
@@ -551,7 +551,7 @@ class _CallOf:
         )
         return self._path(kind, self.inputs_and_items(parts), parts)
 
-    def _path(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Program:
+    def _path(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Program:
         for flow, program in kind.paths:
             if self._holds(flow, tensors, self.sizes(kind, [tensors])[0]):
                 return program
@@ -563,7 +563,7 @@ class _CallOf:
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
-    def _add_path(self, kind: Kind, flow: Dataflow) -> Program:
+    def _add_path(self, kind: CallKind, flow: Dataflow) -> Program:
         calls = self._calls
         opened = open_dataclass(self._output)
         output_class = None if opened is self._output else type(self._output)
@@ -589,7 +589,7 @@ class _CallOf:
 
     # Records.
 
-    def _flow(self, kind: Kind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
+    def _flow(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
         """Records a call with these tensors, and with other sizes; returns what all records share."""
         opened, blocks = self._calls._opened, self._calls.blocks
         flow, self._output = self._record(tensors, self._decide_by(tensors), opened, blocks)
@@ -607,7 +607,7 @@ class _CallOf:
         return unify(flows, sizes)
 
     @staticmethod
-    def _resized(kind: Kind, index: int, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def _resized(kind: CallKind, index: int, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
         shape = list(tensor.shape)
         if index in kind.split:
             shape[0] = sizes[0]
@@ -627,7 +627,7 @@ class _CallOf:
         self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any
     ) -> tuple[Dataflow, Any]:
         call = self._model, self._model.forward, self._build, tensors
-        return record(*call, {self._model, *opened}, set(blocks), self._device, decide)
+        return record_call(*call, {self._model, *opened}, set(blocks), self._device, decide)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe_fast.from_model.batch import at_sizes, batch_dims
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
-from gpipe_fast.from_model.losses import Rule, combine, concatenates, find_rule
+from gpipe_fast.from_model.loss_rules import Rule, combine, concatenates, find_rule
 from gpipe_fast.torch_private import pytree
 
 LOSSES = ("exact", "per-microbatch")
@@ -32,7 +32,7 @@ class Output:
     rule: Rule | None
 
 
-def outputs_of(
+def model_outputs(
     flow: Dataflow, names: Sequence[str], split: Collection[int], loss: str, static_sizes: Sequence[int]
 ) -> dict[int, Output]:
     """Returns the tensors that a model returns, by the numbers of their values.

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Literal, NoReturn
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,22 +30,125 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.devices import casts_of
 from gpipe_fast.distributed.mesh import refuse_ddp
-from gpipe_fast.from_model.calls import Calls
-from gpipe_fast.from_model.forward import PipelinedForward
-from gpipe_fast.from_model.stream import ModelStream
+from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.from_model.blocks import Blocks
+from gpipe_fast.from_model.calls import Calls, MakePipeline
+from gpipe_fast.from_model.outputs import LOSSES
+from gpipe_fast.from_model.program import Program
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.recording.report import Report
 from gpipe_fast.recording.steps import Steps, backward_of_sum, unchanged
 from gpipe_fast.schedule import ScheduleChoice
-from gpipe_fast.streaming import results
+from gpipe_fast.streaming import CallStream, arguments_in, results
 from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 from gpipe_fast.user_warning import warn_user
 from gpipe_fast.weights.load import Initialize, load_weights, make_lazy
 from gpipe_fast.weights.source import Source
 
+
+class PipelinedForward:
+    """A descriptor: the forward of a class of pipelined models, or what wraps it in one of them.
+
+    Libraries assign a wrapper to ``model.forward``, as accelerate does for mixed precision. It may not be in
+    ``__dict__``, because that is the plain model's, too, whose forward would then be the pipeline.
+
+    Args:
+        function: the class's forward, which runs the pipeline.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, model: Any, owner: Any = None) -> Any:
+        if model is None:
+            return self._function
+        return model._wrapper or MethodType(self._function, model)
+
+    def __set__(self, model: Any, wrapper: Any) -> None:
+        """Sets what wraps the pipeline.
+
+        Raises:
+            TypeError: it does not say that it wraps the present forward, by ``__wrapped__``.
+        """
+        if not self._is_wrapped_by(wrapper):
+            name = getattr(wrapper, "__qualname__", type(wrapper).__qualname__)
+            raise TypeError(
+                f"denied to replace forward of a pipelined {type(model).__name__}, because the pipeline "
+                f"would not run; got {name} of {getattr(wrapper, '__module__', None)}; assign a function "
+                "that calls it, decorated with functools.wraps(model.forward); to TRL, pass "
+                "SFTConfig(loss_type='nll')"
+            )
+        model._wrapper = wrapper
+
+    def __delete__(self, model: Any) -> None:
+        model._wrapper = None
+
+    def _is_wrapped_by(self, wrapper: Any) -> bool:
+        def is_the_pipeline(function: Any) -> bool:
+            return getattr(function, "__func__", function) is self._function
+
+        return is_the_pipeline(inspect.unwrap(wrapper, stop=is_the_pipeline))
+
+
+class ModelStream:
+    """The calls of a pipelined model in flight; methods as of `gpipe_fast.streaming.OpenStream`."""
+
+    def __init__(self, calls: Calls, plain: Callable[[], nn.Module]) -> None:
+        """Opens a stream of the calls of a model; ``plain`` returns the plain model."""
+        self._calls, self._plain = calls, plain
+        self._program: Program | None = None  # of the calls in flight
+        self._stream: CallStream | None = None
+        self._given: deque[tuple[Any, Any, Any]] = deque()  # arguments of the calls in flight
+        self._finished: deque[Any] = deque()  # results of earlier programs
+
+    @property
+    def num_in_flight(self) -> int:
+        """As for `OpenStream`."""
+        return len(self._finished) + len(self._given)
+
+    def check_unchanged(self) -> None:
+        """As for `OpenStream`."""
+        if self._stream is not None:
+            self._stream.check_unchanged()
+
+    def begin(self, batch: Any) -> None:
+        """As for `OpenStream`. If another program is needed, first waits for the calls of the one before."""
+        if self._stream is not None and self._stream.runs_python:
+            self._stream.wait_for_all()  # blocks in Python cannot run while the model is recorded
+        with torch.no_grad():
+            program, given = self._calls.begin(self._plain(), *arguments_in(batch))
+            if program is not self._program or self._stream is None:
+                while self._given:
+                    self._finished.append(self._finish_one())
+                self.close()
+                self._program, self._stream = program, CallStream(program.pipeline)
+            self._stream.begin((program.argument(given[0]),))
+            self._calls.end(program)
+        self._given.append(given)
+
+    def finish(self) -> Any:
+        """As for `OpenStream`."""
+        return self._finished.popleft() if self._finished else self._finish_one()
+
+    def _finish_one(self) -> Any:
+        assert self._stream is not None
+        assert self._program is not None
+        given = self._given.popleft()
+        outputs = self._stream.finish()
+        with torch.no_grad():
+            return self._program.combined(outputs, *given)
+
+    def close(self) -> None:
+        """As for `OpenStream`."""
+        if self._stream is not None:
+            self._stream.close()
+
+
 _STAGES_HAVE_DEVICES = "every stage has its own device; pass devices=[...] to GPipe.from_model"
+# Settings of a `GPipe` that only another pipeline has another value of.
+_FIXED = ("backend", "balance", "capture", "devices", "fuse", "grad_dtype", "memory_limit", "transport")
 
 # The attribute that tells `keyed_rng` the blocks of a plain model.
 STATE = "_gpipe_fast"
@@ -279,18 +384,19 @@ class Pipelined(nn.Module):
         """The number of layers of each partition: what comes before the blocks, each block, and the rest."""
         return list(self.pipeline.balance)
 
-    @balance.setter
-    def balance(self, balance: Any) -> None:
-        _refuse_placement("balance", balance)
-
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
         return list(self.pipeline.devices)
 
-    @devices.setter
-    def devices(self, devices: Any) -> None:
-        _refuse_placement("devices", devices)
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_of_model = name not in ("balance", "devices") and hasattr(self, name)
+        if name in _FIXED and not is_of_model:
+            raise AttributeError(
+                f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value!r}; make "
+                f"another one: GPipe.from_model(model.plain(), ..., {name.removesuffix('_limit')}={value!r})"
+            )
+        super().__setattr__(name, value)
 
     def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
         """Loads a state dict or a file, stage by stage, as `GPipe.load_weights` does; with the model's names.
@@ -385,13 +491,6 @@ class Pipelined(nn.Module):
         self._wrapper = state.pop(_WRAPPER)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._calls = state[STATE]
-
-
-def _refuse_placement(name: str, value: Any) -> NoReturn:
-    raise AttributeError(
-        f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value}; make another one: "
-        f"GPipe.from_model(model.plain(), ..., {name}={value})"
-    )
 
 
 def _check_own_loss(model: nn.Module, kwargs: Mapping[str, Any], method: str) -> None:
@@ -500,3 +599,89 @@ def _pipelined_class(cls: Any) -> type[Pipelined]:
         attributes["resize_token_embeddings"] = resize_token_embeddings
     _classes[cls] = type(cls)(cls.__name__, (Pipelined, cls), attributes)
     return _classes[cls]
+
+
+# Packages whose modules have quantized weights.
+_QUANTIZERS = (
+    "bitsandbytes",
+    "torchao",
+    "auto_gptq",
+    "gptqmodel",
+    "awq",
+    "hqq",
+    "optimum.quanto",
+    "aqlm",
+    "eetq",
+)
+
+
+def make_pipelined(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    blocks: Blocks | None,
+    balance: Iterable[int] | None,
+    num_devices: int | None,
+    chunks: int | Literal["auto"],
+    checkpoint: CheckpointChoice,
+    schedule: ScheduleChoice,
+    loss: str,
+    make_pipeline: MakePipeline,
+    ranks: Ranks | None,
+) -> Any:
+    """Returns the pipelined model; the arguments are those of `GPipe.from_model`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Pipelined):
+        raise ValueError(
+            f"this {type(model).__name__} is pipelined already; call model.plain() for a plain one"
+        )
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple of positional arguments, got {type(args).__name__}; pass (x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
+    if loss not in LOSSES:
+        raise ValueError(f"loss is not one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
+    if not args and not kwargs:
+        raise ValueError(
+            "from_model records a call of the model; pass its arguments, as args=(x,) or "
+            "kwargs=dict(input_ids=ids, labels=ids); tensors on the meta device do"
+        )
+    _refuse_hooks_of_accelerate(model)
+    _refuse_quantized(model)
+    setting, schedule = checked_checkpoint(checkpoint), checked_schedule(schedule)
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+        setting = "always"
+        warn_user("the model's gradient checkpointing becomes checkpoint='always'")
+    sizes = None if balance is None else list(balance)
+    chunks = checked_chunks(chunks)
+    settings = loss, chunks, setting, schedule
+    calls = Calls(model, blocks, sizes, num_devices, *settings, make_pipeline, ranks)
+    calls.prepare(model, args, kwargs or {})
+    return pipelined(model, calls)
+
+
+def _refuse_hooks_of_accelerate(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{name or type(model).__name__} has a hook of accelerate, as device_map='auto' leaves; load "
+                "the model without device_map, or call accelerate.hooks.remove_hook_from_submodules(model)"
+            )
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        package = type(module).__module__
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if (
+            package.startswith(_QUANTIZERS)
+            or package.startswith(("torch.ao.nn.quantized", "torch.nn.quantized"))
+            or any(t is not None and (t.is_quantized or hasattr(t, "quant_state")) for t in tensors)
+            or (module is model and getattr(model, "is_quantized", False))
+        ):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is quantized, and stages train the weights "
+                "that they have; load the model without quantization, as in bfloat16"
+            )

@@ -16,17 +16,14 @@ from gpipe_fast.from_model.cut import cut
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
 from gpipe_fast.from_model.layer import make_layer
-from gpipe_fast.from_model.losses import Rule
-from gpipe_fast.from_model.outputs import Output, outputs_of, put_together
+from gpipe_fast.from_model.loss_rules import Rule
+from gpipe_fast.from_model.outputs import Output, model_outputs, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.training.losses import Loss
 from gpipe_fast.training.step import Losses
 from gpipe_fast.training.update import StageUpdates
-
-# Makes a pipeline of layers: `GPipe`, with the user's options.
-MakePipeline = Callable[[nn.Sequential], Any]
 
 
 class Program:
@@ -50,12 +47,12 @@ class Program:
         output_names: Sequence[str],
         loss: str,
         output_class: type | None,
-        make_pipeline: MakePipeline,
+        make_pipeline: Callable[[nn.Sequential], Any],
         is_distributed: bool = False,
     ) -> None:
         self.output_class = output_class
         self.flow, self.split = flow, frozenset(split)
-        found = outputs_of(flow, output_names, self.split, loss, lengths)
+        found = model_outputs(flow, output_names, self.split, loss, lengths)
         self.outputs = list(found.values())
         self._is_distributed = is_distributed
         if is_distributed:

@@ -46,13 +46,13 @@ from gpipe_fast.torch_private.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    make_wrapper_subclass,
 )
 from gpipe_fast.torch_private.modes import (
     TorchDispatchMode,
     disabled_torch_function,
     pop_function_mode_temporarily,
 )
-from gpipe_fast.torch_private.tensors import make_wrapper_subclass
 
 # Values that a recorded call may have beside tensors.
 _CONSTANTS = (
@@ -571,7 +571,7 @@ def surroundings(device: torch.device) -> Surroundings:
     return Surroundings(torch.is_grad_enabled(), autocast)
 
 
-def record(
+def record_call(
     model: nn.Module,
     forward: Callable[..., Any],
     build: Callable[[Sequence[Tensor]], tuple[Any, Any]],

@@ -19,8 +19,8 @@ from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import is_triton_call
 
 if TYPE_CHECKING:
-    from gpipe_fast.fuse.fusion import Fusion
-    from gpipe_fast.fuse.loader import KernelLoader
+    from gpipe_fast.fuse.cubins import KernelLoader
+    from gpipe_fast.fuse.fuse import Fusion
 
 # The oldest GPUs that fused kernels are compiled for.
 MIN_CAPABILITY = (8, 0)
@@ -82,20 +82,20 @@ def _loads_kernels() -> bool:
 
 @functools.cache
 def _loader(device: torch.device) -> KernelLoader:
-    from gpipe_fast.fuse.loader import KernelLoader
+    from gpipe_fast.fuse.cubins import KernelLoader
 
     return KernelLoader(device)
 
 
 @functools.cache
 def _absent_fusion() -> Fusion:
-    from gpipe_fast.fuse.fusion import Fusion
+    from gpipe_fast.fuse.fuse import Fusion
 
     return Fusion(None)
 
 
 @functools.cache
 def _fusion(loader: KernelLoader) -> Fusion:
-    from gpipe_fast.fuse.fusion import Fusion
+    from gpipe_fast.fuse.fuse import Fusion
 
     return Fusion(loader)

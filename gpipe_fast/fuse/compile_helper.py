@@ -27,8 +27,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from gpipe_fast.fuse.cubin import CompileFailure, Cubin, KernelSource, cached, compile_here, last_lines
-from gpipe_fast.fuse.generated import generated_from, kernel_of
+from gpipe_fast.fuse.cubin import (
+    CompileFailure,
+    Cubin,
+    cached,
+    compile_here,
+    generated_from,
+    kernel_of,
+    last_lines,
+)
+from gpipe_fast.lower.launch import KernelSource
 
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_fast.fuse.compile_helper import main; main()"
 _STANDARD_INPUT = 0

@@ -1,17 +1,19 @@
-"""A kernel to compile, and its compilation to machine code, for a GPU that need not be there."""
+"""A kernel to compile, perhaps generated, and its compilation for a GPU that need not be there."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpipe_fast.fuse.generated import generated_from
+from gpipe_fast.lower.launch import KernelSource
 
 # The folder of Triton's disk cache; by default Triton's own.
 FOLDER_VARIABLE = "GPIPE_FAST_CACHE"
@@ -19,30 +21,39 @@ _CONSTANT_TYPES = (bool, int, float, str, type(None))
 _MAX_REASON = 1000
 # The format of records in a cubin that have a size, and the attribute EIATTR_KPARAM_INFO.
 _SIZED, _PARAMETER = 0x04, 0x17
+# The name of the module of generated kernels, and of the source in their globals.
+MODULE = "gpipe_fast.generated"
+_SOURCE = "__gpipe_fast_source__"
+
+_lock = threading.Lock()
+_kernels: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class KernelSource:
-    """A kernel to compile: everything of a launch except its grid and its numbers.
+def kernel_of(name: str, text: str) -> Any:
+    """Returns the kernel that a source defines; the same object for the same source.
 
-    Attributes:
-        kernel: a `triton.jit` function.
-        signature: name and type of every run-time argument, in the kernel's order. Types are in Triton's
-            notation: ``*bf16``, ``i32``.
-        constants: name and value of every constexpr argument: bool, int, float, str or None.
-        divisible: the run-time arguments that are divisible by 16, including pointers.
-        num_warps: warps of one program.
-        num_stages: software-pipelining stages of its loads.
-        contracts: whether a product and a sum may become one operation, which rounds once.
+    Args:
+        name: the kernel's name in the source.
+        text: the source of a module.
+
+    Returns:
+        A `triton.jit` function, whose name begins with ``generated.`` in recordings.
     """
+    with _lock:
+        if text not in _kernels:
+            file = f"<gpipe_fast {name}>"
+            # Triton reads a kernel's source with `inspect`, which looks here.
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+            namespace: dict[str, Any] = {"__name__": MODULE, _SOURCE: text}
+            exec(compile(text, file, "exec"), namespace)
+            _kernels[text] = namespace[name]
+        return _kernels[text]
 
-    kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    divisible: tuple[str, ...]
-    num_warps: int
-    num_stages: int
-    contracts: bool = True
+
+def generated_from(function: Any) -> str | None:
+    """Returns the source of a generated kernel's Python function; None for another function."""
+    found = getattr(function, "__globals__", {}).get(_SOURCE)
+    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,64 @@
-"""The pass: replaces nodes that are limited by memory traffic by launches of fused kernels."""
+"""The pass: replaces nodes that are limited by memory traffic by launches of fused kernels.
+
+A rounding error may flip a decision: a comparison, a cast to integers, or the choice of an element. With
+``relu``, the gradient of an element is kept or not; with routing, a token goes to another expert. All other
+values change by a rounding error only. So a forward and its recompute fuse what decides in the same way.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.check import ReplacementCheck
-from gpipe_fast.fuse.decisions import decisive_positions
+from gpipe_fast.fuse.check import ReplacementCheck, has_passed
+from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.families import cases
 from gpipe_fast.fuse.family import SUMS, Case
 from gpipe_fast.fuse.launchers import CannotLaunch, launches_in
 from gpipe_fast.fuse.left import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
+from gpipe_fast.fuse.left_out import leave_out, reason_of
 from gpipe_fast.fuse.patterns import Graph, Match
 from gpipe_fast.fuse.regions.grouping import MIN_SAVED, reasons_alone, regions_of
 from gpipe_fast.fuse.regions.kernel import fragment_of
-from gpipe_fast.fuse.regions.region import Region
+from gpipe_fast.fuse.regions.loops import Region
 from gpipe_fast.fuse.rewriter import Rewriter
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
+
+aten = torch.ops.aten
+# Gradients that compare an input with a number themselves.
+_COMPARE = frozenset(
+    {
+        aten.threshold_backward.default,
+        aten.leaky_relu_backward.default,
+        aten.hardtanh_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.elu_backward.default,
+    }
+)
+# Operators that also return indices.
+_CHOOSE = frozenset(
+    {
+        aten.max.dim,
+        aten.min.dim,
+        aten.median.dim,
+        aten.kthvalue.default,
+        aten.topk.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool3d_with_indices.default,
+        aten.adaptive_max_pool2d.default,
+        aten.adaptive_max_pool3d.default,
+        aten.fractional_max_pool2d.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -288,3 +326,67 @@ def _has_layouts_of(fragment: fx.Graph, outputs: Sequence[fx.Node]) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def decisive_positions(graph: StageGraph) -> frozenset[int]:
+    """Returns the positions, in the joint graph, of the nodes on which a decision depends."""
+    found: set[fx.Node] = set()
+    pending = [n for n in graph.module.graph.nodes if _decides(n)]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                pending.append(node)
+    return frozenset(n.meta[JOINT_POSITION] for n in found if JOINT_POSITION in n.meta)
+
+
+def _decides(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target in _COMPARE or node.target in _CHOOSE:
+        return True
+    value = node.meta.get("val")
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return isinstance(value, Tensor) and not _is_float(value) and any(map(_is_float, read))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+class Fusion:
+    """Fuses graphs for one device."""
+
+    def __init__(self, loader: KernelLoader | None) -> None:
+        """Makes a fusion for the loader's device; None for a device that the machine need not have."""
+        self._loader = loader
+
+    def fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool = False) -> list[Fused]:
+        """Fuses the graphs of a stage, and compiles and loads their kernels.
+
+        Kernels for which that fails are left out, after a warning: PyTorch's operators compute their nodes.
+
+        Args:
+            forward: the forward.
+            backward: the backward; None if there is none.
+            explain: whether to find out why nodes are left.
+        """
+        while True:
+            found = self._fuse(forward, backward, explain)
+            if self._loader is None:
+                return found
+            launches = {launch.specialization: launch for each in found for launch in each.launches()}
+            failures = self._loader.failures(list(launches.values()))
+            for launch, reason in zip(launches.values(), failures, strict=True):
+                if reason:
+                    leave_out(launch, reason)
+            if not any(failures):
+                return found
+
+    def _fuse(self, forward: StageGraph, backward: StageGraph | None, explain: bool) -> list[Fused]:
+        if backward is None:
+            return [fuse(forward, reason_of, self._is_unchecked, explain=explain)]
+        return list(fuse_alike(forward, backward, reason_of, self._is_unchecked, explain))
+
+    def _is_unchecked(self, launch: KernelLaunch) -> bool:
+        return self._loader is not None and not has_passed(launch, self._loader.device)

@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.kernels import launch as kernel_launch
 from gpipe_fast.lower.alias import source_of
-from gpipe_fast.lower.launch import KernelLaunch, is_launch, launch_kernel
+from gpipe_fast.lower.launch import (
+    KernelLaunch,
+    is_divisible,
+    is_launch,
+    launch_kernel,
+    number_type,
+    pointer_type,
+)
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.torch_private.graphs import make_fx
 
@@ -65,13 +71,15 @@ class _Recorder:
             tuple((name, _type_of(argument)) for name, argument in named),
             tuple(sorted({**constants, **config.blocks}.items())),
             tuple(n for n, a in named if is_divisible(a) and n not in _not_specialized(kernel)),
-            _three_dimensions(grid),
             config.num_warps,
             config.num_stages,
-            (),
-            # The rows of a tensor of keys are 24 bytes.
-            tuple(i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE),
             config.contracts,
+            grid=_three_dimensions(grid),
+            outputs=(),
+            # The rows of a tensor of keys are 24 bytes.
+            aligned=tuple(
+                i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE
+            ),
         )
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         self.launches.append((launch, [None if isinstance(a, Tensor) else a for a in arguments]))

@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.launchers import ALLOCATES
-from gpipe_fast.fuse.loader import KernelLoader
-from gpipe_fast.fuse.triton_types import is_divisible, number_type, pointer_type
 from gpipe_fast.lower.alias import is_view_op
-from gpipe_fast.lower.launch import NUMBER_TYPES, KernelLaunch, launch_kernel
+from gpipe_fast.lower.launch import (
+    NUMBER_TYPES,
+    KernelLaunch,
+    is_divisible,
+    launch_kernel,
+    number_type,
+    pointer_type,
+)
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload
@@ -234,11 +240,11 @@ def _made(call: TritonCall, chosen: _Configuration, given: Mapping[str, Any]) ->
             for p, value, may in zip(run_time, values, aligned, strict=True)
             if may and is_divisible(value)
         ),
-        (*chosen.grid, *[1] * (_GRID_DIMS - len(chosen.grid))),
         chosen.num_warps,
         chosen.num_stages,
-        tuple([p.name for p in run_time].index(name) for name in call.written),
-        tuple(i for i, may in enumerate(aligned) if may and isinstance(values[i], fx.Node)),
+        grid=(*chosen.grid, *[1] * (_GRID_DIMS - len(chosen.grid))),
+        outputs=tuple([p.name for p in run_time].index(name) for name in call.written),
+        aligned=tuple(i for i, may in enumerate(aligned) if may and isinstance(values[i], fx.Node)),
     )
     return _Launch(launch, tuple(values))
 

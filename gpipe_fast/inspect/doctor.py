@@ -12,7 +12,7 @@ from gpipe_fast._extension import GraphReport, build_info
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.inspect.architectures import describe_code
 from gpipe_fast.inspect.fused import fused_lines
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.connections import describe_connections
 from gpipe_fast.torch_private.environment import cuda_driver_version
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.torch_private.modules import AnyBatchNorm
 
 # Indices of mean, variance and number of mini-batches among a stage's buffers; and the momentum.

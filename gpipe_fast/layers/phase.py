@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 
 class _Phase(threading.local):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.strides import span
 from gpipe_fast.torch_private import pytree
 
 # Types allowed beside tensors: all are immutable.
@@ -279,6 +280,17 @@ class Inputs(NamedTuple):
         """The number of samples."""
         return self.dims.batch_size(self.tensors)
 
+    def with_memory(self, device: torch.device) -> Inputs:
+        """Returns these arguments with zeros on a device in place of meta tensors."""
+
+        def zeros(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta or tensor.layout is not torch.strided:
+                return tensor
+            memory = torch.zeros(span(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
+            return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+        return self._replace(tensors=[*map(zeros, self.tensors)])
+
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim = 0) -> Inputs:
         """Flattens the arguments of a call.
@@ -320,3 +332,8 @@ def _make_dims(replicated: Sequence[bool], batch_dim: BatchDim) -> BatchDims:
         )
     left = iter(batch_dim)
     return BatchDims(tuple(None if whole else next(left) for whole in replicated), batch_dim[0])
+
+
+def layer_title(position: int | str, layer: nn.Module) -> str:
+    """Returns ``layer 3 (Linear)`` for a layer's position, ``layer 'head' (Linear)`` for its name."""
+    return f"layer {position!r} ({type(layer).__name__})"

@@ -45,21 +45,6 @@ class Chain(NamedTuple):
     end: int
 
 
-def assign_offsets(
-    live_ranges: Mapping[int, LiveRange], alignment: int = ALIGNMENT
-) -> tuple[dict[int, int], int]:
-    """Assigns offsets such that no two values that are live at the same step overlap.
-
-    Args:
-        live_ranges: live ranges by value.
-        alignment: alignment of offsets, in bytes.
-
-    Returns:
-        Each value's offset in bytes, a multiple of ``alignment``, and the total number of bytes.
-    """
-    return place(reuse_chains(live_ranges), alignment)
-
-
 def place(chains: Iterable[Chain], alignment: int) -> tuple[dict[int, int], int]:
     """Assigns offsets to chains; returns the offset of each value, and the total number of bytes.
 

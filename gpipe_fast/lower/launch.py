@@ -1,22 +1,40 @@
 """Kernel launches as nodes of a graph.
 
 The node of a launch is a call of `launch_kernel`. Its ``meta['val']`` is the tuple of the kernel's outputs,
-which `operator.getitem` nodes select.
+which `operator.getitem` nodes select. The types of arguments are in Triton's notation.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 # Checks a replacement's launches: called with the tensors that the replaced nodes read, and with all results
 # of the launches, which it may overwrite. Returns whether it is done, and need not be called again.
 CheckFunction = Callable[[list[Tensor], list[Tensor]], bool]
 
+_ELEMENTS = {
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bool: "u1",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 _FORMATS = {"i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
 # The types of numbers that can be arguments.
@@ -24,20 +42,16 @@ NUMBER_TYPES = frozenset(_FORMATS)
 
 
 @dataclass(frozen=True)
-class KernelLaunch:
-    """A launch of a Triton kernel: everything but its tensors.
+class KernelSource:
+    """A kernel to compile: everything of a launch except its grid and its numbers.
 
     Attributes:
-        kernel: the ``triton.jit`` function.
-        signature: the name and type of each run-time argument, in order, in Triton's notation (``*bf16``,
-            ``i32``).
-        constants: the names and values of the compile-time arguments.
-        divisible: the numbers that are divisible by 16.
-        grid: the number of programs along each dimension.
+        kernel: a `triton.jit` function.
+        signature: name and type of every run-time argument, in the kernel's order, as in ``*bf16``, ``i32``.
+        constants: name and value of every constexpr argument: bool, int, float, str or None.
+        divisible: the run-time arguments that are divisible by 16, including pointers.
         num_warps: warps of one program.
         num_stages: software-pipelining stages of its loads.
-        outputs: the positions of the arguments that the kernel writes.
-        aligned: the positions of the tensors that should be divisible by 16, for a faster form of the kernel.
         contracts: whether a product and a sum may become one operation, which rounds once.
     """
 
@@ -45,12 +59,25 @@ class KernelLaunch:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]
-    grid: tuple[int, int, int]
     num_warps: int
     num_stages: int
-    outputs: tuple[int, ...]
-    aligned: tuple[int, ...]
     contracts: bool = True
+
+
+@dataclass(frozen=True)
+class KernelLaunch(KernelSource):
+    """A launch of a Triton kernel: everything but its tensors.
+
+    Attributes:
+        grid: the number of programs along each dimension.
+        outputs: the positions of the arguments that the kernel writes.
+        aligned: the positions of the tensors that should be divisible by 16, for a faster form of the kernel;
+            they are not in ``divisible``.
+    """
+
+    grid: tuple[int, int, int] = field(kw_only=True)
+    outputs: tuple[int, ...] = field(kw_only=True)
+    aligned: tuple[int, ...] = field(kw_only=True)
 
     @property
     def name(self) -> str:
@@ -94,4 +121,28 @@ def is_launch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is launch_kernel
 
 
-__all__ = ["NUMBER_TYPES", "CheckFunction", "KernelLaunch", "is_launch", "launch_kernel"]
+def pointer_type(dtype: torch.dtype, constant: bool = False) -> str:
+    """Returns the type of a tensor, such as ``*bf16``; "" if Triton has none for the dtype.
+
+    Args:
+        dtype: the tensor's dtype.
+        constant: whether the kernel only reads the tensor.
+    """
+    element = _ELEMENTS.get(dtype, "")
+    return element and f"*{'k' * constant}{element}"
+
+
+def number_type(value: float) -> str:
+    """Returns the type that Triton's own launcher gives a number."""
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, float):
+        return "fp32"
+    if -(2**31) <= value < 2**31:
+        return "i32"
+    return "i64" if value < 2**63 else "u64"
+
+
+def is_divisible(value: object) -> bool:
+    """Returns whether Triton's own launcher compiles for a number that is divisible by 16."""
+    return type(value) is int and value % 16 == 0

@@ -69,23 +69,13 @@ def lower_unplaced(graph: StageGraph, accumulation: AccumulationPolicy) -> tuple
     return _Lowering(graph, accumulation).run()
 
 
-def lower_unoptimized(graph: StageGraph) -> ProgramIR:
-    """Lowers every operator of the graph, also views, to a separate call: the baseline for ``lower``."""
-    program, memory = _Lowering(graph, _DEFAULT_ACCUMULATION, unoptimized=True).run()
-    memory.place(program)
-    return program
-
-
 class _Lowering:
-    def __init__(
-        self, graph: StageGraph, accumulation: AccumulationPolicy, unoptimized: bool = False
-    ) -> None:
+    def __init__(self, graph: StageGraph, accumulation: AccumulationPolicy) -> None:
         self.graph = graph
         self.accumulation = accumulation
-        self.unoptimized = unoptimized
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
         self.program = ProgramIR(graph.name)
-        self.values = GraphValues(self.program, graph, unoptimized)
+        self.values = GraphValues(self.program, graph)
         # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
         self.direct_gradient_of: dict[fx.Node, Gradient] = {}
         self.returned_bases: set[fx.Node] = set()  # bases that the program returns
@@ -104,7 +94,7 @@ class _Lowering:
         self.elided_sums -= self.returned_bases | {
             self.values.sources[part].base for g in gradients for part in g.parts
         }
-        for gradient in () if self.unoptimized else gradients:
+        for gradient in gradients:
             self._mark_direct_write(gradient)
         complete_after = self._gradients_by_last_node(gradients)
         for node in self.nodes:
@@ -140,7 +130,7 @@ class _Lowering:
             return
         values = node.meta["val"]
         bases = getitem_nodes(node, len(values)) if isinstance(values, (list, tuple)) else [node]
-        call = None if self.unoptimized else out_call(node)
+        call = out_call(node)
         if call is None:
             call = functional_call(node)
             slots = [None if b is None else self.values.add_base(b, StorageKind.RESULT) for b in bases]
@@ -236,7 +226,7 @@ class _Lowering:
         # A result must not alias memory that a later step or the user changes in place.
         changes = source.storage in _LONG_LIVED or _is_buffer(base, self.graph)
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
-        if (changes or shared) and not self.unoptimized:
+        if changes or shared:
             return self._add_copy(f"{node.name}_copy", value, node.meta["val"])
         return value
 
@@ -253,9 +243,7 @@ class _Lowering:
     def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
         gradient = Gradient(index, nodes[0])
         for node in nodes:
-            keep_whole = self.unoptimized or (
-                len(nodes) == 1 and self.accumulation.has_wider_accumulator(node.meta["val"])
-            )
+            keep_whole = len(nodes) == 1 and self.accumulation.has_wider_accumulator(node.meta["val"])
             uses = 1 if keep_whole else self.graph.parameter_uses.get(index, 1)
             parts, sums = gradient_terms(node, uses)
             gradient.parts += parts

@@ -33,7 +33,10 @@ class MemoryPlan:
 
 
 def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
-    """Finds the live ranges of arena values, and releases the other values after their last use."""
+    """Finds the live ranges of arena values, and releases other values of a run after their last use.
+
+    Those are what the run allocates, and the saved tensors that it is given.
+    """
     values, steps = program.values, program.steps
     base_of = _base_of_each(values)
     first: dict[int, int] = {}
@@ -49,9 +52,12 @@ def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
         for i, v in enumerate(values)
         if v.storage is StorageKind.ARENA and i in first
     }
+    inputs = (i for i, v in enumerate(values) if v.storage is StorageKind.INPUT)
+    saved = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.SAVED}
     ends: dict[int, list[int]] = {}
     for i, v in enumerate(values):
-        if v.storage in (StorageKind.FRESH, StorageKind.RESULT) and i in last and i not in kept:
+        is_of_run = v.storage in (StorageKind.FRESH, StorageKind.RESULT) or i in saved
+        if is_of_run and i in last and i not in kept:
             ends.setdefault(last[i], []).append(i)
     program.steps = [
         s

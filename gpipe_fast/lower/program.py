@@ -1,4 +1,4 @@
-"""A program as data: its values and steps, a readable description, and the construction of the C++ object."""
+"""A program as data: its values and steps, and the construction of the C++ object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout
+from gpipe_fast._extension import Arena, Kernel, Layout
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast._extension import Value as NativeValue
 from gpipe_fast.lower.launch import KernelLaunch
@@ -26,7 +26,6 @@ from gpipe_fast.lower.steps import (
     Ref,
     Release,
     Step,
-    is_written,
 )
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort
@@ -110,7 +109,6 @@ class ProgramIR:
         *,
         parameters: Sequence[int] | None = None,
         titles: Sequence[str] = (),
-        direct: bool = True,
         load_kernel: LoadKernel | None = None,
     ) -> NativeProgram:
         """Builds the C++ program. Not thread-safe: programs that share an arena must run one at a time.
@@ -121,7 +119,6 @@ class ProgramIR:
             parameters: maps a parameter's index in this program to its index in the list that is bound at
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.
-            direct: call operators by their C++ function where known, not through the boxed dispatcher.
             load_kernel: loads the kernels on the device; None if the program launches none.
         """
         native = NativeProgram(arena, device)
@@ -137,84 +134,11 @@ class ProgramIR:
             if titles and layer is not None and layer != current:
                 native.set_layer(titles[layer])
                 current = layer
-            _add_step(native, step, direct, load_kernel)
+            _add_step(native, step, load_kernel)
         native.set_outputs(self.results)
         native.set_arena_bytes(self.arena_bytes)
         native.set_parts(*self.parts)
         return native
-
-    def describe(self) -> str:
-        """Returns the program as text: one line per step, with shapes, arena offsets and layers."""
-        calls = [s for s in self.steps if isinstance(s, (Call, Launch))]
-        views = sum(v.storage is StorageKind.VIEW for v in self.values)
-        lines = [
-            f"{self.name}: {len(calls)} calls, {views} views, arena {self.arena_bytes} bytes",
-            *(f"  {p} = {self._describe_value(self._value_of_input(i))}" for i, p in enumerate(self.inputs)),
-        ]
-        for index, step in enumerate(self.steps):
-            lines.append(f"{index:5d}  {self._describe_step(step)}")
-        returned = ", ".join(
-            f"{p} = {self.values[v].name}" for p, v in zip(self.outputs, self.results, strict=True)
-        )
-        lines.append(f"  return {returned or 'nothing'}")
-        return "\n".join(lines)
-
-    def _value_of_input(self, index: int) -> int:
-        return [i for i, v in enumerate(self.values) if v.storage is StorageKind.INPUT][index]
-
-    def _describe_step(self, step: Step) -> str:
-        match step:
-            case Call(op, arguments, results, when, layer):
-                written = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if is_written(s)]
-                read = [a for a, s in zip(arguments, op._schema.arguments, strict=True) if not is_written(s)]
-                targets = [a.value for a in written] if results is None else results
-                left = ", ".join("_" if t is None else self._describe_value(t) for t in targets)
-                right = ", ".join(map(self._describe_argument, read))
-                note = "" if layer is None else f"  # layer {layer}"
-                return (
-                    f"{left} = {op._schema.name.removeprefix('aten::')}({right}){_describe_when(when)}{note}"
-                )
-            case Launch(launch, arguments, when, layer):
-                left = ", ".join(map(self._describe_value, step.written()))
-                given = (a for i, a in enumerate(arguments) if i not in launch.outputs)
-                right = ", ".join(map(self._describe_argument, given))
-                note = "" if layer is None else f"  # layer {layer}"
-                return f"{left} = kernel {launch.name}({right}){_describe_when(when)}{note}"
-            case Check(_, inputs, results):
-                checked, against = (", ".join(map(self._name, values)) for values in (results, inputs))
-                return f"check {checked} against {against}"
-            case Allocate(value, when):
-                return f"allocate {self._describe_value(value)}{_describe_when(when)}"
-            case Accumulate(accumulator, value, when):
-                return f"{self.values[accumulator].name} += {self.values[value].name}{_describe_when(when)}"
-            case AccumulateAll(accumulators, values, when):
-                pairs = zip(accumulators, values, strict=True)
-                sums = (f"{self.values[a].name} += {self.values[v].name}" for a, v in pairs)
-                return f"one kernel: {', '.join(sums)}{_describe_when(when)}"
-            case AdoptAsAccumulator(accumulator, value):
-                names = self.values[accumulator].name, self.values[value].name
-                return f"{names[0]} = {names[1]}, adopted{_describe_when(ActiveRuns.FIRST)}"
-            case Release(value):
-                return f"release {self.values[value].name}"
-
-    def _describe_value(self, index: int) -> str:
-        value = self.values[index]
-        shape = f"{value.name}:{str(value.dtype).removeprefix('torch.')}{list(value.sizes)}"
-        return f"{shape}@{value.index}" if value.storage is StorageKind.ARENA else shape
-
-    def _describe_argument(self, argument: Any) -> str:
-        if isinstance(argument, Ref):
-            return self._name(argument.value)
-        if isinstance(argument, (list, tuple)):
-            return "[" + ", ".join(map(self._describe_argument, argument)) + "]"
-        return str(argument)
-
-    def _name(self, index: int) -> str:
-        value = self.values[index]
-        if value.storage is not StorageKind.VIEW:
-            return value.name
-        offset = f"+{value.offset}" if value.offset else ""
-        return f"{self.values[value.index].name}{offset}<{list(value.sizes)}, strides {list(value.strides)}>"
 
 
 def _layers_of(steps: Sequence[Step]) -> list[int | None]:
@@ -233,12 +157,6 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
             latest = latest if following is None else following
         layers.append(latest)
     return layers
-
-
-def _describe_when(when: ActiveRuns) -> str:
-    return {ActiveRuns.ALWAYS: "", ActiveRuns.FIRST: "  (first run)", ActiveRuns.LATER: "  (later runs)"}[
-        when
-    ]
 
 
 _INDEXED_BY_PARAMETER = frozenset(
@@ -269,14 +187,13 @@ def _name_of(op: OpOverload[Any, Any]) -> tuple[str, str]:
     return op._schema.name, op._schema.overload_name
 
 
-def _add_step(native: NativeProgram, step: Step, direct: bool, load_kernel: LoadKernel | None) -> None:
+def _add_step(native: NativeProgram, step: Step, load_kernel: LoadKernel | None) -> None:
     match step:
         case Call(op, _, results, when):
             native.add_operator(
                 *_name_of(op),
                 step.native_arguments,
                 None if results is None else list(results),
-                direct,
                 when,
             )
         case Launch(launch, launch_arguments, when):

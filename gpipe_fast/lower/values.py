@@ -30,20 +30,16 @@ class GraphValues:
         index: the value of each node that owns memory, once it is added.
     """
 
-    def __init__(self, program: ProgramIR, graph: StageGraph, unoptimized: bool) -> None:
+    def __init__(self, program: ProgramIR, graph: StageGraph) -> None:
         """Finds the sources of all nodes.
 
         Args:
             program: receives the values.
             graph: the graph.
-            unoptimized: whether every view is a value of its own.
         """
         self._program = program
         self._graph = graph
-        nodes = graph.module.graph.nodes
-        self.sources: dict[fx.Node, Source] = {
-            n: Source(n, 0) if unoptimized else source_of(n) for n in nodes
-        }
+        self.sources: dict[fx.Node, Source] = {n: source_of(n) for n in graph.module.graph.nodes}
         self.index: dict[fx.Node, int] = {}
         self._views: dict[int, list[tuple[Any, int]]] = {}
         self._kept_layouts: set[int] = set()

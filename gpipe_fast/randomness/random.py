@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.randomness.random_rules import RULES
 from gpipe_fast.torch_private.autograd import top_saved_tensors_hooks
 from gpipe_fast.torch_private.modes import TorchDispatchMode

@@ -1,11 +1,26 @@
-"""A least-recently-used cache."""
+"""A least-recently-used cache, and estimates of the bytes that graphs, programs and plans keep in caches.
+
+A stage of 6 GPT blocks, for one size of its input (measured under CPython 3.11 and torch 2.14)::
+
+    joint graph       778 nodes     2.2 MiB    dropped if a template gives it again
+    split graphs    2,100 nodes     2.6 MiB    dropped once lowered
+    programs        1,590 values    0.8 MiB    as data; dropped with the graph
+                    1,590 values    0.9 MiB    as C++ objects, kept until evicted
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TypeVar
+
+from torch import Tensor
+
+from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.trace.joint_graph import JointGraph
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -36,3 +51,61 @@ class Cache(OrderedDict[_Key, _Value]):
         with contextlib.suppress(KeyError):  # another thread may have evicted the entry
             self.move_to_end(key)
         return found
+
+
+_NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
+_VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data
+_NATIVE_VALUE_BYTES = 560  # the same as a C++ object
+_PLAN_BYTES = 20_000  # a plan without its programs: the signature, keys of states, and
+_ACTION_BYTES = 400  # the actions
+
+# The variable of the environment with the limit, in MiB.
+LIMIT_VARIABLE = "GPIPE_FAST_PLANS_MIB"
+# By default, plans may keep as many bytes as this fraction of the parameters, and no fewer than this number.
+_FRACTION_OF_PARAMETERS, _MIN_LIMIT = 1 / 8, 16 << 20
+
+
+def graph_bytes(joint: JointGraph) -> int:
+    """Returns the bytes of a joint graph."""
+    return _NODE_BYTES * len(joint.module.graph.nodes)
+
+
+def template_program_bytes(num_values: int) -> int:
+    """Returns the bytes of programs with formulas, by the number of their values."""
+    return _VALUE_BYTES * num_values
+
+
+def program_bytes(program: ProgramIR | None) -> int:
+    """Returns the bytes of a program as data, without its constants, which belong to the graph."""
+    return 0 if program is None else _VALUE_BYTES * len(program.values)
+
+
+def native_bytes(program: ProgramIR | None) -> int:
+    """Returns the bytes of a program as a C++ object, with its constants."""
+    if program is None:
+        return 0
+    constants = sum(value.constant.nbytes for value in program.values if value.constant is not None)
+    return _NATIVE_VALUE_BYTES * len(program.values) + constants
+
+
+def plan_bytes(num_actions: int) -> int:
+    """Returns the bytes of a plan without its programs."""
+    return _PLAN_BYTES + _ACTION_BYTES * num_actions
+
+
+def limit_bytes(parameters: Iterable[Tensor]) -> int:
+    """Returns the limit for the bytes that the plans of a module keep.
+
+    Raises:
+        ValueError: the environment variable is not a number of at least 0.
+    """
+    wanted = os.environ.get(LIMIT_VARIABLE)
+    if wanted is None:
+        return max(_MIN_LIMIT, int(_FRACTION_OF_PARAMETERS * sum(p.nbytes for p in set(parameters))))
+    try:
+        number = float(wanted)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{LIMIT_VARIABLE} must be a number of MiB of at least 0, got {wanted!r}")
+    return int(number * 2**20)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
-from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.cache import Cache, graph_bytes, template_program_bytes
 from gpipe_fast.runtime.compiled import (
     CompiledStage,
     GradientLayoutHistory,
@@ -22,8 +22,7 @@ from gpipe_fast.runtime.compiled import (
     TracedStage,
 )
 from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
-from gpipe_fast.runtime.footprint import graph_bytes, template_program_bytes
-from gpipe_fast.runtime.plan_log import layers_title, log_graph
+from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
 from gpipe_fast.trace.gradient_layouts import GradientLayouts

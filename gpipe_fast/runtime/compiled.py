@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from gpipe_fast import _extension, progress, switches
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment
 from gpipe_fast.fuse.casts import hoist_parameter_casts
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.program_template import ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
-from gpipe_fast.runtime.cache import Cache
-from gpipe_fast.runtime.footprint import native_bytes, program_bytes
-from gpipe_fast.runtime.plan_log import layers_title
+from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
+from gpipe_fast.runtime.module_warnings import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
@@ -32,9 +31,8 @@ from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 if TYPE_CHECKING:
-    from gpipe_fast.fuse.fuse import Fused, Replaced
-    from gpipe_fast.fuse.fusion import Fusion
-    from gpipe_fast.fuse.loader import KernelLoader
+    from gpipe_fast.fuse.cubins import KernelLoader
+    from gpipe_fast.fuse.fuse import Fused, Fusion, Replaced
 
 # The maximum number of entries in each cache of segments or gradient layouts, per stage.
 CACHE_LIMIT = 64

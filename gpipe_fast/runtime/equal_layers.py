@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.runtime.cache import Cache
-from gpipe_fast.runtime.plan_log import layers_title, log_graph
+from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes
 from gpipe_fast.trace.capture_layers import key_of_fake
 from gpipe_fast.trace.gradient_layouts import GradientLayouts

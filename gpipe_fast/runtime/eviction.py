@@ -6,10 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.runtime.cache import Cache, plan_bytes
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
-from gpipe_fast.runtime.footprint import plan_bytes
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.segments import Segments
 

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward
@@ -250,6 +250,7 @@ class _Limited:
             },
             stage.device,
             outputs,
+            scratch_stays=stage.device.type == "cpu",
         )
 
     def _choice_of(self, climb: Climb) -> Choice:

@@ -15,8 +15,7 @@ from gpipe_fast import _extension
 from gpipe_fast._extension import BoundaryForm
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
-from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure
+from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
@@ -29,7 +28,7 @@ from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 _SLOTS_IN_INFERENCE = 4
 
 
-class Order(NamedTuple):
+class StepOrder(NamedTuple):
     """How a step runs forwards and backwards.
 
     Attributes:
@@ -137,7 +136,7 @@ def make_plan(
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
-    order: Order | None = None,
+    order: StepOrder | None = None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
@@ -365,7 +364,7 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
 
 
 def schedule_of(
-    stages: Sequence[Stage], order: Order, saved_fractions: Sequence[Sequence[SavedFraction]]
+    stages: Sequence[Stage], order: StepOrder, saved_fractions: Sequence[Sequence[SavedFraction]]
 ) -> Schedule:
     """Returns the schedule of a step, given the fractions of each stage.
 
@@ -402,7 +401,7 @@ def planned_schedule(
     stages: Sequence[Stage],
     saved_fractions: Sequence[Sequence[SavedFraction]],
     training: bool,
-    order: Order | None,
+    order: StepOrder | None,
 ) -> Schedule:
     """Returns the schedule of a mini-batch; without gradients, it has forwards only.
 
@@ -425,7 +424,7 @@ def planned_schedule(
 
 
 def _schedule_parts(
-    schedule: Schedule, stages: Sequence[Stage], training: bool, order: Order | None
+    schedule: Schedule, stages: Sequence[Stage], training: bool, order: StepOrder | None
 ) -> _Actions:
     """Returns the actions for C++: forwards and backwards apart, or those of a step."""
     none: _Actions = {"forward": None, "backward": None, "step": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from gpipe_fast import _extension, progress
+from gpipe_fast._extension import Pipeline
 from gpipe_fast.devices import intra_op_threads
-from gpipe_fast.layers.layer_title import layer_title
-from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_number
+from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_number, layer_title
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
-from gpipe_fast.runtime.cache import Cache
+from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
+from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import (
     CACHE_LIMIT,
@@ -26,19 +27,18 @@ from gpipe_fast.runtime.compiled import (
     SegmentKey,
 )
 from gpipe_fast.runtime.eviction import Eviction, KnownPlans
-from gpipe_fast.runtime.footprint import limit_bytes
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
 from gpipe_fast.runtime.plan import (
-    Order,
     PlannedCall,
+    StepOrder,
     check_placed,
     make_plan,
     own_stages_of,
     schedule_of,
 )
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes
+from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
@@ -72,9 +72,9 @@ class Call:
     checkpoint: Checkpoint
     state: ModuleState
     given: tuple[Tensor, ...] = ()
-    order: Order | None = None
+    order: StepOrder | None = None
 
-    def key(self) -> _Key:
+    def key(self) -> _PlanKey:
         """Returns the cache key of the call's plans under the calling thread's modes."""
         inputs, state = self.inputs, self.state
         boundary = _with_given(_boundary(inputs.tensors, inputs.tensors, inputs.structure), self.given)
@@ -120,7 +120,7 @@ class Signature:
     threads: int
     modes: TorchModes
     layers: StateKey
-    order: Order | None
+    order: StepOrder | None
 
 
 class Choice(NamedTuple):
@@ -136,7 +136,7 @@ class Choice(NamedTuple):
 
 
 # The cache key of plans.
-_Key = tuple[Signature, Checkpoint]
+_PlanKey = tuple[Signature, Checkpoint]
 
 
 class Planner:
@@ -175,7 +175,7 @@ class Planner:
             Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        self._plans: Cache[_Key, KnownPlans] = Cache(_MAX_PLANS)
+        self._plans: Cache[_PlanKey, KnownPlans] = Cache(_MAX_PLANS)
         self.eviction = Eviction(
             limit_bytes(p for stage in stages for p in parameters_of(stage.layers)),
             self._plans,
@@ -185,7 +185,7 @@ class Planner:
         # What calls save under limits in bytes, by call and limits; see memory_limit.py.
         self.within: Cache[Hashable, Choice] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
-        self._latest: tuple[_Key, int, PlannedCall] | None = None
+        self._latest: tuple[_PlanKey, int, PlannedCall] | None = None
 
     def plan(self, call: Call) -> PlannedCall:
         """Returns the plan for a call, from the cache or newly made.
@@ -423,3 +423,46 @@ def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:
     if len(set(parameters)) == len(parameters):
         return [threading.RLock() for _ in stages]
     return [threading.RLock()] * len(stages)
+
+
+class PreparedCall(NamedTuple):
+    """A call that is ready to run.
+
+    Attributes:
+        plan: the plan.
+        pipeline: the C++ pipeline that runs it.
+        parameters: the parameters of all layers.
+        buffers: the buffers of all layers.
+        state: what tells whether a layer in Python changes other layers; None if no layer runs in Python.
+    """
+
+    plan: PlannedCall
+    pipeline: Pipeline
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    state: ModuleState | None
+
+    def key(self, draw: Callable[[], int] = minibatch_key) -> int | MinibatchKey:
+        """Returns the mini-batch's key; if it is known only at run time whether one is needed, draws it then.
+
+        A plan without random operators does not advance PyTorch's generator.
+        """
+        if self.plan.draws is None:
+            return MinibatchKey(draw=draw)
+        return draw() if self.plan.draws else 0
+
+    def check_unchanged(self) -> None:
+        """Checks that no layer in Python has changed what other layers read.
+
+        Raises:
+            RuntimeError: a layer has.
+        """
+        if self.state is None:
+            return
+        with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
+            is_changed = self.state.is_changed()
+        if is_changed:
+            raise RuntimeError(
+                "a layer that runs in Python changed what other layers read, during the call; these may "
+                "have run without the change; pass backend='eager' to GPipe to run all layers in Python"
+            )

@@ -15,16 +15,20 @@ from torch.autograd.graph import Node
 
 from gpipe_fast.layers import phase
 from gpipe_fast.layers.batchnorm import deferring
-from gpipe_fast.layers.layer_title import layer_title
 from gpipe_fast.layers.skip import skip_scope, take_stashed
-from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, flatten
+from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, flatten, layer_title
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.randomness.random import KeyedRandomMode, SavedGeneratorStates, make_key
-from gpipe_fast.runtime.buffers import BufferSnapshot, run_and_undo, run_with_buffers, snapshot_buffers
-from gpipe_fast.runtime.python_generators import PythonGenerators
+from gpipe_fast.runtime.python_state import (
+    BufferSnapshot,
+    PythonGenerators,
+    run_and_undo,
+    run_with_buffers,
+    snapshot_buffers,
+    writable_copy,
+)
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
-from gpipe_fast.runtime.writable_copy import writable_copy
 from gpipe_fast.schedule import Action
 from gpipe_fast.torch_private.autograd import is_multithreading_enabled
 from gpipe_fast.torch_private.modes import num_dispatch_modes, pop_dispatch_mode

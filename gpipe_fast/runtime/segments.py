@@ -24,7 +24,7 @@ from torch import Tensor
 from gpipe_fast import _extension, progress
 from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
 from gpipe_fast.devices import intra_op_threads
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces
@@ -42,7 +42,7 @@ from gpipe_fast.runtime.stage import (
     with_operator_settings,
 )
 from gpipe_fast.trace.traceability import Untraceable
-from gpipe_fast.uncompiled import uncompiled
+from gpipe_fast.unsupported import uncompiled
 
 # Reports that a layer of a stage runs in Python (None: all layers, for new inputs), and the reason.
 ReportUntraceable = Callable[[int | None, str], None]

@@ -8,7 +8,7 @@ from itertools import compress
 
 from gpipe_fast import progress, switches
 from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
-from gpipe_fast.runtime.plan_log import log_graph
+from gpipe_fast.runtime.module_warnings import log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph

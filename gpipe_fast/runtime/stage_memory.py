@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,8 @@ class StageBytes(NamedTuple):
         gradients: the gradients of its parameters; none before its first backward.
         boundary: the inputs of the micro-batches that it keeps, or that wait for it.
         saved: other tensors that are kept for backwards.
-        intermediates: the scratch memory of its programs, and what the running one allocates beside it.
+        intermediates: the scratch memory of the running program, and what it allocates beside it. On the CPU,
+            the scratch memory stays.
         under_way: outputs, and gradients of inputs and outputs, until they are sent or used.
         waiting: what is needed in addition in the worst order that the schedule allows: tensors arrive early
             and wait, and other stages fetch tensors of skip connections late.
@@ -72,10 +75,12 @@ class _Sizes(NamedTuple):
         stash_gradients: by skip connection, the gradient of what it stashed, which it fetches.
         gradients: the gradients of plain inputs, which it sends.
         pop_gradients: by skip connection, the gradient of what it popped, which waits to be fetched.
-        scratch: the scratch memory of its programs.
-        forward: the most that its forward allocates beside the scratch memory.
-        backwards: the same for its backward (B) and for weight gradients that run later (W), each for a later
-            micro-batch and for the first, which makes the gradients of parameters.
+        scratch: the scratch memory that stays between runs of its programs.
+        forward: the most that its forward allocates at a time.
+        freed: what its backward frees of what is saved, while it runs.
+        backwards: the most that its backward (B) allocates at a time, less what it has freed, and weight
+            gradients that run later (W) do, each for a later micro-batch and for the first, which makes the
+            gradients of parameters.
     """
 
     boundary: int
@@ -92,6 +97,7 @@ class _Sizes(NamedTuple):
     pop_gradients: dict[int, int]
     scratch: int
     forward: int
+    freed: int
     backwards: dict[tuple[Kind, bool], int]
 
 
@@ -246,6 +252,8 @@ class _Walk:
             size = own.backwards.get((kind if kind is Kind.W else Kind.B, is_first), 0)
             self._add(stage, intermediates=size)
             self._add(stage, intermediates=-size)
+            if kind is Kind.B:
+                self._add(stage, saved=-own.freed)
             if is_first:
                 self._add(stage, gradients=self._gradients[stage])
             if kind is not Kind.W:
@@ -272,9 +280,9 @@ class _Walk:
 
     def _end(self, stage: int, kind: Kind, m: int) -> None:
         """Frees what is kept until the end of a backward."""
-        if kind is Kind.B:
-            return self._free(stage, m, (1.0, 1.0, 1.0))
         own = self._sizes[stage][m]
+        if kind is Kind.B:
+            return self._free(stage, m, (1.0, 1 - own.freed / max(1, own.saved), 1.0))
         boundary, saved, received = own.unread
         self._free(stage, m, (1 - boundary, 1 - saved, 1 - received))
         self._add(stage, saved=-own.held)
@@ -320,10 +328,17 @@ def scratch_bytes(lowered: LoweredStage, gradients: int, device: torch.device) -
     programs = [each for each in (lowered.forward, lowered.backward, lowered.weights) if each is not None]
     roles = (GraphRole.SAVED, GraphRole.BUFFER, GraphRole.OUTPUT)
     results = set[int]().union(*(_results(lowered.forward, role) for role in roles))
-    beside = _peak(lowered.forward, False, device) - _value_bytes(lowered.forward, results, device)
+    found = _peak(lowered.forward, False, device) - _value_bytes(lowered.forward, results, device)
     for each in programs[1:]:
-        beside = max(beside, _peak(each, False, device), _peak(each, True, device) - gradients)
-    return block_bytes(max(program.arena_bytes for program in programs), device) + beside
+        freed = _freed(lowered, device) if each is lowered.backward and lowered.weights is None else {}
+        sizes = _peak(each, False, device, freed), _peak(each, True, device, freed) - gradients
+        found = max(found, *sizes)
+    return found + _staying_bytes(programs, device)
+
+
+def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
+    """Returns the scratch memory that stays between runs: see Arena in csrc/program/program.h."""
+    return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0
 
 
 def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _Sizes:
@@ -337,6 +352,7 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
     sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved)
     made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
+    freed = {} if lowered.weights is not None else _freed(lowered, device)
     arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
     tangents = [
         spec_bytes([TensorSpec.of(arriving[i], True)], device) if i in arriving else 0
@@ -355,10 +371,11 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
         dict(zip(stashes, tangents[out.num_plain :], strict=True)),
         made,
         dict(zip(pops, pop_gradients, strict=True)),
-        block_bytes(max(program.arena_bytes for program in programs), device),
+        _staying_bytes(programs, device),
         _peak(forward, False, device),
+        sum(freed.values()),
         {
-            (kind, is_first): _peak(program, is_first, device)
+            (kind, is_first): _peak(program, is_first, device, freed if kind is Kind.B else {})
             for kind, program in ((Kind.B, backward), (Kind.W, lowered.weights))
             if program is not None
             for is_first in (False, True)
@@ -434,21 +451,59 @@ def _result_bytes(
     ]
 
 
-def _peak(program: ProgramIR, is_first: bool, device: torch.device) -> int:
-    """Returns the most that a run of a program allocates at a time beside its scratch memory.
+def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
+    """Returns, for saved tensors that the backward frees while it runs, by its value, their bytes.
+
+    Those are the saved tensors whose memory nothing else refers to after the forward.
+    """
+    forward, backward = lowered.forward, lowered.backward
+    if backward is None:
+        return {}
+    own = _results(forward, GraphRole.SAVED) - _results(forward, GraphRole.OUTPUT)
+    base_of = {}
+    for port, index in zip(forward.outputs, forward.results, strict=True):
+        value = forward.values[index]
+        if port.role is GraphRole.SAVED:
+            base_of[port.index] = value.index if value.storage is StorageKind.VIEW else index
+    inputs = (i for i, value in enumerate(backward.values) if value.storage is StorageKind.INPUT)
+    saved = {
+        i: base_of.get(port.index)
+        for i, port in zip(inputs, backward.inputs, strict=True)
+        if port.role is GraphRole.SAVED
+    }
+    users = Counter(base_of.values())
+    released = (step.value for step in backward.steps if isinstance(step, Release))
+    bases = {i: saved[i] for i in released if i in saved}
+    return {
+        i: _value_bytes(forward, [base], device)
+        for i, base in bases.items()
+        if base is not None and base in own and users[base] == 1
+    }
+
+
+def _peak(
+    program: ProgramIR, is_first: bool, device: torch.device, freed: Mapping[int, int] = MappingProxyType({})
+) -> int:
+    """Returns the most that a run of a program needs at a time, without scratch memory that stays.
 
     Args:
         program: the program.
         is_first: whether the run makes the gradients of parameters; later ones add to them.
         device: the device of the stage.
+        freed: the bytes of the saved tensors that it frees. Until a gradient arrives, others own them, too.
     """
-    now = most = 0
+    now = most = 0 if device.type == "cpu" else block_bytes(program.arena_bytes, device)
     live: dict[int, int] = {}
+    early, owed = program.parts[0], 0
     allocated = {StorageKind.FRESH, StorageKind.RESULT} | ({StorageKind.ACCUMULATOR} if is_first else set())
     skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST
-    for step in program.steps:
+    for position, step in enumerate(program.steps):
+        if position == early:
+            now -= owed
         if isinstance(step, Release):
             now -= live.pop(step.value, 0)
+            owed += freed.get(step.value, 0) if position < early else 0
+            now -= freed.get(step.value, 0) if position >= early else 0
             continue
         if isinstance(step, AdoptAsAccumulator) and is_first:
             live.pop(step.value, None)  # stays

@@ -55,6 +55,7 @@ class StageCosts:
         fixed: what the stage takes besides, in bytes, by name: its parameters and so on.
         device: the stages of a device share its budget.
         outputs: the bytes of the boundary outputs of a micro-batch.
+        scratch_stays: whether the scratch memory stays between runs; else it is there during backwards only.
     """
 
     forward: float
@@ -64,6 +65,7 @@ class StageCosts:
     fixed: Mapping[str, float]
     device: Hashable
     outputs: float = 0.0
+    scratch_stays: bool = True
 
 
 @dataclass(frozen=True)
@@ -260,15 +262,18 @@ class Budget:
         key = stage, tuple(row)
         if key not in self._known_bytes:
             own = self.costs[stage]
-            scratch = max(own.rungs[rung].scratch for rung in row)
-            self._known_bytes[key] = sum(own.fixed.values()) + self._kept(stage, row) + scratch
+            self._known_bytes[key] = sum(own.fixed.values()) + self._needed(stage, row)
         return self._known_bytes[key]
 
-    def _kept(self, stage: int, row: Sequence[int]) -> float:
-        """Returns the most that a stage keeps for backwards at a time."""
+    def _needed(self, stage: int, row: Sequence[int]) -> float:
+        """Returns the most that a stage needs for micro-batches at a time."""
         own = self.costs[stage]
         rungs = [own.rungs[rung] for rung in row]
-        return peak_of(self._actions[stage], lambda m: ((own.boundary + rungs[m].saved) * self.sizes[m], 0.0))
+        scratch = [0.0 if own.scratch_stays else rung.scratch for rung in rungs]
+        kept = peak_of(
+            self._actions[stage], lambda m: ((own.boundary + rungs[m].saved) * self.sizes[m], scratch[m])
+        )
+        return kept + (max(rung.scratch for rung in rungs) if own.scratch_stays else 0.0)
 
 
 def _mib(size: float) -> str:

@@ -80,6 +80,7 @@ def stage_costs(
         fixed,
         devices[stage],
         outputs,
+        layers[0].scratch_stays,
     )
 
 

@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from gpipe_fast.schedule.actions import RECEIVES, TRANSFERS, Action, Kind, tick
-from gpipe_fast.schedule.choice import ScheduleChoice, schedule_for
 from gpipe_fast.schedule.schedule import Schedule
+from gpipe_fast.schedule.schedules import ScheduleChoice, schedule_for
 
 # The value of a stage, or one value for each stage.
 PerStage = float | Sequence[float]

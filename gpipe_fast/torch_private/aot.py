@@ -57,20 +57,3 @@ def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
     """Traces the backward outside of the autocast region of the forward, in a block."""
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
     return patched
-
-
-__all__ = [
-    "BufferAOTInput",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "ParamAOTInput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "TangentAOTInput",
-    "TracingContext",
-    "aot_export_joint_with_descriptors",
-    "backward_without_autocast",
-    "fused_attention_allowed",
-    "patched_reserve_size",
-    "tracing",
-]

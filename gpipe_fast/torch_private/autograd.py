@@ -29,15 +29,3 @@ def set_engine(new: Any) -> None:
     """Replaces autograd's engine for calls from Python."""
     variable: Any = torch.autograd.Variable
     variable._execution_engine = new
-
-
-__all__ = [
-    "engine",
-    "is_multithreading_enabled",
-    "keeps_graph",
-    "pop_saved_tensors_hooks",
-    "preserve_version_counter",
-    "push_saved_tensors_hooks",
-    "set_engine",
-    "top_saved_tensors_hooks",
-]

@@ -213,28 +213,3 @@ def check_of(
         graph._guards, graph.skip_guards_check = before, skips
     check: Callable[[Mapping[str, Any]], bool] = manager.root.check
     return check
-
-
-__all__ = [
-    "Guard",
-    "Source",
-    "Unsupported",
-    "autograd_function_apply",
-    "capture_whole",
-    "caught_exceptions_shown",
-    "check_of",
-    "compile_lock",
-    "dynamo_timed",
-    "effective_changes_only",
-    "forget_imports",
-    "get_local_source_name",
-    "get_metrics_context",
-    "input_sources",
-    "is_random_value",
-    "is_size",
-    "logger",
-    "settings",
-    "torch_function_mode_stack_state_mgr",
-    "tracing_questions",
-    "triton_kernels_known",
-]

@@ -20,6 +20,3 @@ def cuda_driver_version() -> int:
     """Returns the newest CUDA version that the driver supports, such as 12080; 0 if PyTorch has no CUDA."""
     get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return 0 if get_version is None else int(get_version())
-
-
-__all__ = ["cuda_driver_version", "default_store"]

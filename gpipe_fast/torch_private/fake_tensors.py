@@ -1,4 +1,4 @@
-"""Fake tensors, and the tensors of functionalization.
+"""Fake tensors and sizes that are symbols, the tensors of functionalization, and those of subclasses.
 
 Read in PyTorch 2.11.0 and 2.14.1.
 """
@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 # Where a fake mode reports an operator that raised.
 logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -33,14 +35,6 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
 
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "enable_python_dispatcher",
-    "from_meta",
-    "in_kernel_invocation_manager",
-    "is_traced",
-    "logger",
-]
+make_subclass = Tensor._make_subclass
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+swap_tensor_impl = torch._C._swap_tensor_impl

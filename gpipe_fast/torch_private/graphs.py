@@ -26,13 +26,3 @@ def current_annotations() -> dict[str, Any]:
     """Returns what `annotate` gives to the nodes that are made now."""
     found: dict[str, Any] = traceback.current_meta.get("custom", {})
     return found
-
-
-__all__ = [
-    "annotate",
-    "current_annotations",
-    "graph_module",
-    "make_fx",
-    "preserve_node_meta",
-    "use_lazy_graph_module",
-]

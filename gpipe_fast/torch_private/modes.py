@@ -1,4 +1,4 @@
-"""Dispatch modes, function modes and autocast: the stacks of modes, and blocks without them.
+"""Dispatch modes, function modes, autocast, transforms of `torch.func`, JIT traces and forward-mode AD.
 
 Read in PyTorch 2.11.0 and 2.14.1.
 """
@@ -11,6 +11,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _DisableAutocast as DisableAutocast
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
+from torch._C import _DisableFuncTorch as DisableTransforms
+from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily as pop_function_mode_temporarily
 from torch.utils import _device
 from torch.utils._device import DeviceContext
@@ -46,21 +48,11 @@ def default_device() -> torch.device | None:
     return device
 
 
-__all__ = [
-    "DeviceContext",
-    "DisableAutocast",
-    "DisableTorchFunctionSubclass",
-    "TorchDispatchMode",
-    "default_device",
-    "disable_current_modes",
-    "disabled_torch_function",
-    "dispatch_modes",
-    "function_modes",
-    "is_of_a_tracer",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "pop_function_mode_temporarily",
-    "push_function_mode",
-]
+# Return the innermost transform, and the state of a JIT trace; None if there is none.
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+jit_trace = torch._C._get_tracing_state
+
+
+def has_dual_level() -> bool:
+    """Returns whether forward-mode AD is active."""
+    return forward_ad._current_level >= 0

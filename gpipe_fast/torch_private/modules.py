@@ -38,13 +38,3 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
     """Returns what arguments of ``Module.to`` ask for: device, dtype, whether not to block, memory format."""
     found: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
     return found
-
-
-__all__ = [
-    "CALLS",
-    "IGNORED_BY_DDP",
-    "AnyBatchNorm",
-    "global_hooks",
-    "has_global_optimizer_hooks",
-    "parse_to",
-]

@@ -80,16 +80,3 @@ def patched_kernel(op: Any, key: Any, kernel: Callable[..., Any] | None) -> Iter
         if before is not None:
             op.py_kernels[key] = before
         op._dispatch_cache.clear()
-
-
-__all__ = [
-    "Argument",
-    "DispatchKey",
-    "OpOverload",
-    "call_composite",
-    "foreach_norm",
-    "function_names",
-    "has_kernel",
-    "patched_kernel",
-    "without_python_decompositions",
-]

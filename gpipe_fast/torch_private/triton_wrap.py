@@ -37,11 +37,3 @@ def arguments_added(more: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
         yield
     finally:
         triton_kernel_wrap.get_mutated_tensors = original
-
-
-__all__ = [
-    "arguments_added",
-    "kernel_side_table",
-    "triton_kernel_wrapper_functional",
-    "triton_kernel_wrapper_mutation",
-]

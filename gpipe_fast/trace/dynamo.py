@@ -31,9 +31,8 @@ from gpipe_fast.layers.phase import ASKS_PHASE
 from gpipe_fast.layers.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
-from gpipe_fast.torch_private.fake_tensors import is_traced
-from gpipe_fast.torch_private.symbolic_shapes import ShapeEnv
-from gpipe_fast.torch_private.transforms import DisableTransforms
+from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
+from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.facts import IMMUTABLE, Read
 
 _log = logging.getLogger("gpipe_fast")

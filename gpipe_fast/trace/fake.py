@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.strides import span
-from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, ShapeEnv
 from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from gpipe_fast.torch_private.symbolic_shapes import ShapeEnv
 from gpipe_fast.trace.fast_fakes import fast_fake
 
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.

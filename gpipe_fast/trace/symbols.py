@@ -10,7 +10,7 @@ import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor
 
-from gpipe_fast.torch_private.symbolic_shapes import (
+from gpipe_fast.torch_private.fake_tensors import (
     ConstantSource,
     DimDynamic,
     ShapeEnv,

@@ -10,15 +10,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.fake_tensors import make_subclass, swap_tensor_impl
 from gpipe_fast.torch_private.modes import DisableTorchFunctionSubclass
-from gpipe_fast.torch_private.tensors import make_subclass, swap_tensor_impl
-from gpipe_fast.weights.entry import Entry
+
+
+class Entry(NamedTuple):
+    """A tensor that can be read.
+
+    Attributes:
+        like: a meta tensor of its shape and dtype.
+        read: reads the tensor into host memory, each time anew.
+    """
+
+    like: Tensor
+    read: Callable[[], Tensor]
 
 
 class Targets:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.weights.entry import Entry
 from gpipe_fast.weights.lazy_tensor import (
+    Entry,
     LazyTensor,
     Targets,
     check_has_no_hooks,

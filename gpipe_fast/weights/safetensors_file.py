@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gpipe_fast.weights.entry import Entry
+from gpipe_fast.weights.lazy_tensor import Entry
 
 _DTYPES = {
     "F64": torch.float64,

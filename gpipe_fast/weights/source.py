@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.weights.entry import Entry
+from gpipe_fast.weights.lazy_tensor import Entry
 from gpipe_fast.weights.safetensors_file import safetensors_entries
 
 Source = Mapping[str, Any] | str | os.PathLike[str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -12,27 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench import (
-    balance,
-    draws,
-    engine,
-    execution,
-    frontier,
-    interpreted,
-    largest,
-    lengths,
-    measure,
-    memory,
-    overhead,
-    peers,
-    signature,
-    step,
-    tracing,
-    within_memory,
-)
+from bench import comparison, measure, peers
+from bench.compare import frontier, memory, overhead, step, within_memory
+from bench.micro import balance, draws, engine, execution, interpreted, lengths, signature, tracing
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from examples.gpt.__main__ import gpt
+from tools import largest
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("one_thread")]
 
@@ -84,9 +70,10 @@ def test_a_report_names_the_machine_and_is_written(
 ) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     further = measure.Table("More", ["of"], [["this"]], "Another note.\n")
-    measure.report("name", "Title", ["what", "µs"], [["ours", 1.234]], "A note.\n", [further])
+    module = {"__name__": "bench.name", "__doc__": "Title\nof it.\n\nA note of {COUNT} {what}.\n", "COUNT": 2}
+    measure.report(module, ["what", "µs"], [["ours", 1.234]], [further], what="words")
     text = (tmp_path / "name.md").read_text()
-    assert text.startswith(f"# Title\n\n{measure.machine()}.\nA note.\n")
+    assert text.startswith(f"# Title of it\n\n{measure.machine()}.\nA note of 2 words.\n")
     assert "| ours   | 1.23 |" in text
     assert text.endswith("\n\n## More\n\nAnother note.\n\n| of   |\n|------|\n| this |\n")
     assert text in capsys.readouterr().out
@@ -96,24 +83,25 @@ def test_a_report_names_the_machine_and_is_written(
 @pytest.mark.parametrize("layers", [mlp(8), blocks(1, 8, 2)], ids=["mlp", "block"])
 def test_execution_checks_and_times_forward_and_backward(layers: list[torch.nn.Module]) -> None:
     input = torch.randn(2, 3, 8)
-    timings = execution.measure(layers, input, rounds=1, calls=1)
-    assert Counter(name.split(",")[0] for name in timings) == {"forward": 3, "backward": 3, "both": 3}
+    found = execution.candidates(layers, input)
+    measure.alternate(found, rounds=1)
+    assert Counter(name.split(",")[0] for name in found) == {"forward": 2, "backward": 2, "both": 3}
 
 
 def test_execution_rejects_a_wrong_gradient() -> None:
     stage, forward, backward = execution.prepare(mlp(8), torch.randn(4, 8))
-    runs = (stage.program(forward, plain=False), stage.program(backward, plain=False))
-    execution.check(stage, [runs])
+    runs = (stage.program(forward), stage.program(backward))
+    execution.check(stage, *runs)
     stage.tangent.add_(1)  # both the programs and eager read it
-    execution.check(stage, [runs])
-    wrong = stage.program(backward, plain=False)
+    execution.check(stage, *runs)
+    wrong = stage.program(backward)
 
     def run_twice(first: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         wrong(True)
         return wrong(False)
 
     with pytest.raises(AssertionError):
-        execution.check(stage, [(runs[0], run_twice)])
+        execution.check(stage, runs[0], run_twice)
 
 
 @pytest.mark.parametrize("name", draws.DRAWS)
@@ -154,7 +142,8 @@ def test_engine_rows_report_times_per_action_and_hand_off() -> None:
 
 
 def test_overhead_compares_gradients_before_timing() -> None:
-    rows = {name: cells for name, *cells in overhead.measure(rounds=1, calls=1)}
+    found = replace(overhead.comparison(overhead.candidates()), rounds=1, calls=1).measure()
+    rows = {name: cells for name, *cells in overhead.rows(found)}
     for mode in ("always", "except_last", "never"):
         for num_stages in (4, 2, 1):
             assert rows[f"gpipe_fast, K = {num_stages}, {mode}"][-1] == "equal"
@@ -163,27 +152,25 @@ def test_overhead_compares_gradients_before_timing() -> None:
     assert rows[overhead.LOOP][2] == 1.0
 
 
-def test_overhead_does_not_time_candidates_with_wrong_gradients() -> None:
-    steps: dict[str, peers.Candidate] = {**overhead.Overhead().plain()}
+def test_candidates_with_wrong_gradients_are_not_timed() -> None:
+    plain = overhead.Overhead().plain()
     name = "gpipe_fast, K = 4, never"
-    steps[name] = overhead.Overhead().plain()[overhead.WHOLE]  # sums in another order
-    off = overhead.differences(steps)
-    assert 0 < off[overhead.WHOLE] == off[name] < peers.TOLERANCE
-    assert [n for n in steps if peers.gradients_agree(n, off[n])] == [*overhead.Overhead().plain()]
-    timing = measure.Timing(2.0, 1.0, 3.0)
-    rows = overhead.rows(dict.fromkeys([overhead.LOOP, overhead.WHOLE], timing), {**off, overhead.WHOLE: 0.5})
-    assert [row[1:4] for row in rows if row[0] == name] == [["-", "-", "-"]]
-    assert rows[-1][-1] == f"WRONG, off by {off[name]:.0e}"
-    assert rows[1][1:] == ["0.00 [0.00, 0.00]", "-", 1.0, "WRONG, off by 5e-01"]
+    steps = {**plain, name: overhead.Overhead().plain()[overhead.WHOLE]}  # sums in another order
+    plain[overhead.LOOP]()
+    found = comparison.compare(steps, plain[overhead.LOOP].gradients(), rounds=1)
+    off = found[name].off
+    assert off is not None
+    assert 0 < off < peers.TOLERANCE
+    assert [each for each in found if found[each].times] == [*plain]
+    wrong = comparison.rows(found, name)[-1]
+    assert wrong == [name, "-", "-", "-", f"WRONG, off by {off:.0e}"]
 
 
-def test_the_parts_of_a_step_add_up_to_the_whole_step() -> None:
-    times = overhead.part_times(overhead.Overhead().ours("always", 2), rounds=1)
-    *between, whole, critical_path, actions = times
-    assert len(between) == len(overhead.PARTS)
-    assert all(time >= 0 for time in between)
-    assert sum(between) == pytest.approx(whole)
-    assert 0 < critical_path < actions
+def test_rounds_end_at_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(measure.samples({"a": lambda: None}, rounds=20, seconds=0.0)["a"]) == measure.MIN_ROUNDS
+    monkeypatch.setattr(measure, "ROUND_SECONDS", 0.0)
+    assert len(measure.samples({"a": lambda: None}, rounds=20)["a"]) == measure.MIN_ROUNDS
+    assert "rounds of at most 0 s" in measure.machine()
 
 
 def test_off_by_is_the_largest_relative_gradient_difference() -> None:
@@ -196,25 +183,31 @@ def test_off_by_is_the_largest_relative_gradient_difference() -> None:
     assert not peers.gradients_agree("gpipe_fast, K = 2, never", peers.TOLERANCE)
 
 
-TINY_CASE = step.Case(recompute=True, chunks=2, batch=1, length=4, width=16, count=2)
+TINY_CASE = step.Case(chunks=2, batch=1, length=4, width=16, count=2, backend="aot_eager")
 
 
 def test_processes_of_candidates_sleep_between_their_steps() -> None:
+    candidate = peers.ProcessCandidate(step.make, (step.OURS, TINY_CASE, ""), threads=1)
+    candidate()
+    before, begin = candidate.idle_seconds(), time.perf_counter()
+    time.sleep(0.5)
+    assert (candidate.idle_seconds() - before) / (time.perf_counter() - begin) < 0.2
+    candidate.close()
+
+
+def test_steps_of_processes_are_compared() -> None:
     names = [step.OURS, step.PIPELINING]
-    results = step.measure(TINY_CASE, names, rounds=2)
-    rows = step.rows(TINY_CASE, results)
-    assert [row[:3] for row in rows] == [[2, step.OURS, "1 x 2 stages"], [2, step.PIPELINING, "2 x 1"]]
+    results = replace(step.comparison(TINY_CASE, names), rounds=2).measure()
+    rows = comparison.rows(results, step.OURS)
+    assert [row[0] for row in rows] == names
     assert rows[0][-1] == "equal"
-    for result in results.values():
-        assert result.timing is not None
-        assert result.off <= peers.TOLERANCE
-        assert result.idle < 0.2
+    assert all(len(each.times) == 2 and (each.peak_bytes or 0) > 0 for each in results.values())
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_step_candidates_compute_the_gradients_of_the_plain_loop(recompute: bool) -> None:
     case = replace(TINY_CASE, recompute=recompute)
-    wanted = step.reference_gradients(case)
+    wanted = case.reference_gradients()
     names = [name for name in step.names(recompute) if name != step.PIPELINING]
     assert len(names) == (3 if recompute else 4)
     for name in names:
@@ -224,7 +217,7 @@ def test_step_candidates_compute_the_gradients_of_the_plain_loop(recompute: bool
 
 
 def test_the_frontier_compares_shares_with_compiled_loops() -> None:
-    case = frontier.Case(chunks=2, batch=1, length=4, width=16, count=2, backend="aot_eager")
+    case = replace(TINY_CASE, recompute=False)
     names = [
         frontier.name_of(0.5),
         frontier.name_of(1.0),
@@ -233,10 +226,10 @@ def test_the_frontier_compares_shares_with_compiled_loops() -> None:
         frontier.RECOMPUTING,
         frontier.BUDGET,
     ]
-    results = frontier.measure(case, names, rounds=1)
+    results = replace(frontier.comparison(case, names), rounds=1).measure()
     assert [row[0] for row in frontier.rows(results)] == names
     assert [row[-1] for row in frontier.rows(results)][:2] == ["equal", "equal"]
-    assert all(result.timing is not None for result in results.values())
+    assert all(result.times for result in results.values())
     assert frontier.plot(results).count("<circle") == len(names)
     table = frontier.ladder_rows(case)
     assert [row[0] for row in table] == frontier.SHARES
@@ -288,9 +281,11 @@ def test_the_largest_model_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_signature_times_the_parts_of_a_call() -> None:
-    num_modules, num_parameters, *times = signature.time_unchanged_calls(10, rounds=1, calls=1)
-    assert (num_modules, num_parameters) == (10, 10)
-    check, python, whole = (float(str(time).split()[0]) for time in times)
+    with torch.no_grad():
+        timings = measure.alternate(signature.parts(10), rounds=1)
+    check, python, whole = (
+        timings[name].median for name in (signature.CHECK, signature.PYTHON, signature.WHOLE)
+    )
     assert 0 < check < python < whole
 
 
@@ -319,18 +314,20 @@ def test_interpreted_times_all_candidates_and_rejects_wrong_gradients() -> None:
 def test_the_balance_benchmark_compares_all_balances_with_the_plain_loop() -> None:
     net = balance.UnevenModel(width=4, batch=16)
     steps = net.steps()
-    assert list(steps) == [f"[{first}, {8 - first}]" for first in range(1, 8)]
-    off = balance.differences(steps, net.loop())
-    assert set(off.values()) == {0.0}
+    assert list(steps) == [f"gpipe_fast, [{first}, {8 - first}]" for first in range(1, 8)]
     assert sum(net.balance_by_time_choice(timeout=0.0)) == 8
     assert net.balance_by_parameters() == [4, 4]
-    times = measure.samples(dict(itertools.islice(steps.items(), 2)), rounds=2)
-    found = balance.rows(times, off | {"[2, 6]": 1.0}, {"[1, 7]": 3})
-    assert [row[0] for row in found] == list(steps)
+    loop = net.loop()
+    loop()
+    measured = comparison.compare(steps, loop.gradients(), rounds=2)
+    assert {each.off for each in measured.values()} == {0.0}
+    measured["gpipe_fast, [2, 6]"] = comparison.Outcome(1.0)
+    found = balance.rows(measured, {"[1, 7]": 3})
+    assert [row[0] for row in found] == [f"[{first}, {8 - first}]" for first in range(1, 8)]
     assert found[0][1:3] == ["1 and 14", 3]
-    assert "[" in str(found[0][3])
     assert found[0][4] == "-"
-    assert str(found[1][5]).startswith("WRONG")
+    assert found[1][3:] == ["-", "-", "WRONG, off by 1e+00"]
+    assert "[" in str(found[2][4])
     assert [row[0] for row in balance.time_balancing(layers=20, partitions=3, rounds=1)] == [
         "max",
         "variance",

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cuda, cuda_copies, cuda_report, cuda_row, measure
-from bench.cuda_subjects import (
+from bench import measure
+from bench.gpu import copies as cuda_copies
+from bench.gpu import cuda
+from bench.gpu import report as cuda_report
+from bench.gpu import row as cuda_row
+from bench.gpu.idle import idle_share, intervals
+from bench.gpu.subjects import (
     COMPILED,
     LOOP,
     OURS,
@@ -22,7 +27,6 @@ from bench.cuda_subjects import (
     UNFUSED,
     with_small_subject,
 )
-from bench.idle import idle_share, intervals
 from bench.peers import Step
 from gpipe_fast import GPipe
 
@@ -98,7 +102,7 @@ def test_rows_are_measured_checked_and_written(results_folder: Path) -> None:
 def test_a_measuring_process_reports_findings_failures_and_timeouts(
     results_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "RESULTS", Path(cuda.__file__).parent / "results")
+    monkeypatch.setattr(measure, "RESULTS", measure.ROOT / "bench" / "results")
     name = "pinned, the same device, M = 1"
     attempt = cuda.subprocess_launcher("cpu", small=True)(cuda_copies.NAME, 60, [name])
     assert attempt.failure is None

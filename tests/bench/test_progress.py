@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import progress
-from bench.__main__ import main
+from bench.__main__ import BENCHMARKS, run, summary
 from bench.measure import alternate
 
 
@@ -47,9 +47,16 @@ def test_alternating_candidates_show_their_rounds(
 def test_a_benchmark_says_at_once_that_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["bench", "overhead"])
-    monkeypatch.setattr("bench.overhead.main", lambda: None)
-    main()
-    assert capsys.readouterr().err == (
-        "bench: overhead: steps of tiny stages compared with torchgpipe and plain PyTorch\n"
-    )
+    monkeypatch.setattr("bench.compare.overhead.main", lambda: None)
+    run(BENCHMARKS, ["overhead"])
+    assert capsys.readouterr().err == f"bench: overhead: {summary('bench.compare.overhead')}\n"
+
+
+def test_arguments_follow_the_name_of_one_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[str] = []
+    monkeypatch.setattr("bench.compare.overhead.main", received.extend)
+    run(BENCHMARKS, ["overhead", "--flag", "x"])
+    assert received == ["--flag", "x"]
+    for wrong in ([], ["nothing"], ["overhead", "step", "--flag"]):
+        with pytest.raises(SystemExit, match="overhead"):
+            run(BENCHMARKS, wrong)

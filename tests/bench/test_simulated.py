@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from bench.simulated import PREDICTED, RECORDED, Model, Setting, measure, predict, rows
+from bench.micro.simulated import PREDICTED, RECORDED, Model, Setting, measure, predict, rows
 from gpipe_fast.recording.advice import Costs
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain, one_f_one_b
 

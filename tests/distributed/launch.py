@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.network import Host
+from bench.compare.network import Host
 from tests.programs import ROOT, run_python
 
 needs_gloo = pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.network import NoNetworkError, network
+from bench.compare.network import NoNetworkError, network
 from tests.distributed import cases
 from tests.distributed.launch import needs_gloo, run_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.network import NoNetworkError, network
+from bench.compare.network import NoNetworkError, network
 from gpipe_fast.recording.timeline import sender_of
 from gpipe_fast.schedule import Action, Schedule, fill_drain, schedule_for
 from tests.distributed import recording_cases as cases

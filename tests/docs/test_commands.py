@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import BENCHMARKS
+from bench.__main__ import BENCHMARKS, TOOLS
 from tests.docs.markdown import CONSOLE, FENCE, ROOT
 
 PAGES = [
@@ -60,6 +60,8 @@ def _problems_of_make(arguments: list[str]) -> list[str]:
 
 def _problems_of_module(module: str, *arguments: str) -> list[str]:
     problems = [] if importlib.util.find_spec(module) else [f"no module {module}"]
+    if known := {"bench": BENCHMARKS, "tools": TOOLS}.get(module):
+        problems += [f"no name {name}" for name in arguments[:1] if name not in known]
     return problems + [f"no file {name}" for name in arguments if "/" in name and not _exists(name)]
 
 
@@ -92,6 +94,7 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
         ("make bench ARG=step", "no variable ARG"),
         ("make test ARGS=tests/unit/test_missing.py", "no file tests/unit/test_missing.py"),
         ("python -m gpipe_fast.docter", "no module gpipe_fast.docter"),
+        ("python -m tools fsion", "no name fsion"),
         ("pip install 'torch<3'", "torch<3 is not torch>=2.11,<2.15 of pyproject.toml"),
         (".venv/bin/python -m examples.unte --quick", "no module examples.unte"),
         ("gpipe-fast train", "unknown program gpipe-fast"),

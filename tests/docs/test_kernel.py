@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import triton
 
-from bench.compiled import TRITON_VERSIONS
 from tests.docs.worked_example import SECTION, SHOWN, kernel_text, memory_accesses, nodes_and_launch
+from tools.compiled import TRITON_VERSIONS
 
 
 def test_the_guide_shows_the_nodes_of_its_layer_and_the_kernel_that_replaces_them() -> None:

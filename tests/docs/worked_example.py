@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from bench.compiled import disassemble, resource_usage
-from gpipe_fast.fuse.cubin import compile_kernel
-from gpipe_fast.fuse.generated import generated_from
+from gpipe_fast.fuse.cubin import compile_kernel, generated_from
+from gpipe_fast.fuse.cubins import sources_of
 from gpipe_fast.fuse.launchers import launches_in
-from gpipe_fast.fuse.loader import sources_of
 from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.docs.markdown import FENCE, ROOT
 from tests.unit.fuse.graphs import regions_in
+from tools.compiled import disassemble, resource_usage
 
 CAPABILITY = 90
 SHAPES = ((2048, 1024), (2048, 1024), (1024,))

@@ -19,6 +19,7 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Accumulate, AccumulateAll, Call, Release
+from tests.described import describe
 from tests.stages import trace_joint
 
 WIDTH, CHUNKS, BATCH = 12, 4, 16
@@ -58,10 +59,10 @@ def gradients_per_step(program: ProgramIR) -> list[int]:
 def weight_gradients_use_addmm() -> None:
     """The last step adds the other four gradients: two biases, and a norm's two parameters."""
     program = lowered_backward(block(), AccumulationPolicy())
-    assert calls(program, aten.addmm.out) >= 2, program.describe()
-    assert gradients_per_step(program) == [4], program.describe()
+    assert calls(program, aten.addmm.out) >= 2, describe(program)
+    assert gradients_per_step(program) == [4], describe(program)
     last = [step for step in program.steps if not isinstance(step, Release)][-1]
-    assert isinstance(last, AccumulateAll), program.describe()
+    assert isinstance(last, AccumulateAll), describe(program)
 
 
 def deterministic_weight_gradients_use_no_addmm() -> None:
@@ -71,8 +72,8 @@ def deterministic_weight_gradients_use_no_addmm() -> None:
         for step in program.steps
         if isinstance(step, Call) and step.op is aten.addmm.out and step.arguments[0] == step.arguments[-1]
     ]
-    assert not in_place, program.describe()
-    assert gradients_per_step(program) == [6], program.describe()
+    assert not in_place, describe(program)
+    assert gradients_per_step(program) == [6], describe(program)
 
 
 def float32_gradients_use_no_addmm() -> None:
@@ -82,7 +83,7 @@ def float32_gradients_use_no_addmm() -> None:
     parts = split(trace_joint(layers, torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)), 0.0)
     assert parts.backward is not None
     program = lower(parts.backward, AccumulationPolicy(torch.float32))
-    assert gradients_per_step(program) == [6], program.describe()
+    assert gradients_per_step(program) == [6], describe(program)
 
 
 def casts_are_fused_into_accumulation() -> None:
@@ -99,9 +100,9 @@ def casts_are_fused_into_accumulation() -> None:
         if isinstance(step, AccumulateAll)
         for a, v in zip(step.accumulators, step.values, strict=True)
     }
-    assert (torch.float32, torch.bfloat16) in added, program.describe()
+    assert (torch.float32, torch.bfloat16) in added, describe(program)
     later = [s for s in program.steps if isinstance(s, Call) and s.when is ActiveRuns.LATER]
-    assert not any(step.op is aten.copy_.default for step in later), program.describe()
+    assert not any(step.op is aten.copy_.default for step in later), describe(program)
 
 
 def tied_gradients_are_added_one_by_one() -> None:
@@ -109,7 +110,7 @@ def tied_gradients_are_added_one_by_one() -> None:
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     second.bias = first.bias
     program = lowered_backward([first, second], AccumulationPolicy())
-    assert gradients_per_step(program) == [1, 1], program.describe()
+    assert gradients_per_step(program) == [1, 1], describe(program)
 
 
 def large_gradients_are_added_at_once() -> None:
@@ -117,9 +118,9 @@ def large_gradients_are_added_at_once() -> None:
     width = MAX_COALESCED_GRADIENT_BYTES // 4  # elements; a norm has two such parameters
     program = lowered_backward([nn.LayerNorm(width) for _ in range(6)], AccumulationPolicy(), width)
     most = MAX_PENDING_BYTES // MAX_COALESCED_GRADIENT_BYTES
-    assert gradients_per_step(program) == [most, 12 - most], program.describe()
+    assert gradients_per_step(program) == [most, 12 - most], describe(program)
     program = lowered_backward([nn.LayerNorm(width + 1)], AccumulationPolicy(), width + 1)
-    assert gradients_per_step(program) == [1, 1], program.describe()
+    assert gradients_per_step(program) == [1, 1], describe(program)
 
 
 def plain_loop(model: nn.Sequential, x: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.fusion_stages import PRECISIONS, SMALL, Size, Stage, trace_stage
 from gpipe_fast.fuse.fuse import fuse
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.split import split
+from tools.stages import PRECISIONS, SMALL, Size, Stage, trace_stage
 
 WIDTH = 32
 

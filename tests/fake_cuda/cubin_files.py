@@ -13,7 +13,8 @@ import triton
 
 from gpipe_fast.fuse import cubins
 from gpipe_fast.fuse.compile_helper import job_of
-from gpipe_fast.fuse.cubin import CompileFailure, Cubin, KernelSource
+from gpipe_fast.fuse.cubin import CompileFailure, Cubin
+from gpipe_fast.lower.launch import KernelSource
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

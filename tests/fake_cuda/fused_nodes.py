@@ -1,4 +1,4 @@
-"""Prints what is fused in the stages of bench/fusion_stages.py; run with the fake runtime preloaded.
+"""Prints what is fused in the stages of tools/stages.py; run with the fake runtime preloaded.
 
 `fused_nodes.py OPERATORS [STAGE...]`: prints, for each stage (by default all), precision and graph, the nodes
 whose values kernels compute.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import sys
 
-from bench.fusion_stages import PRECISIONS, SMALL, STAGES, trace_stage
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.fuse.fuse import Replaced, fuse_alike
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.split import split
+from tools.stages import PRECISIONS, SMALL, STAGES, trace_stage
 
 
 def line(replaced: Replaced) -> str:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.fuse import check, left_out, loader
+from gpipe_fast.fuse import check, left_out
+from gpipe_fast.fuse import cubins as machine_code
+from gpipe_fast.fuse.cubin import generated_from, kernel_of
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
-from gpipe_fast.fuse.generated import generated_from, kernel_of
 from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
@@ -54,10 +55,10 @@ wrong_sources: dict[str, tuple[str, str]] = {}
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads, and note its launches."""
     keep_cubins()
-    load, launch_of_runtime = loader.KernelLoader.load, interpreter._Interpreter._launch
+    load, launch_of_runtime = machine_code.KernelLoader.load, interpreter._Interpreter._launch
 
-    def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:
-        found = cubins(loader.sources_of(launch), self.capability)
+    def load_and_register(self: machine_code.KernelLoader, launch: KernelLaunch) -> Any:
+        found = cubins(machine_code.sources_of(launch), self.capability)
         for cubin, aligned in zip(found, (True, False), strict=True):
             assert isinstance(cubin, Cubin)
             constants = {**dict(launch.constants), "label": (launch.name, aligned)}
@@ -68,7 +69,7 @@ def register_kernels() -> None:
         launched[self._kernels[record.image].constants["label"]] += 1
         launch_of_runtime(self, record)
 
-    mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
+    mock.patch.object(machine_code.KernelLoader, "load", load_and_register).start()
     mock.patch.object(interpreter._Interpreter, "_launch", note).start()
 
 
@@ -172,7 +173,7 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
             for name, each in zip(names, made, strict=True)
         ]
 
-    with mock.patch.object(loader, "cubins", fail), one_warning("no such instruction", times=2):
+    with mock.patch.object(machine_code, "cubins", fail), one_warning("no such instruction", times=2):
         case = Case()
         steps = [kernels(case.step()) for _ in range(2)]
         other = kernels(Case(seed=1).step())
@@ -192,7 +193,7 @@ def a_kernel_that_does_not_load_is_left_out() -> None:
             for source, cubin in zip(sources, made, strict=True)
         ]
 
-    with mock.patch.object(loader, "cubins", for_another_gpu), one_warning("no kernel image", times=2):
+    with mock.patch.object(machine_code, "cubins", for_another_gpu), one_warning("no kernel image", times=2):
         case = Case()
         steps = [kernels(case.step()) for _ in range(2)]
     assert C.cudaGetLastError() == 0
@@ -439,7 +440,7 @@ def run(name: str) -> None:
     left_out.forget()
     check.forget()
     wrong_sources.clear()
-    loader._load.cache_clear()
+    machine_code._load.cache_clear()
     C.fake_cuda_mark(f"begin\t{name}".encode())
     globals()[name]()
     C.fake_cuda_mark(f"end\t{name}".encode())

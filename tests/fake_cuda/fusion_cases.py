@@ -1,7 +1,7 @@
 """Trains stages with fused kernels on a fake device; run by test_fusion.py with the fake runtime preloaded.
 
 `fusion_cases.py OPERATORS STAGE PRECISION CHECKPOINT [CAPTURE]`: loads the operators, and runs steps of a
-stage of bench/fusion_stages.py (``GPT``) in a precision (``bf16``) with fused kernels, which Triton's
+stage of tools/stages.py (``GPT``) in a precision (``bf16``) with fused kernels, which Triton's
 interpreter runs, and without. Prints a JSON object: for the output and each gradient, the error against
 float64 with and without fused kernels; the kernels that were launched; and the warnings.
 """
@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from bench.fusion_stages import PRECISIONS, STAGES, Precision, Size, Stage
 from gpipe_fast import GPipe, keyed_rng, replicate
-from gpipe_fast.fuse import loader
+from gpipe_fast.fuse import cubins
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.cubin_files import keep_cubins
+from tools.stages import PRECISIONS, STAGES, Precision, Size, Stage
 
 SIZE = Size(batch=4, length=16, width=32, heads=4, vocab=48)
 CHUNKS = 2
@@ -34,14 +34,14 @@ DEVICE = torch.device("cuda:0")
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads."""
     keep_cubins()
-    load = loader.KernelLoader.load
+    load = cubins.KernelLoader.load
 
-    def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:
-        for cubin in loader.cubins(loader.sources_of(launch), self.capability):
+    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
+        for cubin in cubins.cubins(cubins.sources_of(launch), self.capability):
             interpreter.register(cubin.image, launch.kernel, launch.signature, launch.constants)
         return load(self, launch)
 
-    mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
+    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()
 
 
 def inputs_of(stage: Stage, precision: Precision, seed: int) -> list[Tensor]:

@@ -206,6 +206,8 @@ def forward_cannot_be_captured(both: PipelineAndLoop) -> None:
     (report,) = both.reports()
     both.expect("nothing is replayed", (report.uncaptured, report.replays) == (5, 0))
     both.expect(f"the obstacle is known: {report.obstacle}", "captur" in report.obstacle)
+    place = "in action 0F0: stage 0, layer 1 (GELU), micro-batch 0: "
+    both.expect(f"its place is known: {report.obstacle}", report.obstacle.startswith(place))
     both.expect("the report has it", report.obstacle in doctor(both.pipeline))
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import gpipe_fast.kernels
-from gpipe_fast.fuse.triton_types import number_type, pointer_type
 from gpipe_fast.kernels.launch import Config
+from gpipe_fast.lower.launch import number_type, pointer_type
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.compile_kernels import THREADS_PER_WARP, Compiled, Compiler
 

@@ -7,16 +7,21 @@ what it returns. No kernel is fused, and no graph captured.
 from __future__ import annotations
 
 import gc
+import importlib
+import itertools
 import random
 import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gpipe_fast
+from bench.compare.skip_connections import for_torchgpipe
 from bench.models.gpt import blocks
 from bench.models.resnet import resnet
 from bench.models.unet import unet
@@ -50,19 +55,23 @@ def balance_of(num_layers: int, num_stages: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def made(name: str, num_stages: int, num_microbatches: int, **options: object) -> tuple[GPipe, Tensor]:
+def made(
+    name: str, num_stages: int, num_microbatches: int, library: Any = gpipe_fast, **options: object
+) -> tuple[Any, Tensor]:
     """Returns a pipeline with one stage on each device, and a mini-batch of two samples per micro-batch."""
     torch.manual_seed(0)
     make, shape = MODELS[name]
     layers = make()
-    pipe = GPipe(
+    if library is gpipe_fast:
+        options |= {"capture": False, "fuse": False}
+    else:
+        layers = for_torchgpipe(layers)
+    pipe = library.GPipe(
         layers,
         balance_of(len(layers), num_stages),
         devices=[f"cuda:{stage}" for stage in range(num_stages)],
         chunks=num_microbatches,
-        capture=False,
-        fuse=False,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     return pipe, torch.randn(2 * num_microbatches, *shape, device=pipe.devices[0])
 
@@ -159,6 +168,27 @@ def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
     return lines
 
 
+def beside(name: str, stages: str, microbatches: str, settings: str) -> list[str]:
+    """Trains with both libraries. Returns a line for each setting: its name, and for each device the bytes
+    that ours and torchgpipe need.
+    """
+    torchgpipe = importlib.import_module("torchgpipe")
+    lines = []
+    for num_stages, num_microbatches, checkpoint in itertools.product(
+        map(int, stages.split(",")), map(int, microbatches.split(",")), settings.split(",")
+    ):
+        peaks = []
+        for library in (gpipe_fast, torchgpipe):
+            before = empty(num_stages)
+            pipe, x = made(name, num_stages, num_microbatches, library, checkpoint=checkpoint)
+            with torch.backends.cudnn.flags(enabled=False):  # the fake devices have none
+                peaks.append(counted(pipe, x, "", before))
+            del pipe, x
+        pairs = ", ".join(f"{ours} {theirs}" for ours, theirs in zip(*peaks, strict=True))
+        lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {pairs}")
+    return lines
+
+
 def main() -> None:
     _, operators, case, *words = sys.argv
     torch.ops.load_library(operators)
@@ -167,7 +197,7 @@ def main() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    for line in {"predicted": predicted, "within": within}[case](*words):  # type: ignore[operator]
+    for line in {"predicted": predicted, "within": within, "beside": beside}[case](*words):  # type: ignore[operator]
         print(line, flush=True)
 
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from bench.fusion_stages import PRECISIONS, Size, Stage, trace_stage
 from bench.models import llama
 from gpipe_fast.fuse.fuse import fuse
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
 from gpipe_fast.lower.split import StageGraph, split
+from tools.stages import PRECISIONS, Size, Stage, trace_stage
 
 
 class Residual(nn.Module):

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODELS = ("uneven", "gpt", "dropout", "resnet", "unet")
+NAMES = "always,except_last,never"
 SETTINGS = "always,except_last,never,0.0,0.25,0.5,0.75,1.0"
 
 
@@ -72,6 +73,16 @@ def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries:
 @pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
 def test_memory_of_skip_connections_is_predicted(schedule: str, libraries: tuple[Path, Path]) -> None:
     assert check_predictions(libraries, "unet", schedule, "2,4", "1,4", "always,never,0.5") == 6 * 2 * 3
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model", MODELS)
+def test_no_stage_needs_more_than_torchgpipe(model: str, libraries: tuple[Path, Path]) -> None:
+    pytest.importorskip("torchgpipe")
+    for line in run("memory_cases.py", libraries, "beside", model, "1,2,4", "1,4", NAMES, limit=1200):
+        for pair in line.partition(": ")[2].split(", "):
+            ours, theirs = map(int, pair.split())
+            assert ours <= theirs, (model, line)
 
 
 @pytest.mark.parametrize(

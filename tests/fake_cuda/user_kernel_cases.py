@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 
 from gpipe_fast import GPipe
-from gpipe_fast.fuse import loader
+from gpipe_fast.fuse import cubins
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.fake_cuda import interpreter, user_kernels
@@ -41,15 +41,15 @@ class Driver:
 
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads."""
-    load = loader.KernelLoader.load
+    load = cubins.KernelLoader.load
 
-    def load_and_register(self: loader.KernelLoader, launch: KernelLaunch) -> Any:
-        for cubin in loader.cubins(loader.sources_of(launch), self.capability):
+    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
+        for cubin in cubins.cubins(cubins.sources_of(launch), self.capability):
             kernel = InterpretedFunction(launch.kernel.fn)
             interpreter.register(cubin.image, kernel, launch.signature, launch.constants)
         return load(self, launch)
 
-    mock.patch.object(loader.KernelLoader, "load", load_and_register).start()
+    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:

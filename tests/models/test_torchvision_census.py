@@ -18,7 +18,7 @@ from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, VisionTransf
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
-from bench import census, sequences
+from tools import census, sequences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

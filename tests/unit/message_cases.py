@@ -24,7 +24,7 @@ from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording, Report
-from gpipe_fast.runtime.footprint import LIMIT_VARIABLE
+from gpipe_fast.runtime.cache import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.runtime.stage import Stage
@@ -172,7 +172,7 @@ ARGUMENTS = [
     case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
     case("memory is 10 bytes on cpu", "more chunks", lambda: pipe(memory="10B")(features())),
     case("tune with memory='1GiB'", "model.train()", lambda: tune(pipe().eval(), features(), memory="1GiB")),
-    case("made by GPipe.from_model", "model.memory_limit", lambda: tune_a_model_within_memory()),
+    case("made by GPipe.from_model", "pass memory to GPipe.from_model", lambda: tune_a_model_within_memory()),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),
     case("got 'fast'", "'pinned'", pipe, transport="fast"),
     case("got 'fast'", "'eager'", pipe, backend="fast"),

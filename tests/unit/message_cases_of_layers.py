@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, is_recomputing, keyed_rng
+from gpipe_fast.arguments import warn_idle_stages
 from gpipe_fast.skip import Namespace, pop, skippable, stash
-from gpipe_fast.usage_warnings import warn_idle_stages
 from tests.unit.message_cases import Case, call, call_with_a_global_hook, case, features, mlp, pipe
 
 

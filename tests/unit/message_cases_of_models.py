@@ -316,6 +316,7 @@ OF_MODELS = [
         "got [1, 1]", "GPipe.from_model(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]
     ),
     case("got ['cpu']", "GPipe.from_model(model.plain(), ..., devices=", set_placement, "devices", ["cpu"]),
+    case("got 3", "GPipe.from_model(model.plain(), ..., memory=3)", set_placement, "memory_limit", 3),
     case("resize_token_embeddings(9)", "before GPipe.from_model", resize_with_gradients),
     case("step got target=, loss_fn=", "such as labels=", with_a_loss, "step", target=X, loss_fn=torch.sum),
     case("report got loss_fn=", "loss_fn(model(...), target)", with_a_loss, "report", loss_fn=torch.sum),

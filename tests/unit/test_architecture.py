@@ -194,7 +194,7 @@ def test_every_contract_names_its_tests(number: int, title: str) -> None:
 def test_every_cited_contract_is_defined() -> None:
     sources = [
         path
-        for folder in ("gpipe_fast", "csrc", "tests", "bench", "examples", "docs")
+        for folder in ("gpipe_fast", "csrc", "tests", "bench", "tools", "examples", "docs")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".h", ".cpp", ".cu", ".md")
     ]

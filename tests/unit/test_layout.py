@@ -28,9 +28,7 @@ TESTED_BY = {
     "gpipe_fast/fuse/families/products.py": f"{NUMERICS}/test_fused_products.py",
     "gpipe_fast/fuse/families/rotary.py": f"{NUMERICS}/test_fused_rotary.py",
     "gpipe_fast/fuse/families/stacks.py": f"{NUMERICS}/test_fused_stacks.py",
-    "gpipe_fast/fuse/loader.py": "tests/unit/fuse/test_generated.py",
     "gpipe_fast/fuse/regions/kernel.py": "tests/unit/fuse/regions/test_source.py",
-    "gpipe_fast/fuse/regions/region.py": "tests/unit/fuse/regions/test_loops.py",
     "gpipe_fast/inspect/check_fused.py": "tests/unit/inspect/test_check.py",
     "gpipe_fast/kernels/rotate_half.py": f"{NUMERICS}/test_stage_launchers.py",
     "gpipe_fast/kernels/stack.py": f"{NUMERICS}/test_stage_launchers.py",
@@ -39,7 +37,6 @@ TESTED_BY = {
     "gpipe_fast/trace/joint_export.py": "tests/unit/trace/test_trace_wrong_value_pitfalls.py",
     "gpipe_fast/trace/layer_states.py": "tests/unit/runtime/test_state.py",
     "gpipe_fast/trace/triton_calls.py": "tests/unit/fuse/test_user_kernels.py",
-    "gpipe_fast/weights/entry.py": "tests/unit/weights/test_lazy_tensor.py",
 }
 # Sources in C++ that are tested through the test of another one, by a program, or on the fake CUDA runtime.
 CPP_TESTED_BY = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_fast.streaming import arguments_of, check_depth, results
+from gpipe_fast.streaming import arguments_in, check_depth, results
 
 
 class Counted:
@@ -103,6 +103,6 @@ def test_a_tensor_is_no_iterable_of_mini_batches() -> None:
 
 
 def test_mini_batches_are_arguments_of_calls() -> None:
-    assert arguments_of((1, 2)) == ((1, 2), {})
-    assert arguments_of({"x": 1}) == ((), {"x": 1})
-    assert arguments_of([1, 2]) == (([1, 2],), {})
+    assert arguments_in((1, 2)) == ((1, 2), {})
+    assert arguments_in({"x": 1}) == ((), {"x": 1})
+    assert arguments_in([1, 2]) == (([1, 2],), {})

@@ -3,7 +3,7 @@
 Greedy: of all pairs of groups that share a tensor, the pair that saves most is merged first, as long as one
 pass over rows and columns computes both, and no other node stands between them. Then groups compute again
 what other groups would store for them, if it is computed from tensors that they read anyway. A kernel takes
-the time to move its bytes, or that of its arithmetic if it is longer (work.py)::
+the time to move its bytes, or that of its arithmetic if it is longer (`work_of`)::
 
     recompute   x -> y = rms_norm(x) -> product           stores y in bf16
     gradient    g, x, rstd -> y again                     does not read y in fp32
@@ -12,6 +12,8 @@ the time to move its bytes, or that of its arithmetic if it is longer (work.py):
 from __future__ import annotations
 
 import heapq
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -20,14 +22,16 @@ from torch import Tensor, fx
 from gpipe_fast.fuse.regions.axes import Conflict
 from gpipe_fast.fuse.regions.graph import Unit, UnitGraph
 from gpipe_fast.fuse.regions.kernel import partial_sum_bytes
-from gpipe_fast.fuse.regions.loops import loops_of
+from gpipe_fast.fuse.regions.loops import Access, Region, loops_of, operator_name
 from gpipe_fast.fuse.regions.order import Order
-from gpipe_fast.fuse.regions.region import Access, Region, operator_name
-from gpipe_fast.fuse.regions.values import Value, root_of
-from gpipe_fast.fuse.regions.work import reduces, work_of
+from gpipe_fast.fuse.regions.values import Draw, Mapped, Reduced, Value, root_of
 from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.alias import Source, source_of
 
+# Bytes that a GPU moves in the time of one operation per element, of a function, of a random number. An H100
+# has 33 trillion fp32 instructions per second, half as many of integers, and 3.3 TB/s; a function takes about
+# 20 instructions, and a random number 25 of integers.
+BYTES_PER_OPERATION, BYTES_PER_FUNCTION, BYTES_PER_DRAW = 0.1, 2.0, 5.0
 # The share of micro-batches whose recompute runs while the stage waits for a gradient. What moves behind the
 # gradient is then no longer hidden. A stage waits at the beginning of its backwards, for one micro-batch in
 # each mini-batch; of four, say.
@@ -401,3 +405,22 @@ def _united(a: Iterable[Unit], b: Iterable[Unit]) -> list[Unit]:
 
 def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def work_of(unit: Unit) -> int:
+    """Returns the bytes that a GPU moves while it computes a unit."""
+    return round(sum(math.prod(v.shape) * _bytes_per_element(v) for v in unit.values))
+
+
+def reduces(unit: Unit) -> bool:
+    """Returns whether a unit computes an element from many elements."""
+    return any(isinstance(value, Reduced) for value in unit.values)
+
+
+def _bytes_per_element(value: Value) -> float:
+    if isinstance(value, Draw):
+        return BYTES_PER_DRAW
+    if not isinstance(value, Mapped):
+        return 0.0
+    calls = len(re.findall(r"[a-z]\(", value.template.replace("tl.where(", "")))
+    return BYTES_PER_OPERATION + calls * BYTES_PER_FUNCTION

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.generated import kernel_of
+from gpipe_fast.fuse.cubin import kernel_of
 from gpipe_fast.fuse.launchers import trace_launcher
-from gpipe_fast.fuse.regions.region import Region
+from gpipe_fast.fuse.regions.loops import Region
 from gpipe_fast.fuse.regions.source import Block, Source, source_of
 from gpipe_fast.fuse.regions.values import root_of
 from gpipe_fast.kernels.launch import Config, cdiv, launch, next_power_of_2, num_partial_sums

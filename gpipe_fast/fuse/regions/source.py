@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_fast.fuse.regions.layout import Layout, Strides, contiguous_strides
+from gpipe_fast.fuse.regions.loops import Access, Region, operator_name
 from gpipe_fast.fuse.regions.operators import FLOATS, literal
-from gpipe_fast.fuse.regions.region import Access, Region, operator_name
 from gpipe_fast.fuse.regions.values import Constant, Draw, Mapped, Reduced, Value, root_of
 from gpipe_fast.kernels.launch import cdiv
 

@@ -149,9 +149,9 @@ def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):  # RuntimeError: torchvision was built for another build of torch
         return {}
-    from bench import census as torchvision_census
-    from bench import sequences
     from tests.models import test_torchvision_census as models
+    from tools import census as torchvision_census
+    from tools import sequences
 
     def as_layers(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
         layers = sequences.as_sequence(model, x.shape[-2:])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.accuracy import error_ratio
+from bench.gpu.accuracy import error_ratio
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from tests.fake_cuda.train_models import layers_of

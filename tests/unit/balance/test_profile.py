@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, devices
-from gpipe_fast.balance.profile import LayerProfile, default_device, profile_layers, table
+from gpipe_fast.balance.profile import LayerProfile, first_device, profile_layers, table
 from tests import models
 from tests.unit.balance.timed_layers import Clock, sequence
 
@@ -202,7 +202,7 @@ def test_profiling_works_without_tqdm(
 def test_the_default_device_is_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for available, wanted in ([torch.device("cuda:0"), torch.device("cuda:1")], "cuda:0"), (None, "cpu"):
         monkeypatch.setattr(devices, "default_devices", lambda answer=available: answer)
-        assert default_device() == torch.device(wanted)
+        assert first_device() == torch.device(wanted)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.fusion_stages import PRECISIONS, SMALL, STAGES
 from gpipe_fast import GPipe, replicate
 from gpipe_fast.explanation import Explanation, ProgramExplanation, StageExplanation
 from gpipe_fast.fuse.casts import hoist_parameter_casts
@@ -22,6 +21,7 @@ from gpipe_fast.lower.work import count
 from gpipe_fast.trace.absent_device import backward_without_gpu
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import TraceContext, trace
+from tools.stages import PRECISIONS, SMALL, STAGES
 
 pytest.importorskip("triton")
 
@@ -52,7 +52,7 @@ def programs(explanation: Explanation) -> dict[str, ProgramExplanation]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["GPT", "Llama"])
 def test_numbers_equal_those_of_the_graphs(name: str, precision: str) -> None:
-    """Counts the programs as `python -m bench fusion` does, for the same graph."""
+    """Counts the programs as `python -m tools fusion` does, for the same graph."""
     layers, inputs = stage(name, precision)
     device = torch.device("cuda:0")
     example = [t.to("meta").detach().requires_grad_(t.requires_grad) for t in inputs]

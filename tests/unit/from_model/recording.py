@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.from_model.blocks import opened_for
 from gpipe_fast.from_model.dataflow import Dataflow
-from gpipe_fast.from_model.record import record
+from gpipe_fast.from_model.record import record_call
 
 
 class Calls(nn.Module):
@@ -33,7 +33,7 @@ def record_of(function: Any, *inputs: Tensor, blocks: Sequence[nn.Module] = ()) 
     model = function if isinstance(function, nn.Module) else Calls(function, _modules_in(function))
     opened = opened_for(model, blocks)
     call = model, model.forward, lambda given: (tuple(given), {}), inputs
-    flow, _ = record(*call, opened, set(blocks), torch.device("cpu"), no_decision)
+    flow, _ = record_call(*call, opened, set(blocks), torch.device("cpu"), no_decision)
     return flow.pruned()
 
 

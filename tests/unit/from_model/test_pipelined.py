@@ -69,6 +69,18 @@ def test_only_its_forward_runs_the_pipeline() -> None:
     assert model.balance == [3, 2]
 
 
+@pytest.mark.parametrize("name", ["backend", "capture", "fuse", "grad_dtype", "memory_limit", "transport"])
+def test_a_setting_without_effect_is_refused_unless_it_is_the_models_attribute(name: str) -> None:
+    plain = Net()
+    model = pipelined(plain)
+    with pytest.raises(AttributeError, match=rf"the {name} of a pipeline .* got 'x'; make another one"):
+        setattr(model, name, "x")
+    assert not hasattr(plain, name)
+    setattr(plain, name, "mine")
+    setattr(model, name, "x")
+    assert getattr(plain, name) == "x"
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_pipelines_of_their_own(again: Any) -> None:
     model = pipelined()

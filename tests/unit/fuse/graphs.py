@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipe_fast.fuse.regions.grouping import regions_of
-from gpipe_fast.fuse.regions.region import Region
+from gpipe_fast.fuse.regions.loops import Region
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import JointGraph

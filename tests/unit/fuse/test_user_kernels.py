@@ -24,6 +24,7 @@ from gpipe_fast.trace.trace import SymbolicMode, trace
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.conftest import HAS_TRITON
+from tests.described import describe
 from tests.fake_cuda.build import can_build
 from tests.fake_cuda.process import run
 
@@ -148,13 +149,13 @@ def test_what_only_the_kernel_reads_is_changed_in_place() -> None:
     for fraction in (0.0, 0.5, 1.0):
         backward = split(found, fraction).backward
         assert backward is not None
-        text = lower(backward).describe()
+        text = describe(lower(backward))
         assert "dw = zeros_like" not in text
         assert text.count("copy_(zeros_like") == 0
         assert "kernel user_kernels.backward_kernel" in text
     found = with_launches(joint_of(shifted()), Loader())  # type: ignore[arg-type]
     assert isinstance(found, JointGraph)
-    assert "= copy_(" in lower(split(found, 0.0).forward).describe()
+    assert "= copy_(" in describe(lower(split(found, 0.0).forward))
 
 
 def test_a_launch_without_programs_is_left_out() -> None:

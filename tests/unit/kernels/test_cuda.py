@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import gpu
-from bench.case import AccuracyCheck
-from bench.families import all_cases
+from bench.gpu import timing as gpu
+from bench.gpu.case import AccuracyCheck
+from bench.gpu.families import all_cases
 
 pytestmark = pytest.mark.cuda
 

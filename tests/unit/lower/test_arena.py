@@ -7,9 +7,15 @@ import random
 
 import pytest
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, assign_offsets
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, place, reuse_chains
 
 SEEDS = range(40)
+
+
+def assign_offsets(
+    live_ranges: dict[int, LiveRange], alignment: int = ALIGNMENT
+) -> tuple[dict[int, int], int]:
+    return place(reuse_chains(live_ranges), alignment)
 
 
 def aligned(size: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from tests.described import describe
 from tests.reference import check_step
 from tests.stages import Runner, input_values, trace_joint
 
@@ -63,7 +64,7 @@ def test_sums_that_are_split_into_accumulations_are_not_computed() -> None:
     layers, x = [Weight(lambda x, w: (x @ w).tanh() @ w)], torch.randn(4, WIDTH)
     backward = split(trace_joint(layers, x), 0.0).backward
     assert backward is not None
-    text = lower(backward).describe()
+    text = describe(lower(backward))
     assert "grad_0 += " in text
     assert " = add(" not in text, text
 

@@ -12,7 +12,7 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call, Ref
-from tests.stages import Runner, input_values, trace_joint, unequal
+from tests.stages import Runner, input_values, run_graph, trace_joint, unequal
 from tests.unit.fuse.graphs import Function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def check(function: Callable[[Tensor], Tensor], *expected: tuple[StorageKind, bo
     assert products(lower(graph)) == list(expected)
     values = input_values([], trace_joint([Function(function)], x), x)
     given = {port: values[port] for port, _ in graph.inputs if port in values}
-    assert unequal(Runner(graph, [])(given), Runner(graph, [], plain=True)(given)) == []
+    assert unequal(Runner(graph, [])(given), run_graph(graph, given)) == []
 
 
 ARENA, FRESH = StorageKind.ARENA, StorageKind.FRESH

@@ -18,6 +18,7 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Allocate, Call, Check, Launch, Ref, Release, Step, values_used
+from tests.described import describe
 from tests.stages import trace_joint
 from tests.unit.fuse.graphs import Function, calls, stage_of
 from tests.unit.fuse.triton_kernels import double, split_in_two
@@ -218,7 +219,7 @@ def test_values_that_operators_allocate_are_released_after_the_check() -> None:
 
 def test_the_description_names_kernels_and_checks() -> None:
     graph = fused(forward_of(lambda x: x.exp().sin().tanh()), aten.sin.default, two_outputs, check=True)
-    lines = lower(graph).describe().splitlines()
+    lines = describe(lower(graph)).splitlines()
     assert lines[0].endswith(f"3 calls, 0 views, arena {lower(graph).arena_bytes} bytes")
     (line,) = [each for each in lines if "kernel" in each]
     left, right = line.split(" = ")

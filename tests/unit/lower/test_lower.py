@@ -14,6 +14,7 @@ from bench.models.gpt import Block
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from tests.described import describe
 from tests.stages import Runner, Values, input_values, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,15 +81,15 @@ STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = 
 }
 
 
-def check_stage(layers: Sequence[nn.Module], x: Tensor, plain: bool = False) -> None:
+def check_stage(layers: Sequence[nn.Module], x: Tensor) -> None:
     """Checks two micro-batches at every saved fraction; gradients of the second are added to the first's."""
     joint = trace_joint(layers, x)
     values = [input_values(layers, joint, x, seed=seed) for seed in (0, 1)]
     for fraction in FRACTIONS:
         parts = split(joint, fraction)
         assert parts.backward is not None
-        forward = Runner(parts.forward_saving, layers, plain)
-        backward = Runner(parts.backward, layers, plain)
+        forward = Runner(parts.forward_saving, layers)
+        backward = Runner(parts.backward, layers)
         expected: Values = {}
         for number, ports in enumerate(values):
             graph_results = run_graphs(parts, ports)
@@ -110,14 +111,6 @@ def accumulated(sums: Values, new: Values) -> Values:
 def test_programs_equal_their_graphs(layers: Callable[[], list[nn.Module]], x: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     check_stage(layers(), x())
-
-
-@pytest.mark.parametrize("name", ["mlp", "block", "convolution", "dropout"])
-def test_plain_programs_equal_their_graphs(name: str) -> None:
-    """Plain programs, the baseline of benchmarks, must compute the same."""
-    torch.manual_seed(0)
-    layers, x = STAGES[name]
-    check_stage(layers(), x(), plain=True)
 
 
 def random_layer(generator: random.Random) -> nn.Module:
@@ -180,7 +173,7 @@ def test_describe_prints_a_program_line_by_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: True)
     parts = split(trace_joint([nn.Linear(3, 5), nn.ReLU()], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
-    text = lower(parts.backward).describe()
+    text = describe(lower(parts.backward))
     assert text == dedent(
         """\
         backward_recompute: 7 calls, 3 views, arena 256 bytes
@@ -204,6 +197,6 @@ def test_products_accumulate_in_place_only_if_exact(monkeypatch: pytest.MonkeyPa
     parts = split(trace_joint([nn.Linear(3, 5)], torch.randn(4, 3)), 0.0)
     assert parts.backward is not None
     monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: True)
-    assert "addmm(" in lower(parts.backward).describe()
+    assert "addmm(" in describe(lower(parts.backward))
     monkeypatch.setattr("gpipe_fast.lower.accumulation.addmm_is_bitwise_equal", lambda a, b: False)
-    assert "addmm(" not in lower(parts.backward).describe()
+    assert "addmm(" not in describe(lower(parts.backward))

@@ -9,6 +9,7 @@ from gpipe_fast._extension import ActiveRuns, Arena
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Ref
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from tests.described import describe
 
 aten, ALWAYS = torch.ops.aten, ActiveRuns.ALWAYS
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def program() -> ProgramIR:
 
 
 def test_a_program_is_described_step_by_step() -> None:
-    assert program().describe().splitlines() == [
+    assert describe(program()).splitlines() == [
         "forward: 3 calls, 0 views, arena 128 bytes",
         "  input[0] = x:float32[2, 3]",
         "    0  sin:float32[2, 3]@64 = sin(x)  # layer 0",
@@ -52,12 +53,11 @@ def test_a_program_is_described_step_by_step() -> None:
     ]
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("parameters", [None, [5, 0]])
-def test_a_program_is_built_and_runs(direct: bool, parameters: list[int] | None) -> None:
+def test_a_program_is_built_and_runs(parameters: list[int] | None) -> None:
     """Parameter 1 of the program is the second one that is bound, or the one that a list names."""
     x, w = torch.randn(2, 3), torch.randn(3)
-    native = program().build(Arena(), CPU, parameters=parameters, direct=direct)
+    native = program().build(Arena(), CPU, parameters=parameters)
     native.bind([torch.zeros(3), w] if parameters is None else [w])
     (found,), _ = native.run([x], [], True)
     assert torch.equal(found, (x.sin() + w).exp())

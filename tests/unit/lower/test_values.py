@@ -20,10 +20,10 @@ def transposed(x: Tensor) -> Tensor:
     return torch.mm(y.t(), y) + torch.mm(y.t(), x)
 
 
-def values_of(unoptimized: bool = False) -> tuple[GraphValues, ProgramIR, StageGraph]:
+def values_of() -> tuple[GraphValues, ProgramIR, StageGraph]:
     graph = split(trace_joint([Function(transposed)], torch.randn(2, 3)), 0.0).forward
     program = ProgramIR("forward")
-    values = GraphValues(program, graph, unoptimized)
+    values = GraphValues(program, graph)
     values.add_placeholders()
     return values, program, graph
 
@@ -50,12 +50,6 @@ def test_a_view_is_added_once() -> None:
         StorageKind.VIEW, (3, 2), (1, 3), base,
     )  # fmt: skip
     assert values.argument([view, 2, (sin,)]) == [Ref(first), 2, [Ref(base)]]
-
-
-def test_unoptimized_views_own_memory() -> None:
-    values, _, graph = values_of(unoptimized=True)
-    view = node_of(graph, aten.t.default)
-    assert values.sources[view].base is view
 
 
 def test_a_kept_layout_is_a_view_of_the_whole() -> None:

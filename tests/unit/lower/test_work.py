@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.fusion import cells, left, tables
-from bench.fusion_process import Row
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.kernels.stack import _stack
 from gpipe_fast.lower.launch import KernelLaunch
@@ -27,6 +25,7 @@ from gpipe_fast.lower.steps import (
     Step,
 )
 from gpipe_fast.lower.work import Work, count
+from tools.fusion import Row, cells, left, tables
 
 aten = torch.ops.aten
 ALWAYS = ActiveRuns.ALWAYS
@@ -131,7 +130,7 @@ def test_rows_that_a_loss_only_indexes_are_not_read() -> None:
 def test_a_launch_reads_its_arguments_except_outputs() -> None:
     build = Builder()
     x, y, sums = build.add(8, 4, dtype=torch.bfloat16), build.add(8, 4), build.add(2, 4)
-    launch = KernelLaunch(_stack, (), (), (), (8, 1, 1), 4, 2, outputs=(2, 4), aligned=())
+    launch = KernelLaunch(_stack, (), (), (), 4, 2, grid=(8, 1, 1), outputs=(2, 4), aligned=())
     step = Launch(launch, (Ref(x), 1e-5, Ref(y), Ref(x), Ref(sums)), ALWAYS, None)
     work = build.count(step, Check(lambda inputs, results: None, (x,), (y, sums)))
     assert (work.read, work.written, work.launches) == (64, 128 + 32, 1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime.plan import Order
+from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.training.step import Given
 from tests.models import features
 
@@ -67,7 +67,7 @@ def test_an_optimizer_updates_after_the_step() -> None:
 
 
 def test_gradients_of_losses_are_divided_and_weighted() -> None:
-    order = Order("gpipe", ())
+    order = StepOrder("gpipe", ())
     like = torch.empty(1)
     plain = Given((), order, 4.0, None, 0).gradients(2, like)
     assert [[g.tolist() for g in each] for each in plain] == [[[0.25]], [[0.25]]]

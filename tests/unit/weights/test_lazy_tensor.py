@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.weights.entry import Entry
-from gpipe_fast.weights.lazy_tensor import LazyTensor, Targets, entry_of, replace
+from gpipe_fast.weights.lazy_tensor import Entry, LazyTensor, Targets, entry_of, replace
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.layer_title import layer_title
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.schedule import fill_drain
 from tests.internals import inject_failure, remove_faults
 from tests.programs import run_python

@@ -247,22 +247,6 @@ def test_a_program_reads_updated_and_rebound_parameters() -> None:
     assert num_references(old) == num_references(torch.ones(1))  # the program has released it
 
 
-def test_direct_and_boxed_operator_calls_give_equal_bits() -> None:
-    layers, x = [*mlp(), nn.Softmax(1), nn.LayerNorm(4), nn.GELU()], torch.randn(4, 6, requires_grad=True)
-    joint = trace_joint(layers, x)
-    program, values = lower(backward_of(layers, x)), input_values(layers, joint, x)
-    parameters = [values[GraphPort(GraphRole.PARAMETER, i)] for i in range(8)]
-    results = []
-    for direct in (False, True):
-        native = program.build(Arena(), CPU, direct=direct)
-        native.bind(parameters)
-        outputs, gradients = native.run([values[p] for p in program.inputs], [None] * 8, True)
-        results.append([*outputs, *gradients])
-    for boxed, unboxed in zip(*results, strict=True):
-        assert boxed is not None
-        assert torch.equal(boxed, unboxed)
-
-
 class Constants(nn.Module):
     """Passes Python numbers of every type where an operator takes a tensor."""
 

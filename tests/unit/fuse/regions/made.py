@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from gpipe_fast.fuse.regions.graph import UnitGraph
-from gpipe_fast.fuse.regions.loops import Loops, loops_of
-from gpipe_fast.fuse.regions.region import Access, Region
+from gpipe_fast.fuse.regions.loops import Access, Loops, Region, loops_of
 from tests.unit.fuse.graphs import graph_of
 
 

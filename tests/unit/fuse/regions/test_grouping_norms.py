@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpipe_fast.fuse.regions.loops import MAX_ROW
-from gpipe_fast.fuse.regions.region import Region
+from gpipe_fast.fuse.regions.loops import MAX_ROW, Region
 from tests.unit.fuse.graphs import regions_in
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.fuse.regions.axes import Conflict
-from gpipe_fast.fuse.regions.loops import MAX_ROW
-from gpipe_fast.fuse.regions.region import operator_name
+from gpipe_fast.fuse.regions.loops import MAX_ROW, operator_name
 from gpipe_fast.fuse.regions.values import root_of
 from tests.unit.fuse.regions.made import region_of, sizes
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.accuracy import Results, check, to_float64
+from bench.gpu.accuracy import Results, check, to_float64
 from gpipe_fast.kernels.launch import INTERPRETED
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""gpipe_fast beside other libraries and plain PyTorch, on the CPU."""

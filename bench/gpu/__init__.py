@@ -1,0 +1,1 @@
+"""Steps and kernels on a GPU, beside other libraries and compilers."""

@@ -1,0 +1,1 @@
+"""What single parts of gpipe_fast cost."""

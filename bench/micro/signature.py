@@ -1,0 +1,66 @@
+"""Overhead of a call before any stage runs: checking that nothing changed since the last call.
+
+Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, alternately,
+in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a whole call, including the
+check for changes, of a pipeline whose C++ part returns immediately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import alternate, report
+from gpipe_fast import GPipe
+from gpipe_fast.layers.structure import ONE_TENSOR, Structure
+
+SIZES = (10, 500)
+
+
+class _StubPipeline:
+    """A stub for a C++ pipeline; its forward returns immediately."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def forward(self, *arguments: object) -> tuple[list[Tensor], Structure]:
+        return self._outputs, ONE_TENSOR
+
+
+CHECK, PYTHON, WHOLE = "check for changes", "Python part of a call", "whole call"
+
+
+def parts(num_modules: int) -> dict[str, Callable[[], object]]:
+    """Returns the parts of a repeated call, without gradients, of a pipeline of so many modules."""
+    layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
+    half = num_modules // 2
+    sizes = [half, num_modules - half]
+    pipe = GPipe(nn.Sequential(*layers), sizes, devices=["cpu"] * 2, chunks=8)
+    input = torch.randn(8, 8)
+    stub = deepcopy(pipe)
+    with torch.no_grad():
+        pipe(input)
+        output = stub(input)
+        assert torch.equal(output, pipe(input))
+        stub._pipeline = _StubPipeline([output])  # type: ignore[assignment]
+        assert stub(input) is output
+    without = torch.no_grad()
+    return {
+        WHOLE: without(lambda: pipe(input)),
+        PYTHON: without(lambda: stub(input)),
+        CHECK: pipe._detect_changes,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = []
+    for size in SIZES:
+        with torch.no_grad():
+            timings = alternate(parts(size), rounds=40, calls=20)
+        rows.append([size, *(str(timings[part]) for part in (CHECK, PYTHON, WHOLE))])
+    report(globals(), ["modules", CHECK, PYTHON, WHOLE], rows)

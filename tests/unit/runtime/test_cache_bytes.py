@@ -1,0 +1,109 @@
+"""Estimates of bytes are within a factor of two of measurements, and the limit follows the parameters."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import Arena
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.cache import graph_bytes, limit_bytes, native_bytes, program_bytes
+from tests.heap import heap_bytes
+from tests.internals import eviction_of
+from tests.models import gpt
+from tests.stages import trace_joint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_Made = TypeVar("_Made")
+COUNT = 10
+
+
+def python_bytes(make: Callable[[], _Made]) -> tuple[list[_Made], int]:
+    """Returns results of `COUNT` calls, and the bytes of the Python objects of one."""
+    make()  # fills caches
+    tracemalloc.start()
+    try:
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        made = [make() for _ in range(COUNT)]
+        gc.collect()
+        return made, (tracemalloc.get_traced_memory()[0] - before) // COUNT
+    finally:
+        tracemalloc.stop()
+
+
+def within_a_factor_of_two(estimate: int, measured: int) -> bool:
+    return measured / 2 <= estimate <= measured * 2
+
+
+def stage() -> tuple[list[nn.Module], torch.Tensor]:
+    return list(gpt())[1:4], torch.randn(2, 5, 16, requires_grad=True)
+
+
+def programs() -> list[ProgramIR]:
+    layers, x = stage()
+    parts = split(trace_joint(layers, x), 0.0)
+    assert parts.backward is not None
+    return [lower(parts.forward), lower(parts.backward)]
+
+
+@pytest.mark.extended
+def test_bytes_of_a_graph() -> None:
+    layers, x = stage()
+    joints, measured = python_bytes(lambda: trace_joint(layers, x))
+    assert within_a_factor_of_two(graph_bytes(joints[0]), measured)
+
+
+def test_bytes_of_programs_as_data() -> None:
+    layers, x = stage()
+    graph = split(trace_joint(layers, x), 0.0).backward
+    assert graph is not None
+    made, measured = python_bytes(lambda: lower(graph))
+    assert within_a_factor_of_two(program_bytes(made[0]), measured)
+    assert program_bytes(None) == 0
+
+
+def test_bytes_of_native_programs() -> None:
+    lowered, device = programs(), torch.device("cpu")
+    kept = [program.build(Arena(), device) for program in lowered]  # resolves the operators
+    gc.collect()
+    before = heap_bytes()
+    for _ in range(COUNT):
+        kept += [program.build(Arena(), device) for program in lowered]
+    measured = (heap_bytes() - before) // COUNT
+    assert within_a_factor_of_two(sum(map(native_bytes, lowered)), measured)
+    assert native_bytes(None) == 0
+
+
+def test_constants_count_for_native_programs() -> None:
+    class AddsAConstant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.constant = torch.randn(1000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.constant
+
+    program = lower(split(trace_joint([AddsAConstant()], torch.randn(2, 1000)), 0.0).forward)
+    assert 4000 <= native_bytes(program) <= 4000 + 10_000
+
+
+def test_the_limit_follows_the_parameters_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GPIPE_FAST_PLANS_MIB", raising=False)
+    assert limit_bytes([torch.empty(10)]) == 16 * 2**20
+    assert limit_bytes([torch.empty(2**28, device="meta") for _ in range(2)]) == 2**31 // 8
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "1.5")
+    assert limit_bytes([torch.empty(10)]) == 3 * 2**19
+    assert eviction_of(GPipe(gpt(), [5])).limit == 3 * 2**19

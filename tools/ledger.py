@@ -1,0 +1,311 @@
+"""What each mechanism gains that exists to make something faster or smaller: figures with and without it.
+
+Each figure but those of the first row: {HOW} of {ROUNDS} processes, which alternate. Two stages, 4
+micro-batches, one thread for each stage; lines of code by `.ci/count_lines.py`. Lines of tests are those of
+files that test the mechanism alone. A further length is the fourth to sixth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench import process
+from bench.measure import ROOT, Ratio, Table, report
+from bench.progress import shown
+
+ROUNDS, STEPS, LENGTHS = 2, 30, (32, 48, 40, 56, 36, 44)
+# Further lengths, after which the memory that plans keep is compared.
+FURTHER = range(65, 97)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A mechanism that could be left out.
+
+    Attributes:
+        name: its name.
+        files: its sources and its tests, as patterns.
+        off: turns it off in this process.
+    """
+
+    name: str
+    files: Sequence[str]
+    off: Callable[[], None]
+
+
+def _replace(place: str, name: str, value: object) -> None:
+    setattr(importlib.import_module(place), name, value)
+
+
+def _switch(name: str) -> Callable[[], None]:
+    def off() -> None:
+        os.environ["GPIPE_FAST_DISABLE"] = name
+
+    return off
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _collect_as_python_does() -> None:
+    # `collector_paused` decorates functions of imported modules; it does nothing where collections are off.
+    _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(isenabled=lambda: False))
+    for place in ("gpipe_fast.runtime.planner", "gpipe_fast.runtime.segments"):
+        _replace(place, "collected", _nothing)
+
+
+def _no_fast_fakes() -> None:
+    _replace("gpipe_fast.trace.fake", "fast_fake", lambda *arguments: None)
+
+
+def _products_out_of_place() -> None:
+    _replace("gpipe_fast.lower.accumulation", "addmm_is_bitwise_equal", lambda a, b: False)
+
+
+def _nothing_evicted() -> None:
+    os.environ["GPIPE_FAST_PLANS_MIB"] = "1000000"
+
+
+def _without_family(name: str) -> Callable[[], None]:
+    def off() -> None:
+        family: Any = importlib.import_module(f"gpipe_fast.fuse.families.{name}")
+        family.cases = lambda stream, own: iter(())
+
+    return off
+
+
+def _without_regions() -> None:
+    _replace("gpipe_fast.fuse.fuse", "regions_of", lambda *arguments, **others: [])
+
+
+def _casts_in_graphs() -> None:
+    _replace("tools.fusion", "hoist_parameter_casts", lambda joint: joint)
+
+
+ALL_ON, BYTE_LIMITS = "all on", "byte limits of plans"
+TRACE, RUNTIME, LOWER, FUSE = (f"gpipe_fast/{name}/" for name in ("trace", "runtime", "lower", "fuse"))
+ON_CPUS = [
+    Mechanism(
+        "templates and derived programs",
+        [
+            *(f"{TRACE}{name}.py" for name in ("symbolic", "symbols", "formulas")),
+            f"{LOWER}program_template.py",
+            f"{RUNTIME}shape_families.py",
+            "tests/**/*template*.py",
+            "tests/**/*formulas*.py",
+            "tests/**/*symbolic*.py",
+        ],
+        _switch("templates"),
+    ),
+    Mechanism(
+        "equal layers and stages traced once",
+        [f"{RUNTIME}equal_layers.py", f"{TRACE}join.py", "tests/**/*equal_layers*.py"],
+        _switch("equal-layers"),
+    ),
+    Mechanism(
+        "collector pauses",
+        [f"{TRACE}garbage.py", f"{RUNTIME}garbage.py", "tests/**/*garbage*.py"],
+        _collect_as_python_does,
+    ),
+    Mechanism("fake results by rules", [f"{TRACE}fast_fakes.py", "tests/**/*fast_fakes*.py"], _no_fast_fakes),
+    Mechanism(
+        "trials of products",
+        [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],
+        _products_out_of_place,
+    ),
+    Mechanism(
+        BYTE_LIMITS,
+        [f"{RUNTIME}{name}.py" for name in ("eviction", "cache")] + ["tests/**/*eviction*.py"],
+        _nothing_evicted,
+    ),
+]
+ON_GPUS = [
+    Mechanism(
+        f"kernels matched node by node: {name}",
+        [f"{FUSE}families/{name}.py", f"kernels/{name}*.py"],
+        _without_family(name),
+    )
+    for name in ("losses", "rotary", "stacks", "products")
+] + [
+    Mechanism("regions", [f"{FUSE}regions/*.py", "tests/**/regions/*.py"], _without_regions),
+    Mechanism(
+        "casts of parameters once a run",
+        [f"{FUSE}casts.py", "csrc/program/parameter_casts.*", "tests/**/*casts*.py"],
+        _casts_in_graphs,
+    ),
+]
+CPU_FIGURES = {
+    "first": "first call of a GPT of 12 blocks, s",
+    "images": "first call of a ResNet with 4 bottlenecks, s",
+    "length": "call with a further length, s",
+    "gpt": "step of the GPT, ms",
+    "small": "step of few and small operators, ms",
+    "kept": f"memory kept after {len(LENGTHS) + len(FURTHER)} lengths, MiB",
+}
+GPU_STAGES = ("GPT", "GPT-2", "Llama", "BERT", "head")
+HOW = "without it / with it: median of pairs [95% interval]"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def measure(name: str) -> dict[str, float]:
+    """Returns the figures of this process, in which a mechanism is off, by the keys of `CPU_FIGURES`."""
+    from bench.models.gpt import gpt
+    from bench.models.mlp import mlp
+    from bench.models.resnet import resnet
+    from gpipe_fast import GPipe
+
+    def pipeline(layers: nn.Sequential) -> GPipe:
+        half = len(layers) // 2
+        model = GPipe(layers, [half, len(layers) - half], devices=["cpu"] * 2, chunks=4)
+        model.threads_per_stage = 1
+        return model
+
+    def step(model: GPipe, x: Tensor) -> None:
+        model(x).sum().backward()
+
+    def milliseconds(model: GPipe, x: Tensor) -> float:
+        return median(_seconds(lambda: step(model, x)) for _ in range(STEPS)) * 1e3
+
+    torch.manual_seed(0)
+    tokens = [torch.zeros(8, length, dtype=torch.int64) for length in LENGTHS]
+    blocks = pipeline(gpt(12, 64, 4, vocab=256))
+    calls = [_seconds(lambda x=x: step(blocks, x)) for x in tokens]  # type: ignore[misc]
+    found = {"first": calls[0], "length": median(calls[3:]), "gpt": milliseconds(blocks, tokens[0])}
+    images = pipeline(resnet((1, 1, 1, 1), num_classes=10, width=16))
+    found["images"] = _seconds(lambda: step(images, torch.randn(8, 3, 32, 32)))
+    small, x = pipeline(nn.Sequential(*(layer for _ in range(4) for layer in mlp(64)))), torch.randn(16, 64)
+    step(small, x)
+    found["small"] = milliseconds(small, x)
+    # Last: further lengths make what follows them faster, or slower if memory is left in fragments.
+    if name in (ALL_ON, BYTE_LIMITS):
+        before = _resident_mib()
+        for length in FURTHER:
+            step(blocks, torch.zeros(8, length, dtype=torch.int64))
+        found["kept"] = _resident_mib() - before
+    return found
+
+
+def count() -> dict[str, dict[str, float]]:
+    """Returns the megabytes and launches of stages on a GPU, in a process with the fake CUDA runtime."""
+    from tools import fusion
+    from tools.stages import LARGE
+
+    found = {}
+    for row in fusion.rows(LARGE, GPU_STAGES, fusion.fused):
+        what = f"{row.stage}, {row.precision}" + ", forward" * (row.program == "forward")
+        found[what] = {"MB": row.after.moved / 1e6, "launches": row.after.launches}
+    return found
+
+
+def _counter() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("count_lines", ROOT / ".ci" / "count_lines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(mechanism: Mechanism) -> tuple[int, int]:
+    """Returns the lines of code of a mechanism's sources and of its tests."""
+    counter, found = _counter(), [0, 0]
+    for pattern in mechanism.files:
+        for path in ROOT.glob(pattern):
+            kind = counter.python_lines if path.suffix == ".py" else counter.cpp_lines
+            found[pattern.startswith("tests")] += kind(path.read_text())
+    return found[0], found[1]
+
+
+def cpu_rows(rounds: int) -> list[list[object]]:
+    """Returns a row for each mechanism: its lines, and each figure without it divided by the one with it."""
+    runs: dict[str, list[dict[str, float]]] = {ALL_ON: [], **{each.name: [] for each in ON_CPUS}}
+    for _ in shown(range(rounds), "rounds of processes"):
+        for name, found in runs.items():
+            found.append(process.call("tools.ledger:without", name, "measure"))
+
+    def ratio(name: str, key: str) -> str:
+        if key not in runs[name][0]:
+            return "-"
+        return str(Ratio.of([run[key] for run in runs[name]], [run[key] for run in runs[ALL_ON]]))
+
+    absolute = [f"{median(run[key] for run in runs[ALL_ON]):.2f}" for key in CPU_FIGURES]
+    rows = [[each.name, *lines(each), *(ratio(each.name, key) for key in CPU_FIGURES)] for each in ON_CPUS]
+    return [[ALL_ON, "", "", *absolute], *rows]
+
+
+def gpu_rows(runtime: Path) -> list[list[object]]:
+    """Returns a row for each part of fusion: its lines, and the stages of which it removes bytes."""
+    from tools import fake_cuda
+
+    def counted(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = fake_cuda.call(runtime, "tools.ledger:without", name, "count")
+        return found
+
+    with_all = counted(ALL_ON)
+    return [
+        [each.name, *lines(each), *_difference(with_all, counted(each.name))]
+        for each in shown(ON_GPUS, "parts of fusion")
+    ]
+
+
+def _difference(with_it: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
+    changes = {stage: without[stage]["MB"] / found["MB"] for stage, found in with_it.items()}
+    most = max(changes, key=lambda stage: changes[stage])
+    return [
+        f"{changes[most]:.2f} ({most})" if changes[most] > 1.005 else "1.00",
+        f"{median(changes.values()):.2f}",
+        ", ".join(f"{stage} {changed:.2f}" for stage, changed in changes.items() if changed >= 1.05)
+        or "none",
+    ]
+
+
+def without(name: str, kind: str) -> dict[str, Any]:
+    """Measures or counts in this process without the mechanism of a name."""
+    for each in (*ON_CPUS, *ON_GPUS):
+        if each.name == name:
+            each.off()
+    return measure(name) if kind == "measure" else count()
+
+
+def main() -> None:
+    from tools import fake_cuda
+
+    rows = cpu_rows(ROUNDS)
+    tables: list[Table] = []
+    if libraries := fake_cuda.libraries("ledger, on GPUs"):
+        headers = (
+            "part",
+            "lines",
+            "of tests",
+            "most bytes without it",
+            "median",
+            "stages with 5% more bytes",
+        )
+        note = "Bytes of a stage's forward or recomputing backward, as in fusion.md, without it / with it."
+        tables = [Table("On GPUs", headers, gpu_rows(libraries[0]), note)]
+    report(globals(), ["mechanism", "lines", "of tests", *CPU_FIGURES.values()], rows, tables)

@@ -1,0 +1,1 @@
+"""The phases of `make gpu`, which `__main__` runs."""

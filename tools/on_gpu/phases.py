@@ -1,0 +1,322 @@
+"""Runs the phases of `make gpu` within a time limit, most important first; phases write results as they go.
+
+    phase        contents                                                  files in bench/results
+    machine      hardware and versions, while the extension is built;      gpu-machine.txt
+                 checks that it imports and sees the device
+    models       several steps of each model, compared with the plain      gpu-models.md
+                 loop: what is replayed, and what prevents a replay;
+                 fused kernels, compared with float64
+    plans        plans in flight, memory, autocast, transports             gpu-plans.md
+    steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md, .json
+                 torch.compile
+    tests        the tests marked `cuda`                                   gpu-pipelines.txt, gpu-others.txt
+    kernels      compared with eager PyTorch, Inductor and Liger-Kernel    kernels.md
+    sanitizer    steps under compute-sanitizer                             sanitizer.txt
+    (all)        how each phase ended, and the files that it wrote         gpu-summary.txt
+
+`python -m tools.on_gpu [phase ...]` runs the named phases only. A failed phase does not stop the later ones.
+Each phase has a share of the time; unused time goes to the next phase. The output of COMMAND is written to
+`gpu-COMMAND.txt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
+SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
+# Seconds from the interrupt of a late process until it is killed.
+KILL_DELAY = 8.0
+# Time limit in seconds for the import and one step.
+CHECK_SECONDS = 60.0
+
+# Checks the extension of the package in the current folder; prints a line for each thing that works.
+EXTENSION_CHECK = """
+import torch, gpipe_fast
+print("imports", flush=True)
+assert gpipe_fast.built_with_cuda(), "built without CUDA"
+print("has CUDA code", flush=True)
+pipe = gpipe_fast.GPipe(torch.nn.Sequential(torch.nn.Linear(4, 4)), [1], devices=["cuda:0"])
+assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
+print("runs on the device")
+"""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase: commands that run concurrently.
+
+    Attributes:
+        name: name of the phase.
+        commands: command lines by name; the name also names the output file.
+        share: minimum time in seconds; time that earlier phases left unused is added.
+        seconds_variable: environment variable that passes the time limit to the commands.
+        environment: further environment variables.
+        files: patterns of the files in `RESULTS` that it writes, beside the output of its commands.
+    """
+
+    name: str
+    commands: Mapping[str, Sequence[str]]
+    share: float
+    seconds_variable: str = "GPIPE_FAST_SECONDS"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[str] = ()
+
+    def patterns(self) -> list[str]:
+        """Returns patterns of all files that the phase should write."""
+        return [*(f"gpu-{name}.txt" for name in self.commands), *self.files]
+
+
+def cuda_test_files() -> list[str]:
+    """Returns the test files with `cuda` tests; collecting all other files would take too long."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in found if "pytest.mark.cuda" in path.read_text()]
+
+
+def phases() -> list[Phase]:
+    """Returns the phases in order, with their time shares."""
+    pipelines = [
+        "tests/unit/test_smoke.py",
+        "tests/contracts/contract_1_same_bits/test_cuda_steps.py",
+        "tests/contracts/contract_1_same_bits/test_cuda.py",
+    ]
+    others = [path for path in cuda_test_files() if path not in pipelines]
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    module = [sys.executable, "-m"]
+    tests = [*module, "tools.on_gpu.tests"]
+    return [
+        Phase("models", {"models": [*module, "tools.on_gpu.checks", "models"]}, 50, files=["gpu-models.md"]),
+        Phase("plans", {"plans": [*module, "tools.on_gpu.checks", "plans"]}, 60, files=["gpu-plans.md"]),
+        Phase(
+            "steps",
+            {"cuda": [*module, "bench.gpu.cuda"]},
+            205,
+            "GPIPE_FAST_BENCH_SECONDS",
+            files=["*-20??-??-??.md", "*-20??-??-??.json"],
+        ),
+        Phase(
+            "tests",
+            {"pipelines": [*tests, *pipelines], "others": [*tests, *others]},
+            70,
+            environment=deterministic,
+        ),
+        Phase("kernels", {"kernels": [*module, "bench.gpu.kernels"]}, 50, files=["kernels.md"]),
+        Phase(
+            "sanitizer",
+            {"sanitizer": [*module, "tools.on_gpu.sanitized"]},
+            80,
+            "GPIPE_FAST_SANITIZER_SECONDS",
+            files=["sanitizer.txt"],
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The result of checking an extension.
+
+    Attributes:
+        score: how many lines the check printed; 0 if the extension does not even import.
+        problem: why it does not work, or an empty string.
+    """
+
+    score: int
+    problem: str
+
+
+def prepare_extension(seconds: float, summary: Summary) -> bool:
+    """Returns whether an extension can be imported; records the machine.
+
+    If the existing extension does not work, another one is built beside it, with CUDA or not at all, and
+    replaces it if it is better.
+    """
+    begin, extension = time.monotonic(), check_extension(ROOT)
+    took, reason = "existing build used", extension.problem
+    commands = {"machine": [sys.executable, "-m", "tools.on_gpu.machine"]}
+    package = ROOT / "build" / "gpu" / "package"
+    if reason:
+        print(f"build: {reason}", flush=True)
+        setup = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(package)]
+        commands["build"] = [*setup, "--build-temp", str(package.with_name("objects"))]
+    environment = {"MAX_JOBS": str(os.cpu_count() or 1), "GPIPE_FAST_CUDA": "1"}
+    phase = Phase("machine", commands, seconds, environment=environment)
+    codes = run_commands(phase, seconds)
+    if reason and codes["build"]:
+        took = f"BUILD FAILED ({codes['build']}), {took}"
+    elif reason:
+        new = check_extension(package)
+        if new.score > extension.score:
+            extension = new
+            replace_extension(package)
+            took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
+        else:
+            took = f"the new build is no better ({new.problem}), {took}"
+    problem = extension.problem
+    line = f"extension: {took}; {f'check failed: {problem}' if problem else 'it runs on the device'}"
+    print(line, flush=True)
+    with (RESULTS / "gpu-machine.txt").open("a") as file:
+        file.write(f"{line}\n")
+    summary.keep(phase, codes)
+    return extension.score > 0
+
+
+def check_extension(folder: Path) -> Extension:
+    """Checks the extension of the package in a folder."""
+    command = [sys.executable, "-c", EXTENSION_CHECK]
+    try:
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        lines = (error.stdout or b"").splitlines()  # bytes, in spite of text=True
+        return Extension(len(lines), f"the first step took longer than {CHECK_SECONDS:g} s")
+    problem = "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["?"])[-1]
+    return Extension(len(process.stdout.splitlines()), problem)
+
+
+def replace_extension(package: Path) -> None:
+    """Replaces the extension of the tree by that of another folder, at once, so that there is always one."""
+    name = f"gpipe_fast/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    copied = (ROOT / name).with_suffix(".new")
+    shutil.copyfile(package / name, copied)
+    os.replace(copied, ROOT / name)
+
+
+def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
+    """Runs a phase and returns each command's exit code or failure; output is also written to files."""
+    print(f"{phase.name}: {seconds:.0f} s", flush=True)
+    deadline = time.monotonic() + seconds
+    RESULTS.mkdir(exist_ok=True)
+    variables = {phase.seconds_variable: f"{max(1.0, seconds - 2):.0f}", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **phase.environment, **variables}
+    with contextlib.ExitStack() as stack:
+        started = {
+            name: stack.enter_context(_start(command, RESULTS / f"gpu-{name}.txt", environment))
+            for name, command in phase.commands.items()
+        }
+        codes = {name: _wait(process, deadline) for name, process in started.items()}
+    for name, code in codes.items():
+        print(f"{phase.name}, {name}: {'succeeded' if code == 0 else f'failed ({code})'}", flush=True)
+    return codes
+
+
+@contextlib.contextmanager
+def _start(
+    command: Sequence[str], path: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process in its own process group and copies its output to stdout and a file."""
+    with path.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        copying = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
+        copying.start()
+        try:
+            yield process
+        finally:
+            _wait(process, 0.0)  # an interrupted process ends its children, which may be in other groups
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            copying.join(KILL_DELAY)
+
+
+def _copy(source: BinaryIO, file: BinaryIO) -> None:
+    for line in source:
+        file.write(line)
+        file.flush()
+        with contextlib.suppress(OSError):  # whoever reads stdout may have ended
+            sys.stdout.write(line.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | str:
+    """Returns the exit code. Interrupts a late process, so that it can report its findings, then kills it."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(KILL_DELAY)
+        return "interrupted at the time limit"
+    except subprocess.TimeoutExpired:
+        return "killed at the time limit after ignoring the interrupt"
+
+
+class Summary:
+    """How each phase ended, and the files that it wrote; a file that is rewritten after every phase."""
+
+    def __init__(self, wanted: Sequence[Phase]) -> None:
+        self._lines = {name: f"{name}: NOT RUN" for name in ("machine", *(phase.name for phase in wanted))}
+        RESULTS.mkdir(exist_ok=True)
+        self._before = _modification_times()
+        self.good = True
+
+    def keep(self, phase: Phase, codes: Mapping[str, int | str]) -> None:
+        now = _modification_times()
+        written = {name for name, time in now.items() if self._before.get(name) != time}
+        lines = []
+        for name, code in codes.items():
+            output = (RESULTS / f"gpu-{name}.txt").read_text(errors="replace").strip().splitlines()
+            ended = "succeeded" if code == 0 else f"FAILED ({code})"
+            lines.append(f"{phase.name}, {name}: {ended}; {output[-1][:160] if output else 'no output'}")
+        found = {pattern: fnmatch.filter(written, pattern) for pattern in phase.patterns()}
+        lines.append(f"    files: {' '.join(sorted(name for names in found.values() for name in names))}")
+        if missing := [pattern for pattern, names in found.items() if not names]:
+            lines.append(f"    MISSING: {' '.join(missing)}")
+        self._lines[phase.name] = "\n".join(lines)
+        self.good = self.good and not missing and not any(codes.values())
+        self.write()
+
+    def write(self) -> str:
+        text = "\n".join(self._lines.values())
+        (RESULTS / "gpu-summary.txt").write_text(f"{text}\n")
+        return text
+
+
+def _modification_times() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in RESULTS.glob("*") if path.is_file()}
+
+
+def run_all(wanted: Sequence[Phase], seconds: float, summary: Summary) -> None:
+    """Runs the phases; each phase preserves the shares of later ones."""
+    deadline = time.monotonic() + seconds
+    for index, phase in enumerate(wanted):
+        later = sum(each.share for each in wanted[index + 1 :])
+        left = deadline - time.monotonic()
+        # If the build took too long, all phases get proportionally less.
+        share = max(left - later, left * phase.share / (phase.share + later)) - KILL_DELAY
+        summary.keep(phase, run_commands(phase, max(1.0, share)))
+
+
+def main(names: Sequence[str] = ()) -> None:
+    begin, every = time.monotonic(), phases()
+    unknown = set(names) - {phase.name for phase in every}
+    if unknown:
+        sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(p.name for p in every)}")
+    wanted = [phase for phase in every if not names or phase.name in names]
+    summary = Summary(wanted)
+    if not prepare_extension(SECONDS / 2, summary):
+        sys.exit("build: no extension can be imported, so nothing can run")
+    run_all(wanted, SECONDS - (time.monotonic() - begin), summary)
+    verdict = "all succeeded" if summary.good else "some failed"
+    print(f"\n{summary.write()}\nfinished in {time.monotonic() - begin:.0f} s: {verdict}", flush=True)
+    sys.exit(0 if summary.good else 1)
