@@ -69,12 +69,14 @@ def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
         return known
     limited = _Limited(planner, call)
     limited.calibrate()
-    for _ in range(_MAX_ATTEMPTS):
-        found = limited.choose(limits)
-        if limited.fits(found.checkpoint, limits):
-            break
-    else:
-        found = limited.everything_recomputed
+    found = limited.nothing_recomputed
+    if limited.excess(found.checkpoint, limits):
+        for _ in range(_MAX_ATTEMPTS):
+            found = limited.choose(limits)
+            if limited.fits(found.checkpoint, limits):
+                break
+        else:
+            found = limited.everything_recomputed
     planner.within[key] = found
     return found
 
@@ -153,11 +155,17 @@ class _Limited:
     @property
     def everything_recomputed(self) -> Choice:
         """The choice that needs least."""
-        number = len(self._stages)
+        return self._same_everywhere(FULL_RECOMPUTE, [0] * len(self._stages))
+
+    @property
+    def nothing_recomputed(self) -> Choice:
+        """The choice that takes the least time."""
+        return self._same_everywhere(NO_RECOMPUTE, [len(saved) - 1 for saved in self._saved])
+
+    def _same_everywhere(self, fraction: SavedFraction, rungs: Sequence[int]) -> Choice:
         budget = Budget(self.costs, self.sizes, self._schedule)
-        return Choice(
-            Checkpoint(((FULL_RECOMPUTE,),) * number), budget.time_of([[0] * self._number] * number)
-        )
+        time = budget.time_of([[rung] * self._number for rung in rungs])
+        return Choice(Checkpoint(((fraction,),) * len(rungs)), time)
 
     def calibrate(self) -> None:
         """Corrects the costs so that recomputing everything needs what its plan needs."""
@@ -179,16 +187,21 @@ class _Limited:
 
     def fits(self, checkpoint: Checkpoint, limits: Limits) -> bool:
         """Returns whether the plan for a choice fits; if not, the next choice is made with higher costs."""
-        call = replace(self._call, checkpoint=checkpoint)
-        needed = self._needed(call)
-        fits = True
+        excess = self.excess(checkpoint, limits)
+        for stage, size in excess.items():
+            self._beside[stage] += size
+        return not excess
+
+    def excess(self, checkpoint: Checkpoint, limits: Limits) -> dict[int, float]:
+        """Returns, for each device whose limit a choice's plan exceeds, by how much: by its largest stage."""
+        needed = self._needed(replace(self._call, checkpoint=checkpoint))
+        found = {}
         for device, limit in limits.items():
             own = [stage for stage, each in enumerate(self._stages) if each.device == device]
-            excess = sum(needed[stage].total for stage in own) - limit
-            if excess > 0:
-                fits = False
-                self._beside[max(own, key=lambda stage: needed[stage].total)] += excess
-        return fits
+            size = sum(needed[stage].total for stage in own) - limit
+            if size > 0:
+                found[max(own, key=lambda stage: needed[stage].total)] = size
+        return found
 
     def _needed(self, call: Call) -> list[StageBytes]:
         return stage_bytes(self._stages, _compiled(self._planner, call), call)
