@@ -6,8 +6,8 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <map>
-#include <set>
 #include <utility>
 
 namespace gpipe_fast {
@@ -154,6 +154,21 @@ void CapturedMiniBatch::copy_backward(MiniBatch& other) const {
   }
   for (auto& [device, copies] : devices) at::_foreach_copy_(copies.to, copies.from, /*non_blocking=*/true);
   other.gradients_on_callers_ = true;
+}
+
+std::optional<c10::Storage> CapturedMiniBatch::hold_arena(size_t stage) const {
+  const StagePlan& plan = minibatch_->plan()->stages[stage];
+  std::shared_ptr<Arena> arena;  // shared by all programs of the stage
+  int64_t bytes = 0;
+  for (const Chain& chain : plan.chains) {
+    for (const auto& segment : chain) {
+      if (auto own = segment->arena()) arena = std::move(own);
+      bytes = std::max(bytes, segment->scratch_bytes());
+    }
+  }
+  if (!arena || bytes == 0) return std::nullopt;
+  arena->hold(bytes, plan.device);
+  return arena->storage();
 }
 
 }  // namespace gpipe_fast

@@ -9,6 +9,7 @@
 //   deferred statistics' initial zeros        `initial_buffers_`
 //   random keys                               the mini-batch
 //   constants of programs                     the plan, which the mini-batch holds
+//   scratch memory of programs                GraphCache::Entry (arenas)
 //   kernels                                   the process, which unloads none
 //   blocks of pinned rings                    the transport, which the mini-batch holds
 //
@@ -19,7 +20,10 @@
 #include "device/graph.h"
 #include "pipeline/minibatch.h"
 
+#include <c10/core/Storage.h>
+
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace gpipe_fast {
@@ -51,6 +55,8 @@ class CapturedMiniBatch {
   // `owner`, which owns their memory. Gradients of parameters are copied, on the calling thread's streams.
   void share_forward(MiniBatch& other, std::shared_ptr<const void> owner) const;
   void copy_backward(MiniBatch& other) const;
+  // Holds the arena of a stage's programs, and returns it. Call before the first capture, on the stage's stream.
+  std::optional<c10::Storage> hold_arena(size_t stage) const;
 
  private:
   // Tensors to give to a stage of another mini-batch. They own no memory.

@@ -92,6 +92,7 @@ struct GraphCache::Entry {
   // memory.
   Tensors inputs, gradients;
   std::vector<Boundary> outputs;
+  std::vector<c10::Storage> arenas;
   std::optional<CapturedMiniBatch> captured;
   std::shared_ptr<Graph> forward, backward;
 
@@ -106,6 +107,7 @@ struct GraphCache::Entry {
     forward.reset();
     captured.reset();
     outputs.clear();
+    arenas.clear();
     inputs.clear();
     gradients.clear();
     report.forward = report.backward = false;
@@ -315,6 +317,10 @@ void GraphCache::capture_forward(Entry& entry, const GraphRun& run, const MakeMi
   MiniBatch& minibatch = entry.captured.emplace(make_other()).minibatch();
   minibatch.make_random_keys();
   entry.captured->begin_forward(run.split_tensors(entry.inputs));
+  for (size_t i = 0; i < minibatch.plan()->stages.size(); ++i) {
+    const Stream::Guard current(transport_->work(static_cast<int32_t>(i)));
+    if (auto arena = entry.captured->hold_arena(i)) entry.arenas.push_back(std::move(*arena));
+  }
   entry.forward = capture(entry, [&] {
     minibatch.replicate();
     OneAtATime work(minibatch);

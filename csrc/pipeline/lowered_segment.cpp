@@ -269,4 +269,6 @@ int64_t LoweredSegment::scratch_bytes() const {
   return bytes;
 }
 
+std::shared_ptr<Arena> LoweredSegment::arena() const { return programs->forward.program->arena(); }
+
 }  // namespace gpipe_fast

@@ -47,6 +47,7 @@ class LoweredSegment final : public Segment {
   bool defers_weights() const override { return programs->weights.program != nullptr; }
   void finish(const SegmentCall& call) const override;
   int64_t scratch_bytes() const override;
+  std::shared_ptr<Arena> arena() const override;
 
   std::shared_ptr<const ProgramPair> programs;
   std::vector<Layout>

@@ -12,6 +12,7 @@
 
 namespace gpipe_fast {
 
+class Arena;
 class Segment;
 struct StageState;
 
@@ -71,6 +72,8 @@ class Segment {
   // Returns the scratch memory of its programs; null if it has none.
   // Returns the bytes of scratch memory that its largest program needs.
   virtual int64_t scratch_bytes() const { return 0; }
+  // Returns the arena of its programs; null for layers in Python.
+  virtual std::shared_ptr<Arena> arena() const { return nullptr; }
 
   int64_t begin = 0, end = 0;          // range of layers, counted within the stage
   std::vector<int64_t> pops, stashes;  // indices of the module's skip connections, in layer order

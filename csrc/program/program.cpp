@@ -48,7 +48,10 @@ bool Layout::matches(const at::Tensor& tensor) const {
 void Arena::reserve(int64_t bytes, at::Device device) {
   if (block_.defined() && bytes <= bytes_) return;
   const auto options = at::TensorOptions(at::kByte).device(device);
-  if (!block_.defined()) block_ = at::empty({0}, options);
+  if (!block_.defined() || held_) {
+    block_ = at::empty({0}, options);
+    ++generation_;
+  }
   c10::StorageImpl* storage = block_.storage().unsafeGetStorageImpl();
   bytes_ = 0;  // if memory runs out below, the next call allocates
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, device));
@@ -59,9 +62,14 @@ void Arena::reserve(int64_t bytes, at::Device device) {
 }
 
 void Arena::release() {
-  if (bytes_ == 0 || block_.device().is_cpu()) return;
+  if (bytes_ == 0 || held_ || block_.device().is_cpu()) return;
   block_.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, block_.device()));
   bytes_ = 0;
+}
+
+void Arena::hold(int64_t bytes, at::Device device) {
+  reserve(bytes, device);
+  held_ = true;
 }
 
 Program::Program(std::shared_ptr<Arena> arena, at::Device device)
@@ -378,7 +386,7 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
 
 void Program::point_into_arena() {
   arena_->reserve(arena_bytes_, device_);
-  if (std::exchange(points_into_arena_, true)) return;
+  if (std::exchange(arena_generation_, arena_->generation()) == arena_->generation()) return;
   for (const IndexedSlot& value : in_arena_) {
     at::Tensor& tensor = slots_[value.slot];
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(arena_->storage());

@@ -49,15 +49,19 @@ enum class ActiveRuns : uint8_t { always, first, later };
 
 // A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
 //
-// All blocks take each other's place in one storage, to which the programs' tensors refer. On the CPU, where new pages
+// Blocks take each other's place in one storage, to which the programs' tensors refer. On the CPU, where new pages
 // take time, a block stays until a larger one is needed. On a GPU, it belongs to a run, so that between runs what is
-// saved can have its memory.
+// saved can have its memory; if graphs are captured, it stays, because they refer to its address.
 class Arena {
  public:
   // Makes the block at least `bytes` large.
   void reserve(int64_t bytes, at::Device device);
   // Call at the end of a run.
   void release();
+  // Makes the block at least `bytes` large, and keeps it from now on. A larger one gets a new storage, and increments
+  // generation(), by which programs detect it; whoever owns the old storage keeps the old block.
+  void hold(int64_t bytes, at::Device device);
+  int64_t generation() const { return generation_; }
   const c10::Storage& storage() const { return block_.storage(); }
   int64_t bytes() const { return bytes_; }
   // Serves the memory that operators allocate themselves.
@@ -67,6 +71,8 @@ class Arena {
   at::Tensor block_;
   std::shared_ptr<CachingAllocator> allocator_ = std::make_shared<CachingAllocator>();
   int64_t bytes_ = 0;
+  int64_t generation_ = 0;
+  bool held_ = false;
 };
 
 class Program {
@@ -216,7 +222,7 @@ class Program {
   at::Device device_;
   at::Tensor empty_tensor_;  // its storage is the placeholder of values without memory
   int64_t arena_bytes_ = 0;
-  bool points_into_arena_ = false;
+  int64_t arena_generation_ = -1;
 
   std::deque<at::Tensor> slots_;  // a deque, because operators keep the addresses
   std::vector<Value> values_;
