@@ -170,12 +170,7 @@ def without_observers(
 ) -> _Returned:
     """Calls a function with modes and hooks disabled, except the default device."""
     with contextlib.ExitStack() as stack:
-        for disable in (
-            _no_module_hooks,
-            disable_current_modes,
-            _no_function_modes,
-            _no_saved_tensors_hooks,
-        ):
+        for disable in (_no_module_hooks, disable_current_modes, _no_function_modes, _no_saved_tensors_hooks):
             stack.enter_context(disable())
         return function(*args, **kwargs)
 

@@ -10,11 +10,4 @@ from gpipe_fast.balance.automatic import balance_by_size, balance_by_time
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.balance.profile import LayerProfile, profile_layers, table
 
-__all__ = [
-    "LayerProfile",
-    "balance_by_cost",
-    "balance_by_size",
-    "balance_by_time",
-    "profile_layers",
-    "table",
-]
+__all__ = ["LayerProfile", "balance_by_cost", "balance_by_size", "balance_by_time", "profile_layers", "table"]

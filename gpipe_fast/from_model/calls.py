@@ -20,7 +20,7 @@ from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
 from gpipe_fast.from_model.loss_rules import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
-from gpipe_fast.from_model.program import Program
+from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record_call, surroundings
 from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
@@ -179,18 +179,14 @@ class Calls:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        return self._run(model, args, kwargs, lambda program, *given: program(*given))
+        return self._run(model, args, kwargs, Program.__call__)
 
     def step(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *how: Any,
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *how: Any
     ) -> tuple[Losses, Any]:
         """Runs a step of a mini-batch: `Program.step` with the arguments ``how``; others as of `run`."""
         found: tuple[Losses, Any] = self._run(
-            model, args, kwargs, lambda program, *given: program.step(*given, *how)
+            model, args, kwargs, lambda program, given: program.step(given, *how)
         )
         return found
 
@@ -198,8 +194,8 @@ class Calls:
         with self.reporting():
             program, given = self.begin(model, args, kwargs)
             if self.ranks is not None:
-                self.ranks.check_inputs(program.readings(*given))
-            returned = run(program, *given)
+                self.ranks.check_inputs(program.readings(given))
+            returned = run(program, given)
         self.end(program)
         return returned
 
@@ -249,7 +245,7 @@ class Calls:
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, tuple[Any, Any, Any]]:
+    ) -> tuple[Program, SplitInputs]:
         """Returns the program of a mini-batch, with the present settings, and the arguments of its call."""
         call = _CallOf(self, model, _inputs(model, args, kwargs))
         kind, program, parts = self._find(call)
@@ -260,7 +256,7 @@ class Calls:
         pipeline.training = model.training
         if self._settled and pipeline.balance != self._balance:
             pipeline.balance = self._balance
-        return program, (call.inputs_and_items(parts), parts, call.sizes(kind, parts))
+        return program, call.split(kind, parts)
 
     def end(self, program: Program) -> None:
         """Keeps the balance that the first call has measured."""
@@ -275,7 +271,7 @@ class Calls:
         kind, program, parts = self._find(call)
         with keyed_rng(model):  # type: ignore[arg-type]
             returned = [call.plain(part) for part in parts]
-        return program.put_together(returned, call.inputs_and_items(parts), parts, call.sizes(kind, parts))
+        return program.put_together(returned, call.split(kind, parts))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
@@ -506,6 +502,10 @@ class _CallOf:
         """Returns the call's inputs, and the number of targets if that is an input."""
         tensors = self._inputs.tensors
         return [*tensors, *parts[0][len(tensors) :]]
+
+    def split(self, kind: CallKind, parts: Parts) -> SplitInputs:
+        """Returns the inputs of the call and of its micro-batches."""
+        return SplitInputs(self.inputs_and_items(parts), parts, self.sizes(kind, parts))
 
     @staticmethod
     def sizes(kind: CallKind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:

@@ -34,7 +34,7 @@ from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
-from gpipe_fast.from_model.program import Program
+from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.recording.report import Report
 from gpipe_fast.recording.steps import Steps, backward_of_sum, unchanged
@@ -100,7 +100,7 @@ class ModelStream:
         self._calls, self._plain = calls, plain
         self._program: Program | None = None  # of the calls in flight
         self._stream: CallStream | None = None
-        self._given: deque[tuple[Any, Any, Any]] = deque()  # arguments of the calls in flight
+        self._given: deque[SplitInputs] = deque()  # of the calls in flight
         self._finished: deque[Any] = deque()  # results of earlier programs
 
     @property
@@ -124,7 +124,7 @@ class ModelStream:
                     self._finished.append(self._finish_one())
                 self.close()
                 self._program, self._stream = program, CallStream(program.pipeline)
-            self._stream.begin((program.argument(given[0]),))
+            self._stream.begin((program.argument(given),))
             self._calls.end(program)
         self._given.append(given)
 
@@ -138,7 +138,7 @@ class ModelStream:
         given = self._given.popleft()
         outputs = self._stream.finish()
         with torch.no_grad():
-            return self._program.combined(outputs, *given)
+            return self._program.combined(outputs, given)
 
     def close(self) -> None:
         """As for `OpenStream`."""

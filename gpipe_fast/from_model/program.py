@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.training.losses import Loss
 from gpipe_fast.training.step import Losses
 from gpipe_fast.training.update import StageUpdates
+
+
+class SplitInputs(NamedTuple):
+    """The input tensors of a call, and of its micro-batches.
+
+    Attributes:
+        inputs: the input tensors.
+        parts: the input tensors of each micro-batch.
+        sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
+    """
+
+    inputs: Sequence[Tensor]
+    parts: Sequence[Sequence[Tensor]]
+    sizes: Sequence[tuple[int, ...]]
 
 
 class Program:
@@ -75,38 +89,22 @@ class Program:
         for owned in self._owned:
             owned.give_back()
 
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
-    ) -> Any:
-        """Runs the pipeline on one mini-batch.
-
-        Args:
-            inputs: the input tensors.
-            parts: the input tensors of each micro-batch.
-            sizes: the sizes of each micro-batch that numbers of the record follow; the batch size first.
-        """
-        self._check_divisors(inputs, parts, sizes)
-        found = self.pipeline(self.argument(inputs))
+    def __call__(self, given: SplitInputs) -> Any:
+        """Runs the pipeline on one mini-batch."""
+        self._check_divisors(given)
+        found = self.pipeline(self.argument(given))
         if self._is_distributed:
             if isinstance(found, Tensor):  # the last stage is in another process
                 return self._in_place_of_outputs(found)
             found = _with_all_gradients(found)
-        return self.combined(found, inputs, parts, sizes)
+        return self.combined(found, given)
 
-    def readings(
-        self,
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
-    ) -> str:
-        """Returns what a call finds in the elements of its inputs before it runs; arguments as of a call."""
+    def readings(self, given: SplitInputs) -> str:
+        """Returns what a call finds in the elements of its inputs before it runs."""
         code = "".join(layer.source for layer in self.layers)
         found = {
-            "numbers": [x.item() for x in inputs if not x.dim()],
-            "weights of micro-batches": [self._weights(each, inputs, parts, sizes) for each in self.outputs],
+            "numbers": [x.item() for x in given.inputs if not x.dim()],
+            "weights of micro-batches": [self._weights(each, given) for each in self.outputs],
             "layers of hash": hashlib.sha256(code.encode()).hexdigest()[:8],
         }
         return json.dumps(found)
@@ -118,9 +116,7 @@ class Program:
         result = self.flow.result.build(lambda leaf: found.get(leaf.index) if _is_ref(leaf) else leaf)
         return self._in_class(result)
 
-    def _check_divisors(
-        self, inputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def _check_divisors(self, given: SplitInputs) -> None:
         """Checks that no micro-batch divides by 0 what the mini-batch divides by another number.
 
         Its gradients would be NaN. Without gradients, its value does not count.
@@ -129,7 +125,7 @@ class Program:
             needs_gradient = torch.is_grad_enabled() and self.flow.values[output.ref].requires_grad
             if not needs_gradient or output.rule is None or output.rule.kind != "quotient":
                 continue
-            weights = self._weights(output, inputs, parts, sizes)
+            weights = self._weights(output, given)
             if 0.0 in weights and any(weights):
                 raise ValueError(
                     f"in micro-batch {weights.index(0.0)} of {len(weights)}, nothing counts for a loss that "
@@ -137,21 +133,19 @@ class Program:
                     "which each micro-batch has something that counts"
                 )
 
-    def argument(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    def argument(self, given: SplitInputs) -> tuple[Any, ...]:
         """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
         self.take()
-        return tuple(x if i in self.split else replicate(x) for i, x in enumerate(inputs))
+        return tuple(x if i in self.split else replicate(x) for i, x in enumerate(given.inputs))
 
     def step(
         self,
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
+        given: SplitInputs,
         keeps_output: bool,
         scaler: GradScaler | None = None,
         updates: StageUpdates | None = None,
     ) -> tuple[Losses, Any]:
-        """Runs forward and backward of one mini-batch; arguments as of a call, and as of `GPipe._step`.
+        """Runs forward and backward of one mini-batch; arguments as of `GPipe._step`.
 
         If gradients are disabled, it runs the forward and the loss alone.
 
@@ -162,13 +156,13 @@ class Program:
             ValueError: the model does not return one loss.
         """
         index, output = self._loss()
-        self._check_divisors(inputs, parts, sizes)
-        weights = self._weights(output, inputs, parts, sizes)
+        self._check_divisors(given)
+        weights = self._weights(output, given)
         total = functools.partial(_element, index)
         loss = Loss(total, (_element, index))
         how = None, keeps_output, weights, scaler, updates
-        each, found = self.pipeline._step((self.argument(inputs),), {}, loss, total, *how)
-        return each, None if found is None else self.combined(found, inputs, parts, sizes)
+        each, found = self.pipeline._step((self.argument(given),), {}, loss, total, *how)
+        return each, None if found is None else self.combined(found, given)
 
     def _loss(self) -> tuple[int, Output]:
         """Returns the only output that is a loss, and its index among the outputs."""
@@ -186,13 +180,7 @@ class Program:
             )
         return found[0]
 
-    def put_together(
-        self,
-        returned: Sequence[Any],
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
-    ) -> Any:
+    def put_together(self, returned: Sequence[Any], given: SplitInputs) -> Any:
         """Returns what the pipeline returns, from what the plain model returns for each micro-batch."""
         leaves = [pytree.tree_leaves(open_dataclass(each)) for each in returned]
         places = {
@@ -205,18 +193,12 @@ class Program:
             else torch.cat([x.movedim(output.dim, 0) for x in column])
             for output, column in zip(self.outputs, columns, strict=True)
         ]
-        return self.combined(tensors, inputs, parts, sizes)
+        return self.combined(tensors, given)
 
-    def combined(
-        self,
-        tensors: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
-    ) -> Any:
-        """Returns what the model returns, from the outputs of the pipeline; other arguments as of a call."""
-        weights = [self._weights(output, inputs, parts, sizes) for output in self.outputs]
-        whole = sum(each[0] for each in sizes), *sizes[0][1:]
+    def combined(self, tensors: Sequence[Tensor], given: SplitInputs) -> Any:
+        """Returns what the model returns, from the outputs of the pipeline."""
+        weights = [self._weights(output, given) for output in self.outputs]
+        whole = sum(each[0] for each in given.sizes), *given.sizes[0][1:]
         return self._in_class(put_together(self.flow.result, self.outputs, tensors, weights, whole))
 
     def _in_class(self, found: Any) -> Any:
@@ -228,22 +210,17 @@ class Program:
             object.__setattr__(output, name, value)
         return output
 
-    def _weights(
-        self,
-        output: Output,
-        inputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        sizes: Sequence[tuple[int, ...]],
-    ) -> list[float]:
+    def _weights(self, output: Output, given: SplitInputs) -> list[float]:
         """Returns the weight of each micro-batch in an output; empty if they are concatenated."""
         rule = output.rule
         if rule is None:
             return []
+        inputs, parts, sizes = given
         batch_sizes = [each[0] for each in sizes]
-        given = [*zip(parts, sizes, strict=True), (inputs, (sum(batch_sizes), *sizes[0][1:]))]
-        measures = [0.0] * len(given)
+        measured = [*zip(parts, sizes, strict=True), (inputs, (sum(batch_sizes), *sizes[0][1:]))]
+        measures = [0.0] * len(measured)
         if rule.ref is not None:
-            measures = [self._measure(rule, rule.ref, *each) for each in given]
+            measures = [self._measure(rule, rule.ref, *each) for each in measured]
         return rule.weights(batch_sizes, measures[:-1], measures[-1])
 
     def _measure(self, rule: Rule, ref: int, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:

@@ -20,12 +20,7 @@ from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import (
-    CACHE_LIMIT,
-    CompiledStage,
-    GradientLayoutHistory,
-    SegmentKey,
-)
+from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
@@ -165,11 +160,7 @@ class Planner:
         locks = _locks(stages)
         self.locks = list(dict.fromkeys(locks))
         shared = SegmentSharedState(
-            self._compiler,
-            self._layout_history,
-            python_workers,
-            self._lowering_pending,
-            self.locks,
+            self._compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
         )
         self._segments = [
             Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)

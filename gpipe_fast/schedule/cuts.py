@@ -128,10 +128,7 @@ def best_partitions(
 
 
 def _stages(
-    layers: Sequence[StageCosts],
-    balance: Sequence[int],
-    devices: Sequence[Hashable],
-    kept: Sequence[int],
+    layers: Sequence[StageCosts], balance: Sequence[int], devices: Sequence[Hashable], kept: Sequence[int]
 ) -> list[StageCosts]:
     parts = [layers[end - size : end] for end, size in zip(accumulate(balance), balance, strict=True)]
     return [stage_costs(part, stage, devices, kept) for stage, part in enumerate(parts)]

@@ -67,12 +67,7 @@ def bubble(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def one_f_one_b(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    recomputed: Recomputed | None = None,
-) -> Schedule:
+def one_f_one_b(num_stages: int, num_microbatches: int, *, recomputed: Recomputed | None = None) -> Schedule:
     """Returns the schedule 1F1B.
 
     K = 3 stages, M = 4 micro-batches::
@@ -103,12 +98,7 @@ def one_f_one_b(
     return Schedule.of(ranks, num_microbatches, recomputed=recomputed)
 
 
-def zb_h1(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    recomputed: Recomputed | None = None,
-) -> Schedule:
+def zb_h1(num_stages: int, num_microbatches: int, *, recomputed: Recomputed | None = None) -> Schedule:
     """Returns the schedule ZB-H1.
 
     K = 3 stages, M = 4 micro-batches; F, I and W take equally long::

@@ -53,7 +53,7 @@ def test_every_tensor_of_the_model_is_in_one_layer() -> None:
 def test_outputs_of_micro_batches_are_put_together() -> None:
     plain, found, given = program()
     with torch.no_grad():
-        y, total = found(*given)
+        y, total = found(given)
         expected = plain(X)
     assert torch.equal(y, torch.cat([plain(part)[0] for part in X.chunk(2)]))
     torch.testing.assert_close(total, expected[1])
