@@ -65,3 +65,12 @@ def test_another_number_of_micro_batches_takes_effect_in_the_next_call() -> None
     with pipe.recording() as recording:
         pipe(x)
     assert {event.action.microbatch for event in recording.stages[0]} == {0, 1, 2, 3}
+
+
+def test_a_step_follows_a_change_of_fuse() -> None:
+    """The layers and the loss are a pipeline of their own."""
+    pipe, x = model(), torch.randn(8, 4)
+    for fuse in (True, False):
+        pipe.fuse = fuse
+        pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+        assert [each.fuse for each in pipe._pipelines] == [fuse, fuse]
