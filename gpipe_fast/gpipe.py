@@ -1,4 +1,21 @@
-"""`GPipe`: a module that trains the layers of an `nn.Sequential` as a pipeline."""
+"""`GPipe`: a module that trains the layers of an `nn.Sequential` as a pipeline.
+
+The path of a call, from top to bottom::
+
+    forward(x)             step(x, target=y, loss_fn=f)
+      _checked_inputs        _step
+      │                        _checked_inputs
+      │                        _trainer         another pipeline, of the layers and the loss
+      _run  ◀────────────────  trainer._run
+        _prepare_call
+          _plan
+            _describe        detects changes of the layers; in the first call, chooses the balance
+            Planner.plan     the programs, from the cache or newly made (gpipe_fast/runtime/planner.py)
+        Pipeline.forward or Pipeline.step, in C++ (csrc/pipeline/pipeline.h)
+        _finish_call         warnings, and the nesting of the outputs
+
+`prepare` stops after `_plan`. `stream` begins the next call before the one before has finished.
+"""
 
 from __future__ import annotations
 
