@@ -126,7 +126,7 @@ def measured(
     candidate: str,
 ) -> Outcome:
     """Measures the comparison if it is due, and gives the candidate's durations to pytest-benchmark."""
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
     outcomes = request.config.stash[SUITE].outcomes(comparison, reporter.write_line)
     found = outcomes[candidate]
     benchmark.group = comparison.name
