@@ -54,8 +54,8 @@ if "--here" in sys.orig_argv or "built_with_cuda" in sys.orig_argv[-1]:
 # `make gpu` with only the first phases and few cases.
 FEW_CASES = """
 import sys
-from tools import on_gpu
-from tools.on_gpu import Phase
+from tools.on_gpu import phases as on_gpu
+from tools.on_gpu.phases import Phase
 checks = [sys.executable, "-m", "tools.on_gpu.checks"]
 plans = ["two shapes in flight, last goes back first"]
 on_gpu.phases = lambda: [
