@@ -62,15 +62,14 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _collect_as_python_does() -> None:
+def _collect_in_traces() -> None:
     # `collector_paused` decorates functions of imported modules; it does nothing where collections are off.
     _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(isenabled=lambda: False))
+
+
+def _leave_garbage() -> None:
     for place in ("gpipe_fast.runtime.planner", "gpipe_fast.runtime.segments"):
         _replace(place, "collected", _nothing)
-
-
-def _no_fast_fakes() -> None:
-    _replace("gpipe_fast.trace.fake", "fast_fake", lambda *arguments: None)
 
 
 def _products_out_of_place() -> None:
@@ -97,7 +96,7 @@ def _casts_in_graphs() -> None:
     _replace("tools.fusion", "hoist_parameter_casts", lambda joint: joint)
 
 
-ALL_ON, BYTE_LIMITS = "all on", "byte limits of plans"
+ALL_ON, BYTE_LIMITS, GARBAGE = "all on", "byte limits of plans", "garbage collected after plans"
 TRACE, RUNTIME, LOWER, FUSE = (f"gpipe_fast/{name}/" for name in ("trace", "runtime", "lower", "fuse"))
 ON_CPUS = [
     Mechanism(
@@ -118,11 +117,11 @@ ON_CPUS = [
         _switch("equal-layers"),
     ),
     Mechanism(
-        "collector pauses",
-        [f"{TRACE}garbage.py", f"{RUNTIME}garbage.py", "tests/**/*garbage*.py"],
-        _collect_as_python_does,
+        "collector paused in traces",
+        [f"{TRACE}garbage.py", "tests/**/trace/*garbage*.py"],
+        _collect_in_traces,
     ),
-    Mechanism("fake results by rules", [f"{TRACE}fast_fakes.py", "tests/**/*fast_fakes*.py"], _no_fast_fakes),
+    Mechanism(GARBAGE, [f"{RUNTIME}garbage.py", "tests/**/runtime/*garbage*.py"], _leave_garbage),
     Mechanism(
         "trials of products",
         [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],
@@ -202,7 +201,7 @@ def measure(name: str) -> dict[str, float]:
     step(small, x)
     found["small"] = milliseconds(small, x)
     # Last: further lengths make what follows them faster, or slower if memory is left in fragments.
-    if name in (ALL_ON, BYTE_LIMITS):
+    if name in (ALL_ON, BYTE_LIMITS, GARBAGE):
         before = _resident_mib()
         for length in FURTHER:
             step(blocks, torch.zeros(8, length, dtype=torch.int64))

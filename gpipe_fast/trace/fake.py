@@ -13,7 +13,6 @@ from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, ShapeEnv
 from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from gpipe_fast.trace.fast_fakes import fast_fake
 
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.
 _EXACT_FAKE_KERNELS = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
@@ -36,9 +35,6 @@ class RealLayouts(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
-        found = fast_fake(self, func, args, kwargs)
-        if found is not None:
-            return found
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
