@@ -8,6 +8,7 @@ files that test the mechanism alone. A further length is the fourth to sixth.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -64,7 +65,7 @@ def _nothing() -> Iterator[None]:
 
 def _collect_in_traces() -> None:
     # `collector_paused` decorates functions of imported modules; it does nothing where collections are off.
-    _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(isenabled=lambda: False))
+    _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(**{**vars(gc), "isenabled": lambda: False}))
 
 
 def _leave_garbage() -> None:
@@ -118,10 +119,10 @@ ON_CPUS = [
     ),
     Mechanism(
         "collector paused in traces",
-        [f"{TRACE}garbage.py", "tests/**/trace/*garbage*.py"],
+        [f"{TRACE}garbage.py", "tests/unit/trace/test_garbage.py"],
         _collect_in_traces,
     ),
-    Mechanism(GARBAGE, [f"{RUNTIME}garbage.py", "tests/**/runtime/*garbage*.py"], _leave_garbage),
+    Mechanism(GARBAGE, [f"{TRACE}garbage.py", "tests/unit/trace/test_garbage_*.py"], _leave_garbage),
     Mechanism(
         "trials of products",
         [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],

@@ -22,7 +22,6 @@ from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KnownPlans
-from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
 from gpipe_fast.runtime.plan import (
     PlannedCall,
@@ -35,6 +34,7 @@ from gpipe_fast.runtime.plan import (
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
 from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_initialized

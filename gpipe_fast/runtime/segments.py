@@ -29,7 +29,6 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
-from gpipe_fast.runtime.garbage import collected
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (
@@ -41,6 +40,7 @@ from gpipe_fast.runtime.stage import (
     exact_autocast,
     with_operator_settings,
 )
+from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.unsupported import uncompiled
 

@@ -1,10 +1,16 @@
-"""Pauses Python's cyclic garbage collector."""
+"""Python's cyclic garbage collector: paused in traces, and called for the garbage of making plans.
+
+Graphs are cyclic, and a trace fragments the heap.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
+
+from gpipe_fast._extension import trim_heaps
 
 
 class OlderObjects:
@@ -21,9 +27,8 @@ class OlderObjects:
 def collector_paused() -> Iterator[None]:
     """Pauses the collector in a block, and collects the objects that became garbage in it.
 
-    A trace creates so many objects that the collector would examine all objects of the process several times,
-    for about a fourth of the trace's time. It would also call finalizers and callbacks of unrelated code,
-    in the middle of a trace.
+    In the middle of a trace, it would call finalizers and callbacks of unrelated code, which would be taken
+    for the layer's. It would also examine all objects of the process several times.
     """
     if not gc.isenabled():
         yield
@@ -35,3 +40,44 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
         # If older objects are frozen, a full collection is cheap, and leaves less memory in fragments.
         gc.collect(2 if OlderObjects.are_frozen else 0)
+
+
+class _LongLived:
+    """The number of memory blocks of Python after the latest full collection; 0 before the first plan."""
+
+    num_blocks = 0
+
+
+# Python, too, waits with a full collection until a fourth has been added since the last one.
+_GROWTH = 1.25
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """Collects the cyclic garbage that a block leaves, and returns free memory to the system.
+
+    A full collection takes half a second, because PyTorch alone has a million objects. So objects that
+    existed before the block are visited only if there are a fourth more memory blocks than after the latest
+    full collection: each collection here delays those of Python, which would visit them. If the user has
+    frozen objects (`gc.freeze`), the garbage is left to Python's own collections: `gc.unfreeze` would
+    unfreeze the user's objects as well.
+    """
+    if OlderObjects.are_frozen or gc.get_freeze_count():
+        yield
+        return
+    num_blocks = sys.getallocatedblocks()
+    _LongLived.num_blocks = _LongLived.num_blocks or num_blocks
+    gc.freeze()
+    OlderObjects.are_frozen = True
+    try:
+        yield
+    finally:
+        OlderObjects.are_frozen = False
+        if num_blocks <= _GROWTH * _LongLived.num_blocks:
+            gc.collect()
+            gc.unfreeze()
+        else:
+            gc.unfreeze()
+            gc.collect()
+            _LongLived.num_blocks = sys.getallocatedblocks()
+        trim_heaps()

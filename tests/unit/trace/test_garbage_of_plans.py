@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.runtime import garbage
-from gpipe_fast.runtime.garbage import collected
+from gpipe_fast.trace import garbage
+from gpipe_fast.trace.garbage import collected
 
 
 class Cycle:
