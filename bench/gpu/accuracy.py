@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from gpipe_fast.fuse import accuracy
 
 Results = Sequence[Tensor | None]
 
@@ -37,22 +38,8 @@ def error_ratio(ours: Results, eager: Results, exact_results: Results, roundings
         assert (own.shape, own.dtype) == (other.shape, other.dtype), index
         if not own.numel():
             continue
-        rounding = torch.finfo(own.dtype).eps * float(exact.abs().max())
-        off, allowed = _error(own, exact), max(2 * _error(other, exact), roundings * rounding)
-        shares.append(_ratio(off, allowed))
+        shares.append(accuracy.error_ratio(own, other, exact, roundings=roundings))
     return shares
-
-
-def _ratio(off: float, allowed: float) -> float:
-    """Returns off / allowed, where both may be 0 or both infinite."""
-    if off == 0 or off == allowed:
-        return float(off > 0)
-    return off / allowed if allowed else float("inf")
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    difference = (found.double() - exact).abs()
-    return float(difference.nan_to_num(nan=float("inf")).max())
 
 
 def to_float64(tensors: Results) -> list[Tensor | None]:

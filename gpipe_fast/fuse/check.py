@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gpipe_fast.fuse.accuracy import error_ratio
 from gpipe_fast.fuse.launchers import launches_in
 from gpipe_fast.fuse.left_out import leave_out
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
@@ -86,32 +87,6 @@ class ReplacementCheck:
         elif all(bool(t.isfinite().any()) for t in expected):  # else nothing was compared
             with _lock:
                 _passed.update((self._device, launch.specialization) for launch in self._launches)
-
-
-def error_ratio(found: Tensor, expected: Tensor, exact: Tensor, perturbed: Tensor) -> float:
-    """Returns an error as a fraction of the allowed one.
-
-    Allowed is the largest of twice PyTorch's own error, two roundings of the largest element, and four times
-    the change that a rounding of the inputs makes, which is all that is left where a result cancels. Elements
-    that overflow in PyTorch's result are not compared.
-
-    Args:
-        found: the kernel's result.
-        expected: the result of PyTorch's operators in the same dtypes.
-        exact: the result of PyTorch's operators in float64.
-        perturbed: the same, of inputs that differ by one rounding.
-    """
-    if not found.is_floating_point():
-        return 0.0 if torch.equal(found, expected) else float("inf")
-    compared = expected.isfinite() & exact.isfinite() & perturbed.isfinite()
-    if torch.equal(found[compared], expected[compared]):
-        return 0.0
-    ours, theirs, other = ((t.double() - exact)[compared].abs().max() for t in (found, expected, perturbed))
-    scale = exact[compared].abs().max() * torch.finfo(found.dtype).eps
-    allowed = float(torch.stack((2 * theirs, 2 * scale, 4 * other)).max())
-    if not bool(ours.isfinite()) or not allowed:
-        return float("inf")
-    return float(ours) / allowed
 
 
 class _Reference(fx.Interpreter):

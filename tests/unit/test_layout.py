@@ -22,6 +22,7 @@ TESTED_BY = {
     "gpipe_fast/explanation/explanation.py": "tests/unit/explanation/test_explain.py",
     "gpipe_fast/explanation/programs.py": "tests/unit/explanation/test_explain.py",
     "gpipe_fast/explanation/stages.py": "tests/unit/explanation/test_text.py",
+    "gpipe_fast/fuse/accuracy.py": "tests/unit/fuse/test_check.py",
     "gpipe_fast/fuse/compile_helper.py": "tests/unit/fuse/test_cubins.py",
     "gpipe_fast/fuse/cubin.py": "tests/unit/fuse/test_cubins.py",
     "gpipe_fast/fuse/families/losses.py": f"{NUMERICS}/test_fused_losses.py",
