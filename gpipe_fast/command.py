@@ -23,11 +23,11 @@ from gpipe_fast.devices import checked_devices, parse_devices
 from gpipe_fast.distributed.mesh import checked_timeout
 from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.inspect.case_processes import connect_to_parent
-from gpipe_fast.inspect.check import NUM_STAGES, check, run_here
-from gpipe_fast.inspect.doctor import format_sections, sections
-from gpipe_fast.inspect.network import Network, examine, is_launched
-from gpipe_fast.recording.report import Report, format_of
+from gpipe_fast.reports.case_processes import connect_to_parent
+from gpipe_fast.reports.check import NUM_STAGES, check, run_here
+from gpipe_fast.reports.doctor import format_sections, sections
+from gpipe_fast.reports.network import Network, examine, is_launched
+from gpipe_fast.reports.report import Report, format_of
 from gpipe_fast.schedule import SCHEDULES, Schedule, simulate
 
 _PROGRAM = "gpipe-fast"
@@ -94,7 +94,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return 0
     if options.here:
         send = connect_to_parent()
-        for message in run_here(options.devices, options.here):
+        for message in run_here(GPipe, options.devices, options.here):
             send(message)
         return 0
     checkup = check(options.devices, None if options.json else functools.partial(print, flush=True))

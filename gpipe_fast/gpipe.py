@@ -70,8 +70,6 @@ from gpipe_fast.distributed.mesh import (
     ties_of,
 )
 from gpipe_fast.distributed.ranks import Ranks
-from gpipe_fast.explanation import Explanation
-from gpipe_fast.explanation.explain import explain_call, on_absent_device
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.pipelined import make_pipelined
 from gpipe_fast.fuse import left_out
@@ -79,9 +77,10 @@ from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting, checkpoint_policy
-from gpipe_fast.recording.exchange import exchange_stages
-from gpipe_fast.recording.recording import Recording, kernel_names, record, stage_sizes
-from gpipe_fast.reporting import Reporting
+from gpipe_fast.reports.explain import explain_call, on_absent_device
+from gpipe_fast.reports.explanation import Explanation
+from gpipe_fast.reports.recording import Recording, exchange_stages, kernel_names, record, stage_sizes
+from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.connections import connections_of, describe_connections
 from gpipe_fast.runtime.exit_and_fork import open_pipeline

@@ -10,8 +10,8 @@ import torch
 from gpipe_fast.arguments import MemoryLimit, checked_memory
 from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.recording.memory_report import MemoryChoice, MemoryChoices
-from gpipe_fast.recording.steps import Tuning
+from gpipe_fast.reports.memory_report import MemoryChoice, MemoryChoices
+from gpipe_fast.reports.steps import Tuning
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition

@@ -34,7 +34,7 @@ NEED_TRITON = [
     "bench",
     "tools",
     "docs/test_kernel.py",
-    "unit/explanation",
+    "unit/reports/test_expla*",
     "unit/fuse/regions",
     "unit/fuse/test_[!c]*",  # all but test_casts.py
     "unit/fuse/test_c[!a]*",

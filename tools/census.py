@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from bench.measure import Table
 from bench.measure import write as write_tables
 from gpipe_fast import GPipe, verify
-from gpipe_fast.inspect.verify import Report
 from gpipe_fast.layers.structure import flatten
+from gpipe_fast.reports.verify import Report
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from tools.sequences import as_sequence, build_perturbed, exclusion_reason, reduction_note, shapes_of

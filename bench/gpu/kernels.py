@@ -24,7 +24,7 @@ from bench.gpu.case import DTYPES, AccuracyCheck, KernelCase
 from bench.gpu.families import all_cases
 from bench.gpu.timing import Candidate, Sample, candidate_on_copies, ours, samples
 from bench.measure import Ratio, timing, write
-from gpipe_fast.inspect.case_processes import ChildProcess, Process, connect_to_parent, run_cases
+from gpipe_fast.reports.case_processes import ChildProcess, Process, connect_to_parent, run_cases
 from tools.traffic import fused_bytes
 
 # Time limit in seconds.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bench.measure import report
 from bench.models.gpt import blocks
 from gpipe_fast import GPipe
-from gpipe_fast.recording.recording import Recording
+from gpipe_fast.reports.recording import Recording
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain
 
 WIDTH, LENGTH, BATCH, ROUNDS = 256, 128, 2, 15

@@ -26,8 +26,8 @@ from torch import nn
 from bench.measure import report
 from bench.models.gpt import blocks
 from gpipe_fast import GPipe
-from gpipe_fast.recording.advice import Costs, phases_for
-from gpipe_fast.recording.recording import Recording
+from gpipe_fast.reports.advice import Costs, phases_for
+from gpipe_fast.reports.recording import Recording
 from gpipe_fast.schedule import Action, Kind, Schedule
 
 ROUNDS = 11

@@ -36,8 +36,8 @@ from gpipe_fast.from_model.calls import Calls, MakePipeline
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
-from gpipe_fast.recording.report import Report
-from gpipe_fast.recording.steps import Steps, backward_of_sum, unchanged
+from gpipe_fast.reports.report import Report
+from gpipe_fast.reports.steps import Steps, backward_of_sum, unchanged
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import CallStream, arguments_in, results
 from gpipe_fast.training.step import check_list, result_of

@@ -40,19 +40,35 @@ def loader_of(device: torch.device) -> KernelLoader | None:
     return _loader(device)
 
 
-def fusion_of(device: torch.device, is_absent: bool = False) -> Fusion | None:
-    """Returns the fusion for a device; None if the device has no fused kernels, or if they are switched off.
+def why_unfused(device: torch.device, enabled: bool = True, is_absent: bool = False) -> str | None:
+    """Returns why stages on a device use no fused kernels, as the end of "because ..."; None if they do.
 
     Args:
         device: the device.
+        enabled: whether the model has ``fuse``.
         is_absent: whether the machine need not have the device; kernels are then not compiled.
     """
+    if device.type != "cuda":
+        return "the stage is on the CPU, where PyTorch's operators run"
+    if not enabled:
+        return "the model has fuse=False"
     if switches.is_disabled("fuse"):
+        return f"{switches.VARIABLE} contains 'fuse'"
+    if torch.are_deterministic_algorithms_enabled():
+        return "only deterministic algorithms are allowed"
+    if not has_triton():
+        return "the package triton is not installed"
+    loader = None if is_absent else loader_of(device)
+    if not is_absent and (loader is None or loader.capability < MIN_CAPABILITY):
+        return "kernels need CUDA 12.8, and a GPU of compute capability 8.0 or higher"
+    return None
+
+
+def fusion_of(device: torch.device, enabled: bool = True, is_absent: bool = False) -> Fusion | None:
+    """Returns the fusion for a device, by the arguments of `why_unfused`; None if that has a reason."""
+    if why_unfused(device, enabled, is_absent) is not None:
         return None
-    if is_absent:
-        return None if device.type != "cuda" or not has_triton() else _absent_fusion()
-    loader = loader_of(device)
-    return None if loader is None or loader.capability < MIN_CAPABILITY else _fusion(loader)
+    return _fusion(None if is_absent else loader_of(device))
 
 
 def with_user_launches(
@@ -88,14 +104,7 @@ def _loader(device: torch.device) -> KernelLoader:
 
 
 @functools.cache
-def _absent_fusion() -> Fusion:
-    from gpipe_fast.fuse.fuse import Fusion
-
-    return Fusion(None)
-
-
-@functools.cache
-def _fusion(loader: KernelLoader) -> Fusion:
+def _fusion(loader: KernelLoader | None) -> Fusion:
     from gpipe_fast.fuse.fuse import Fusion
 
     return Fusion(loader)

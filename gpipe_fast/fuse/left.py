@@ -15,6 +15,7 @@ from gpipe_fast.lower.launch import is_launch
 from gpipe_fast.lower.split import StageGraph
 from gpipe_fast.lower.work import ATTENTION, is_product_or_attention
 from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.traceability import layer_of
 
 PRODUCT = "matrix product"
 CONVOLUTION = "convolution"
@@ -41,12 +42,6 @@ class Left:
     layer: int | None
     bytes: int
     reason: str
-
-
-def layer_of(node: fx.Node) -> int | None:
-    """Returns the index of a node's layer within its stage; None if unknown."""
-    found = (node.meta.get("custom") or {}).get("layer")
-    return found if isinstance(found, int) else None
 
 
 def left_in(graph: StageGraph, reasons: Mapping[str, str]) -> tuple[Left, ...]:

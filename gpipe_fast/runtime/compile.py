@@ -329,11 +329,10 @@ class Compiler:
         launching = with_user_launches(graph, stage.device, options.is_absent)
         if isinstance(launching, Untraceable):
             return launching
-        can_fuse = options.fuse and not modes.deterministic
         traced = self._traces[key] = TracedStage(
             launching,
             AccumulationPolicy(options.grad_dtype, modes.deterministic),
-            fusion_of(stage.device, options.is_absent) if can_fuse else None,
+            fusion_of(stage.device, options.fuse, options.is_absent),
             None if options.is_absent else loader_of(stage.device),
             hoist_casts=stage.device.type == "cuda",
             origin=layers_title(stage),

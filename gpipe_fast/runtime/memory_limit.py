@@ -18,15 +18,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward
 from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.module_warnings import InPython
 from gpipe_fast.runtime.plan import schedule_of
-from gpipe_fast.runtime.planner import Call, Choice, Planner
+from gpipe_fast.runtime.planner import Call, Choice, Planner, why_in_python
 from gpipe_fast.runtime.stage_memory import (
     StageBytes,
     buffer_bytes,
@@ -286,17 +286,14 @@ class _Limited:
 
 def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]:
     if planner.backend == "eager":
-        where, reason = "every layer", "backend='eager' or a global module hook demands it"
+        why = InPython("every layer", "backend='eager' or a global module hook demands it")
     else:
         found = planner.compile(call)
         if not isinstance(found, CompilationFailure):
             return found
-        layer, stage = found.untraceable.layer, planner.stages[found.stage_index]
-        where, reason = f"stage {found.stage_index}", found.untraceable.reason
-        if layer is not None:
-            where = layer_title(stage.first_layer + layer, stage.layers[layer])
+        why = why_in_python(found, planner.stages)
     raise RuntimeError(
-        f"memory was passed, but {where} runs in Python, and what it needs is not known: {reason}; "
+        f"memory was passed, but {why.where} runs in Python, and what it needs is not known: {why.reason}; "
         "mend that, or pass checkpoint instead of memory"
     )
 

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.stage import Stage, TensorSpec
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
-# The end of a warning about one layer.
-OTHERS_UNAFFECTED = "; other layers are unaffected"
-
 _log = logging.getLogger("gpipe_fast")
+
+
+class InPython(NamedTuple):
+    """Why layers run in Python; its string says so.
+
+    Attributes:
+        where: the layer with its stage, or the whole stage or module.
+        reason: the reason, a clause, as `Untraceable.reason`.
+        what: the middle of the sentence, which says for which calls, if not for all.
+    """
+
+    where: str
+    reason: str
+    what: str = "runs in Python:"
+
+    @classmethod
+    def of(cls, index: int, stage: Stage, layer: int | None, reason: str) -> InPython:
+        """Returns why a layer of a stage runs in Python; ``layer`` None means all layers."""
+        where = f"stage {index}"
+        if layer is not None:
+            where += f", {layer_title(stage.first_layer + layer, stage.layers[layer])}"
+        return cls(where, reason)
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what} {self.reason}"
 
 
 class ModuleWarnings:
@@ -21,15 +44,14 @@ class ModuleWarnings:
     Attributes:
         in_python: indices, in the whole module, of layers that cannot be traced faithfully.
         pending: pending warnings, one per layer; the caller that issues them removes them.
-        python_layers: all warnings about layers that run in Python, pending or issued, by stage and layer;
-            the layer is None for a whole stage.
+        python_layers: why layers run in Python, by stage and layer; the layer is None for a whole stage.
         costs: all warnings about avoidable costs.
     """
 
     def __init__(self) -> None:
         self.in_python: set[int] = set()
         self.pending: list[str] = []
-        self.python_layers: dict[tuple[int, int | None], str] = {}
+        self.python_layers: dict[tuple[int, int | None], InPython] = {}
         self.costs: list[str] = []
         self._number = ""
 
@@ -39,18 +61,17 @@ class ModuleWarnings:
             return
         if stage is None or layer is None:
             where = "the module" if stage is None else f"stage {index}"
-            advice = f"; {_advice_on(self._number)}" if self._number else "; pad inputs to fewer shapes"
-            text = (
-                f"{where} runs in Python for inputs that it was not traced for: {reason}, and no single "
-                f"trace covers all inputs{advice}"
-            )
+            advice = _advice_on(self._number) if self._number else "pad inputs to fewer shapes"
+            reason += f", and no single trace covers all inputs; {advice}"
+            found = InPython(where, reason, "runs in Python for inputs that it was not traced for:")
+            text = str(found)
         else:
             self.in_python.add(stage.first_layer + layer)
-            where = f"stage {index}, {layer_title(stage.first_layer + layer, stage.layers[layer])}"
-            text = f"{where} runs in Python: {reason}{OTHERS_UNAFFECTED}"
+            found = InPython.of(index, stage, layer, reason)
+            text = f"{found}; other layers are unaffected"
         _log.debug(text)
         self.pending.append(text)
-        self.python_layers[index, layer] = text
+        self.python_layers[index, layer] = found
 
     def add_unfused(self, titles: Sequence[str]) -> None:
         """Records, once, the layers whose attention with dropout runs without a fused kernel."""

@@ -15,14 +15,14 @@ from torch import Tensor
 from gpipe_fast import _extension, progress
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.devices import intra_op_threads
-from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_number, layer_title
+from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_number
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KnownPlans
-from gpipe_fast.runtime.module_warnings import OTHERS_UNAFFECTED, ModuleWarnings
+from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings
 from gpipe_fast.runtime.plan import (
     PlannedCall,
     StepOrder,
@@ -290,9 +290,8 @@ class Planner:
         if self.backend == "eager":
             return ["all layers run in Python: backend='eager'"] * number
         own: dict[int, str] = {} if failed_stage is None else {failed_stage: reason}
-        for (stage, _), warning in self.module_warnings.python_layers.items():
-            text = warning.removesuffix(OTHERS_UNAFFECTED)
-            own[stage] = f"{own[stage]}; {text}" if stage in own else text
+        for (stage, _), why in self.module_warnings.python_layers.items():
+            own[stage] = f"{own[stage]}; {why}" if stage in own else str(why)
         if not own:
             return [reason] * number
         own = {stage: text.removeprefix(f"stage {stage}, ") for stage, text in own.items()}
@@ -387,13 +386,16 @@ def _with_given(boundary: BoundarySpec, given: Sequence[Tensor]) -> BoundarySpec
     return boundary.with_skips([TensorSpec.of(x, False) for x in given]) if given else boundary
 
 
+def why_in_python(failure: CompilationFailure, stages: Sequence[Stage]) -> InPython:
+    """Returns why the stage or the layer that cannot be compiled runs in Python, where it may."""
+    index, found = failure.stage_index, failure.untraceable
+    return InPython.of(index, stages[index], found.layer, found.reason)
+
+
 def failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:
     """Returns the stage and the layer that cannot be compiled, and the reason."""
-    stage, untraceable = stages[failure.stage_index], failure.untraceable
-    where = f"stage {failure.stage_index}"
-    if untraceable.layer is not None:
-        where += f", {layer_title(stage.first_layer + untraceable.layer, stage.layers[untraceable.layer])}"
-    return f"{where} cannot be traced faithfully: {untraceable.reason}"
+    found = why_in_python(failure, stages)
+    return f"{found.where} cannot be traced faithfully: {found.reason}"
 
 
 def _outlook(left: int | None) -> str:

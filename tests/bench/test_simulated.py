@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from bench.micro.simulated import PREDICTED, RECORDED, Model, Setting, measure, predict, rows
-from gpipe_fast.recording.advice import Costs
+from gpipe_fast.reports.advice import Costs
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, fill_drain, one_f_one_b
 
 UNITS = {Kind.F: 1.0, Kind.R: 1.0, Kind.I: 1.0, Kind.W: 1.5, Kind.B: 2.5}

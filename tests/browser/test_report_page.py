@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.recording.blame import CAUSES
-from gpipe_fast.recording.page import report_page
+from gpipe_fast.reports.blame import CAUSES
+from gpipe_fast.reports.page import report_page
 from gpipe_fast.schedule import Kind, Simulation, simulate
 from tests.browser.drawn import is_too_wide, low_contrasts, texts, unnamed_controls
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import gpipe_fast
 from gpipe_fast.command import main
-from gpipe_fast.inspect import network
+from gpipe_fast.reports import network
 
 
 def _variables(port: int, size: int) -> dict[str, str]:

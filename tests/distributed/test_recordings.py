@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.compare.network import NoNetworkError, network
-from gpipe_fast.recording.timeline import sender_of
+from gpipe_fast.reports.timeline import sender_of
 from gpipe_fast.schedule import Action, Schedule, fill_drain, schedule_for
 from tests.distributed import recording_cases as cases
 from tests.distributed.launch import RankFailed, needs_gloo, run_ranks

@@ -26,8 +26,8 @@ from gpipe_fast.fuse import check, left_out
 from gpipe_fast.fuse import cubins as machine_code
 from gpipe_fast.fuse.cubin import generated_from, kernel_of
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
-from gpipe_fast.inspect.check_fused import FusedCheck, check_fused
 from gpipe_fast.lower.launch import KernelLaunch
+from gpipe_fast.reports.check import FusedCheck, check_fused
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.cubin_files import keep_cubins
 from tests.internals import pipeline_of
@@ -432,7 +432,7 @@ def the_self_test_reports_large_errors() -> None:
 def self_test() -> FusedCheck:
     torch.manual_seed(0)
     layers = nn.Sequential(*(Block() for _ in range(2)))
-    return check_fused(layers, torch.randn(ROWS, WIDTH), DEVICE)
+    return check_fused(GPipe, layers, torch.randn(ROWS, WIDTH), DEVICE)
 
 
 def run(name: str) -> None:

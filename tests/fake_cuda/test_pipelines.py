@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_fast import build_info
-from gpipe_fast.inspect.architectures import describe_code
+from gpipe_fast.reports.doctor import describe_code
 from gpipe_fast.schedule import SCHEDULES
 from tests.fake_cuda import process
 from tests.fake_cuda.build import can_build

@@ -29,8 +29,8 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
-from gpipe_fast.inspect import network
-from gpipe_fast.inspect.network import RankInfo
+from gpipe_fast.reports import network
+from gpipe_fast.reports.network import RankInfo
 from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered

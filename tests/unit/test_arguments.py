@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, doctor, keyed_rng
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, table
 from gpipe_fast.picture import draw
-from gpipe_fast.recording.recording import Recording
+from gpipe_fast.reports.recording import Recording
 from gpipe_fast.schedule import bubble
 from gpipe_fast.skip import skippable
 from tests.models import features, mlp

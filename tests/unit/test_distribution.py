@@ -44,7 +44,7 @@ DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md"}
 def needed_to_build() -> set[str]:
     """Returns the paths of all files that a build from source reads, as git knows them or would."""
     patterns = ("csrc/**/*", "kernels/**/*.py", "gpipe_fast/*", "gpipe_fast/**/*.py")
-    patterns += ("gpipe_fast/recording/page/*",)
+    patterns += ("gpipe_fast/reports/page/*",)
     found = {p for pattern in patterns for p in ROOT.glob(pattern) if p.is_file()}
     # gpipe_fast/kernels is a symbolic link to kernels/.
     names = {p.relative_to(ROOT).as_posix() for p in found if "kernels" not in p.relative_to(ROOT).parts[1:]}

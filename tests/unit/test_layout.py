@@ -19,9 +19,6 @@ NUMERICS = "tests/unit/kernels/numerics"
 
 # Modules that are tested through the test of another one, which imports them or their package.
 TESTED_BY = {
-    "gpipe_fast/explanation/explanation.py": "tests/unit/explanation/test_explain.py",
-    "gpipe_fast/explanation/programs.py": "tests/unit/explanation/test_explain.py",
-    "gpipe_fast/explanation/stages.py": "tests/unit/explanation/test_text.py",
     "gpipe_fast/fuse/accuracy.py": "tests/unit/fuse/test_check.py",
     "gpipe_fast/fuse/compile_helper.py": "tests/unit/fuse/test_cubins.py",
     "gpipe_fast/fuse/cubin.py": "tests/unit/fuse/test_cubins.py",
@@ -30,10 +27,9 @@ TESTED_BY = {
     "gpipe_fast/fuse/families/rotary.py": f"{NUMERICS}/test_fused_rotary.py",
     "gpipe_fast/fuse/families/stacks.py": f"{NUMERICS}/test_fused_stacks.py",
     "gpipe_fast/fuse/regions/kernel.py": "tests/unit/fuse/regions/test_source.py",
-    "gpipe_fast/inspect/check_fused.py": "tests/unit/inspect/test_check.py",
     "gpipe_fast/kernels/rotate_half.py": f"{NUMERICS}/test_stage_launchers.py",
     "gpipe_fast/kernels/stack.py": f"{NUMERICS}/test_stage_launchers.py",
-    "gpipe_fast/recording/events.py": "tests/unit/recording/test_recording.py",
+    "gpipe_fast/reports/events.py": "tests/unit/reports/test_recording.py",
     "gpipe_fast/runtime/python_layers.py": "tests/contracts/contract_1_same_bits/test_python_layers.py",
     "gpipe_fast/trace/joint_export.py": "tests/unit/trace/test_trace_wrong_value_pitfalls.py",
     "gpipe_fast/trace/layer_states.py": "tests/unit/runtime/test_state.py",
@@ -57,7 +53,7 @@ CPP_TESTED_BY = {
     "csrc/engine/actions": "tests/cpp/test_engine.cpp",
     "csrc/engine/cores": "tests/cpp/test_cores.cpp",
     "csrc/engine/engine": "tests/cpp/test_engine.cpp",
-    "csrc/engine/recorder": "tests/unit/recording/test_recording.py",
+    "csrc/engine/recorder": "tests/unit/reports/test_recording.py",
     "csrc/engine/slots": "tests/cpp/test_engine.cpp",
     "csrc/engine/waiter": "tests/cpp/test_engine.cpp",
     "csrc/pipeline/boundary": "tests/contracts/contract_1_same_bits/test_values.py",

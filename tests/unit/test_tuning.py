@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Advice, Trial, Tuning
-from gpipe_fast.recording.steps import Steps
+from gpipe_fast.reports.steps import Steps
 from tests.models import features
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")

@@ -27,8 +27,8 @@ from bench.models.unet import unet
 from bench.peers import relative_difference
 from gpipe_fast import GPipe, doctor, verify
 from gpipe_fast.fuse import left_out
-from gpipe_fast.inspect.check_fused import reason_to_skip
-from gpipe_fast.inspect.fused import replaced_by_graph
+from gpipe_fast.fuse.availability import why_unfused
+from gpipe_fast.reports.doctor import replaced_by_graph
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
 # The first two steps make plans; the third captures graphs.
@@ -196,7 +196,7 @@ class PipelineAndLoop:
 def fused_case(name: str, autocast: torch.dtype | None = None) -> Verdict:
     """Compares several steps with fused kernels with float64: the error may be twice the plain loop's."""
     torch.use_deterministic_algorithms(False)  # they turn fused kernels off
-    if reason := reason_to_skip(torch.device(DEVICE)):
+    if reason := why_unfused(torch.device(DEVICE)):
         return Verdict(True, f"skipped: {reason}")
     pair = PipelineAndLoop(name, autocast)
     exact, found, errors = copy.deepcopy(pair.plain).double(), list[str](), ""

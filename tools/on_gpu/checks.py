@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import measure
-from gpipe_fast.inspect.case_processes import ChildProcess, connect_to_parent, run_cases
+from gpipe_fast.reports.case_processes import ChildProcess, connect_to_parent, run_cases
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "60"))
 PHASES = ("models", "plans")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.recording.recording import Recording
+from gpipe_fast.reports.recording import Recording
 from gpipe_fast.schedule import fill_drain
 from tests.internals import native_call, pipeline_of
 from tests.reference import gradient_like

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_fast import switches
 from gpipe_fast.fuse import availability
-from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
+from gpipe_fast.fuse.availability import fusion_of, loader_of, why_unfused, with_user_launches
 from tests.stages import trace_joint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,6 +29,21 @@ def test_a_gpu_that_is_absent_is_fused_without_compiling() -> None:
     assert fusion_of(GPU, is_absent=True) is found
     with switches.disabled("fuse"):
         assert fusion_of(GPU, is_absent=True) is None
+
+
+def test_every_reason_is_a_clause(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_unfused(CPU) == "the stage is on the CPU, where PyTorch's operators run"
+    assert why_unfused(GPU, enabled=False) == "the model has fuse=False"
+    with switches.disabled("fuse"):
+        assert why_unfused(GPU) == "GPIPE_FAST_DISABLE contains 'fuse'"
+    assert why_unfused(GPU, is_absent=True) is None
+    monkeypatch.setattr(availability, "loader_of", lambda device: None)
+    assert str(why_unfused(GPU)).startswith("kernels need CUDA 12.8")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert why_unfused(GPU) == "only deterministic algorithms are allowed"
+    monkeypatch.setattr(availability, "has_triton", lambda: False)
+    assert why_unfused(GPU, is_absent=True) == "the package triton is not installed"
 
 
 @pytest.mark.parametrize(("capability", "is_fused"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.fuse import check, left_out
-from gpipe_fast.fuse.check import ReplacementCheck, error_ratio, has_passed, results_of
+from gpipe_fast.fuse.accuracy import error_ratio
+from gpipe_fast.fuse.check import ReplacementCheck, has_passed, results_of
 from gpipe_fast.fuse.launchers import launches_in, trace_launcher
 from gpipe_fast.kernels.launch import Config, launch
 from gpipe_fast.lower.launch import is_launch

@@ -1,6 +1,6 @@
 """The table simulation_vectors.json: random settings of `simulate`, and what it returns for them.
 
-The simulator of the pages, gpipe_fast/recording/page/simulation.js, is checked against the same table. After
+The simulator of the pages, gpipe_fast/reports/page/simulation.js, is checked against the same table. After
 a change of the rules, make the table anew: ``python -m tests.unit.schedule.simulation_vectors``.
 """
 

@@ -1,0 +1,261 @@
+"""A diagnostic report on the machine, and on how a model runs on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpipe_fast._extension import GraphReport, build_info
+from gpipe_fast.fuse import left_out
+from gpipe_fast.fuse.availability import why_unfused
+from gpipe_fast.layers.structure import layer_title
+from gpipe_fast.reports.reporting import Reporting
+from gpipe_fast.runtime.connections import describe_connections
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.torch_private.environment import cuda_driver_version
+
+if TYPE_CHECKING:
+    from gpipe_fast.fuse.fuse import Replaced
+    from gpipe_fast.gpipe import GPipe
+
+# A compute capability: 9.0 is (9, 0).
+Capability = tuple[int, int]
+
+
+def doctor(model: GPipe | None = None) -> str:
+    """Returns a report on the machine, and on how a model runs on it, as plain text for people to read.
+
+    The machine's part lists the versions of torch, CUDA and the driver, the GPU architectures of the
+    extension, the devices with their memory, and which GPUs have peer access. The model's part lists the
+    devices of its stages, the layers that run in Python with the reason, and the transport between stages;
+    after the first call also the sizes of boundary tensors, captured CUDA graphs, fused kernels,
+    and avoidable costs. The line on plans says how much memory they keep, and how many were evicted.
+
+    Args:
+        model: by default, the report has only the machine's part.
+
+    Raises:
+        TypeError: ``model`` is not a `GPipe`.
+    """
+    if model is not None and not isinstance(model, Reporting):
+        raise TypeError(
+            f"doctor reports on a GPipe, got {type(model).__name__}; wrap it, GPipe(nn.Sequential(...)), "
+            "or leave the argument out for a report on the machine"
+        )
+    return format_sections(sections(model))
+
+
+def sections(model: GPipe | None = None) -> list[tuple[str, list[str]]]:
+    """Returns the titles and lines of the report."""
+    found = [("versions", _versions()), ("devices", _devices())]
+    if model is not None:
+        found += [
+            ("stages", _stages(model)),
+            ("Python layers", _in_python(model)),
+            ("transport", _transport(model)),
+            ("plans", _plans(model)),
+            ("CUDA graphs", graph_lines(model)),
+        ]
+        fused, costs = fused_lines(model), model._planner.module_warnings.costs
+        found += [("fused kernels", fused)] if fused else []
+        found += [("avoidable costs", costs)] if costs else []
+    return found
+
+
+def format_sections(found: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Returns a report as text."""
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines or ["nothing"])]) for title, lines in found
+    )
+
+
+def graph_lines(model: GPipe) -> list[str]:
+    """Returns report lines on a model's captured CUDA graphs, one for each kind of call."""
+    if all(device.type == "cpu" for device in model.devices):
+        return []
+    if model._ranks is not None:
+        return ["nothing, because of the mesh"]
+    if not model.capture:
+        return ["nothing, because capture=False"]
+    reports = model._pipeline.graph_reports()
+    lines = [_graph_line(report) for report in reports]
+    if any(report.forward for report in reports):
+        lines.append(
+            f"all graphs share {sum(r.bytes for r in reports) / 2**20:.1f} MiB; a mini-batch that starts"
+            " before the backward of another one has ended runs uncaptured"
+        )
+    return lines or ["unknown until the first call"]
+
+
+def _graph_line(report: GraphReport) -> str:
+    ran = f"{report.replays} mini-batches replayed, {report.uncaptured} run uncaptured"
+    if report.obstacle:
+        return f"not captured: {report.obstacle}; {ran}"
+    if not report.forward:
+        why = f" {report.postponed}, and capture is tried again later;" if report.postponed else ""
+        return f"not yet captured;{why} {ran}"
+    what = "forward and backward" if report.backward else "forward"
+    memory_text = f"{report.bytes / 2**20:.1f} MiB in addition to earlier graphs"
+    return f"{what}: {report.num_nodes} nodes, {memory_text}; {ran}"
+
+
+def _versions() -> list[str]:
+    built = build_info()
+    cuda = "without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    archs = "without CUDA" if built["cuda"] == "none" else f"CUDA {built['cuda']}, GPUs {built['cuda_archs']}"
+    return [
+        f"torch {torch.__version__}, {cuda}{_driver()}",
+        f"extension built for torch {built['torch']}, {archs}, by compiler {built['compiler']}",
+    ]
+
+
+def _driver() -> str:
+    """Returns the newest CUDA version that the driver supports, as a suffix for the line on versions."""
+    if not torch.cuda.is_available():
+        return ", no GPU found"
+    version = cuda_driver_version()
+    return f", driver supports CUDA up to {version // 1000}.{version % 1000 // 10}" if version else ""
+
+
+def _devices() -> list[str]:
+    lines = [f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} intra-op threads"]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB, "
+            f"compute capability {found.major}.{found.minor}"
+        )
+        lines.append(f"cuda:{index}: {describe_code((found.major, found.minor), build_info()['cuda_archs'])}")
+    return lines + [_peer_access(a, b) for a, b in combinations(range(count), 2)]
+
+
+def _peer_access(one: int, other: int) -> str:
+    has_access = torch.cuda.can_device_access_peer(one, other), torch.cuda.can_device_access_peer(other, one)
+    if all(has_access):
+        return f"cuda:{one} and cuda:{other} have peer access to each other"
+    if not any(has_access):
+        return f"cuda:{one} and cuda:{other} have no peer access to each other"
+    first, second = (one, other) if has_access[0] else (other, one)
+    return f"cuda:{first} has peer access to cuda:{second}, but not the other way round"
+
+
+def _stages(model: GPipe) -> list[str]:
+    lines, layers = [], list(model.named_children())
+    begin = 0
+    for index, (size, device) in enumerate(zip(model.balance, model.devices, strict=True)):
+        names = ", ".join(layer_title(name, layer) for name, layer in layers[begin : begin + size])
+        lines.append(f"stage {index} ({device}): {names}")
+        begin += size
+    return lines
+
+
+def _in_python(model: GPipe) -> list[str]:
+    if model.backend == "eager":
+        return ["all, because backend='eager'"]
+    found = list(map(str, model._planner.module_warnings.python_layers.values()))
+    return found or (["none"] if model._planner.latest else ["unknown until the first call"])
+
+
+def _plans(model: GPipe) -> list[str]:
+    eviction = model._planner.eviction
+    plans, templates = (
+        f"{number / 2**20:.1f} MiB" for number in (eviction.num_bytes(), eviction.template_bytes())
+    )
+    limit = f"of at most {eviction.limit / 2**20:.1f} MiB"
+    lines = [f"{eviction.num_kept()} kept, with programs and graphs of about {plans} {limit}"]
+    lines += [f"{eviction.num_evicted} evicted since the model was made"] if eviction.num_evicted else []
+    return [*lines, f"templates for further sizes: about {templates} {limit}"]
+
+
+def _transport(model: GPipe) -> list[str]:
+    lines = describe_connections(model._connections, model._planner.latest)
+    if lines and model._planner.latest is None:
+        lines.append("the sizes of boundary tensors are unknown until the first call")
+    return lines
+
+
+def fused_lines(model: GPipe) -> list[str]:
+    """Returns report lines on the fused kernels of a model: for each graph, what they compute and save."""
+    if all(device.type == "cpu" for device in model.devices):
+        return []
+    reasons = {why_unfused(device, model.fuse) for device in model.devices if device.type != "cpu"}
+    if None not in reasons:
+        return [f"none, because {reason}" for reason in reasons]
+    lines = list(dict.fromkeys(_fused_line(*each) for each in replaced_by_graph(model)))
+    lines += [f"left out: {kernel}" for kernel in left_out.names()]
+    return lines or ["unknown until the first call"]
+
+
+def replaced_by_graph(model: GPipe) -> Iterator[tuple[Stage, str, Sequence[Replaced]]]:
+    """Yields each stage, each of its graphs, and what fused kernels replace in it."""
+    for compiled in model._planner.lowered():
+        for lowered in compiled.traced.lowered.values():
+            for graph, replaced in lowered.replaced.items():
+                yield compiled.stage, graph, replaced
+
+
+def _fused_line(stage: Stage, graph: str, replaced: Sequence[Replaced]) -> str:
+    counts = Counter(each.name for each in replaced)
+    kinds = "; ".join(f"{count} x {kind}" for kind, count in counts.items())
+    saved = sum(each.saved for each in replaced) / 2**20
+    last = stage.first_layer + len(stage.layers) - 1
+    where = f"layer {last}" if last == stage.first_layer else f"layers {stage.first_layer} to {last}"
+    return f"{where}, {graph}: {kinds or 'none'} ({saved:.1f} MiB less traffic)"
+
+
+def describe_code(gpu: Capability, archs: str) -> str:
+    """Returns a sentence on whether an extension has code for a GPU, and if not, what to do.
+
+    Machine code runs on GPUs of its major version with the same or a higher minor version. PTX, which the
+    driver compiles, runs on the same and all newer versions (CUDA C++ Programming Guide, Compute Capabilities
+    and PTX Compatibility). Code and PTX of ``9.0a`` run on 9.0 only, those of ``10.0f`` on its major version.
+
+    Args:
+        gpu: the compute capability of the GPU.
+        archs: the architectures for which the extension was built, as in TORCH_CUDA_ARCH_LIST, such as
+            ``8.0;9.0+PTX``; or ``none`` for a build without CUDA.
+    """
+    version = _version(gpu)
+    if archs == "none":
+        setting = _arch_list_setting(gpu)
+        return f"the extension was built without CUDA; rebuild it with a CUDA toolkit for {setting}"
+    machine_code: list[Capability] = []
+    ptx: list[Capability] = []
+    for arch in re.split(r"[;\s]+", archs.strip()):
+        parsed = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+        if parsed is None:
+            return (
+                f"unknown whether the extension has code for it: it was built for {archs}, and "
+                f"{arch!r} is not a version"
+            )
+        built = int(parsed[1]), int(parsed[2])
+        if parsed[3] == "a" and built != gpu:
+            continue
+        if built[0] == gpu[0] and built[1] <= gpu[1]:
+            machine_code.append(built)
+        if parsed[4] and not parsed[3] and built <= gpu:
+            ptx.append(built)
+    if machine_code:
+        return f"the extension has code for it, built for {_version(max(machine_code))}"
+    if ptx:
+        return (
+            f"the extension has PTX for it, of {_version(max(ptx))}, which the driver compiles when "
+            f"it is loaded; rebuild with {_arch_list_setting(gpu)} to avoid that"
+        )
+    setting = _arch_list_setting(gpu)
+    return f"the extension has no code for {version}, only for {archs}; rebuild it with {setting}"
+
+
+def _version(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _arch_list_setting(gpu: Capability) -> str:
+    return f"TORCH_CUDA_ARCH_LIST={_version(gpu)}"

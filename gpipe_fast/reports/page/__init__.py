@@ -1,0 +1,110 @@
+"""HTML pages with a timeline: a pipeline to play with, and the report of a recorded step.
+
+Both pages are single files that load nothing, and share ``drawing.js``. The first is ``docs/pipeline.html``,
+which simulates steps in the browser by ``simulation.js``; after a change of its parts, make it anew::
+
+    python -m gpipe_fast.reports.page docs/pipeline.html
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpipe_fast.reports.timeline import Span, Timeline
+
+_FOLDER = Path(__file__).parent
+
+
+def pipeline_page() -> str:
+    """Returns the page on which one can touch a simulated pipeline."""
+    return _filled("pipeline.html")
+
+
+def report_page(data: Mapping[str, Any], title: str) -> str:
+    """Returns a page with the timeline and the tables of a recorded step.
+
+    Args:
+        data: the step, as lists, dicts, strings and numbers. A list may be empty::
+
+            {"headline": str,                # a sentence below the title
+             "unit": "s",                    # of all times; "s" is shown as s, ms or µs
+             "begin": float, "end": float,   # the limits of the time axis
+             "stages": [                     # a row each
+                {"name": "stage 0",
+                 "note": str,                # optional, shown below the name
+                 "actions": [{"name": "0F0", "kind": "F", "microbatch": 0, "begin": float, "end": float,
+                              "critical": bool}],
+                 "waits": [{"name": "0RECV_B1", "begin": float, "end": float}],  # the awaited action
+                 "idle": [{"begin": float, "end": float, "cause": str}],  # one of `recording.blame.CAUSES`
+                 "memory": [[time, bytes]]}],  # each value holds from its time on
+             "arrows": [{"from": [stage, time], "to": [stage, time], "critical": bool}],
+             "between": [[begin, end]],      # where the caller computes the loss; idle time leaves it out
+             "tables": [{"caption": str, "headers": [str], "rows": [[str or number]],
+                         "code": [1]}],      # optional: the columns that contain code to copy
+             "critical_path": ["0F0"]}
+
+            The actions of a stage must not overlap. Times need not be sorted.
+        title: the title of the page.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return _filled("report.html", title=html.escape(title), data=text)
+
+
+def data(found: Timeline) -> dict[str, Any]:
+    """Returns the part of `report_page`'s data that is drawn."""
+
+    def times(span: Span) -> dict[str, float]:
+        return {"begin": span.begin, "end": span.end}
+
+    return {
+        "unit": "s",
+        "begin": 0.0,
+        "end": found.seconds,
+        "stages": [
+            {
+                "name": row.title,
+                "note": f"stages {', '.join(map(str, row.stages))}" if len(row.stages) > 1 else "",
+                "actions": [
+                    {
+                        "name": str(action),
+                        "kind": action.kind.value,
+                        "microbatch": action.microbatch,
+                        "critical": action in found.critical,
+                    }
+                    | times(span)
+                    for action, span in row.blocks
+                ],
+                "waits": [{"name": str(action)} | times(span) for action, span in row.waits],
+                "idle": [{"cause": cause} | times(span) for cause, span in row.idle],
+                "memory": [list(point) for point in row.memory],
+            }
+            for row in found.rows
+        ],
+        "arrows": [
+            {
+                "from": [arrow.sender, arrow.begin],
+                "to": [arrow.receiver, arrow.end],
+                "critical": arrow.is_critical,
+            }
+            for arrow in found.arrows
+        ],
+        "between": [list(span) for span in found.between],
+    }
+
+
+def _filled(template: str, **values: str) -> str:
+    """Replaces ``{{name}}`` in a template by a value, or by the file of that name."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        return values[name] if name in values else (_FOLDER / name).read_text(encoding="utf-8")
+
+    return re.sub(r"\{\{([\w.]+)\}\}", value, (_FOLDER / template).read_text(encoding="utf-8"))

@@ -1,0 +1,322 @@
+"""Recorded steps of a pipeline: with its settings, and with others that might be faster."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_fast import progress
+from gpipe_fast.devices import available_processors
+from gpipe_fast.layers.structure import flatten
+from gpipe_fast.reports.advice import (
+    LEAST_GAIN,
+    Costs,
+    Measurements,
+    as_code,
+    improvements,
+    phases_for,
+)
+from gpipe_fast.reports.recording import Recording
+from gpipe_fast.reports.report import Report, with_growth
+from gpipe_fast.reports.tables import Printed, Table, ms, plain
+from gpipe_fast.schedule import Schedule
+from gpipe_fast.user_warning import no_warnings_of_idle_stages
+
+# The number of steps that are recorded for each setting, after one that is not.
+_NUM_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings that `tune` tried.
+
+    Attributes:
+        settings: the values of attributes of the model that differ from the present ones.
+        predicted: the predicted seconds of a step; None for the present settings.
+        measured: the measured seconds of a step; None if the step failed.
+        failure: the error of a step that failed; else empty.
+    """
+
+    settings: Mapping[str, Any]
+    predicted: float | None
+    measured: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Tuning(Printed):
+    """What `tune` found. ``print`` shows a table of the trials, and the fastest settings as code.
+
+    Attributes:
+        trials: the trials, in the order in which they ran; the first has the present settings.
+        settings: the fastest settings that differ from the present ones; empty if none is faster.
+        before: the seconds of a step with the present settings, measured once more at the end.
+        after: the seconds of a step with the fastest settings, measured next to it.
+        is_complete: whether all advice was tried before the time was over.
+    """
+
+    trials: tuple[Trial, ...]
+    settings: Mapping[str, Any]
+    before: float
+    after: float
+    is_complete: bool
+
+    @property
+    def code(self) -> str:
+        """The fastest settings as a line of Python; empty if the present ones are the fastest."""
+        return as_code(self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
+        found: dict[str, Any] = plain(self)
+        return found | {"code": self.code}
+
+    def _headline(self) -> str:
+        rest = "" if self.is_complete else " There was no time to try all advice."
+        if not self.settings:
+            return f"Nothing that was tried is faster than {ms(self.before)} ms.{rest}"
+        gain = 1 - self.after / self.before
+        return f"{ms(self.before)} ms before, {ms(self.after)} ms after, {gain:.1%} less.{rest}"
+
+    def _parts(self) -> list[str | Table]:
+        rows = [
+            [
+                as_code(trial.settings) or "the present settings",
+                "" if trial.predicted is None else ms(trial.predicted),
+                trial.failure if trial.measured is None else ms(trial.measured),
+            ]
+            for trial in self.trials
+        ]
+        table = Table("", ["settings", "predicted ms", "measured ms"], rows)
+        return [table, self._headline(), *([self.code] if self.code else [])]
+
+
+class Steps:
+    """Steps of a pipeline on one mini-batch, which are recorded under its settings and under others.
+
+    Args:
+        model: the pipeline, whose settings are attributes.
+        run: runs one step.
+        recording: records what runs in a block.
+        batch_size: the number of samples of the mini-batch.
+        is_one_call: whether forward and backward are one call, in the order of ``model.schedule``.
+        measured: what is measured for advice besides steps.
+        loss: the loss, if it is a module.
+        python_stages: returns the stages with layers that run in Python.
+        shares_processors: whether all stages share the processors of this process.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        run: Callable[[], None],
+        recording: Callable[[], AbstractContextManager[Recording]],
+        batch_size: int,
+        is_one_call: bool,
+        measured: Callable[[int], Measurements] = lambda _: Measurements(),
+        loss: nn.Module | None = None,
+        python_stages: Callable[[], Collection[int]] = tuple,
+        shares_processors: bool = True,
+    ) -> None:
+        self._model, self._run, self._recording = model, run, recording
+        self._batch_size, self._is_one_call, self._measured = batch_size, is_one_call, measured
+        self._python_stages, self._shares_processors = python_stages, shares_processors
+        self._modules = (model,) if loss is None else (model, loss)
+
+    def report(self, check: bool) -> Report:
+        """Returns the report of the median step, with advice.
+
+        Args:
+            check: whether to measure the first piece of advice, too.
+        """
+        with unchanged(*self._modules), progress.working("recording steps"):
+            return self._report(check)
+
+    def tune(self, seconds: float, show: bool | None) -> Tuning:
+        """Tries advice, the best first, and the advice for what was tried, until the time is over.
+
+        Args:
+            seconds: the time, which the last trial may exceed.
+            show: whether to show a progress bar at once.
+        """
+        end = time.monotonic() + seconds
+        trials: list[Trial] = []
+        waiting: dict[str, tuple[float | None, dict[str, Any]]] = {"": (None, {})}  # by code
+        with unchanged(*self._modules), progress.working("trying settings", show=show) as work:
+            while waiting and (not trials or time.monotonic() < end):
+                code = min(waiting, key=lambda code: waiting[code][0] or 0.0)
+                predicted, settings = waiting.pop(code)
+                trial, report = self._try(settings, predicted)
+                trials.append(trial)
+                if report is not None:
+                    tried = {as_code(each.settings) for each in trials}
+                    for advice in report.advice:
+                        both = settings | advice.settings
+                        if advice.settings and as_code(both) not in tried:
+                            waiting[as_code(both)] = advice.predicted, both
+                best = min(each.measured for each in trials if each.measured is not None)
+                limit = (1 - LEAST_GAIN) * best
+                waiting = {key: value for key, value in waiting.items() if (value[0] or 0.0) < limit}
+                work.count(int(max(0.0, seconds - (end - time.monotonic()))), int(seconds))
+            fastest = min(trials, key=lambda each: float("inf") if each.measured is None else each.measured)
+            settings = dict(fastest.settings)
+            before, after = self._compare(settings)
+        if after > (1 - LEAST_GAIN) * before:
+            settings, after = {}, before
+        return Tuning(tuple(trials), settings, before, after, not waiting)
+
+    def _try(self, settings: dict[str, Any], predicted: float | None) -> tuple[Trial, Report | None]:
+        if not settings:  # an error here is the user's
+            report = self._report(check=False)
+            return Trial(settings, predicted, report.step), report
+        try:
+            with self._changed(settings):
+                report = self._report(check=False)
+            return Trial(settings, predicted, report.step), report
+        except Exception as error:  # a layer refuses the size, or memory does not suffice
+            first = str(error).strip().partition("\n")[0]
+            return Trial(settings, predicted, None, f"{type(error).__name__}: {first}"), None
+
+    def _compare(self, settings: Mapping[str, Any]) -> tuple[float, float]:
+        """Returns the seconds of a step with the present settings and with others, measured in turn."""
+        if not settings:
+            seconds = self._measure()[0].step
+            return seconds, seconds
+        times: tuple[list[float], list[float]] = [], []
+        for _ in range(2):
+            for own, changes in zip(times, ({}, settings), strict=True):
+                with self._changed(changes):
+                    own.append(self._measure()[0].step)
+        return min(times[0]), min(times[1])
+
+    def _report(self, check: bool) -> Report:
+        report, costs = self._measure()
+        model = self._model
+        measured = self._measured(costs.num_microbatches)._replace(
+            chunks=lambda: self._measure_chunks(costs),
+            threads=lambda: self._measure_threads(costs.num_stages),
+        )
+        found = improvements(
+            report.step,
+            costs,
+            batch_size=self._batch_size,
+            schedule=model.schedule if self._is_one_call else None,
+            checkpoint=model.checkpoint,
+            measured=measured,
+        )
+        while check and found and found[0].settings and found[0].measured is None:
+            try:
+                with self._changed(found[0].settings):
+                    found[0] = replace(found[0], measured=self._measure()[0].step)
+            except Exception:  # a layer refuses micro-batches of this size
+                del found[0]
+        if isinstance(model.schedule, str) and costs.has_backward:
+            name = model.schedule if self._is_one_call else "gpipe"
+
+            def schedule(number: int) -> Schedule:
+                return phases_for(name, costs, number, model.checkpoint, is_step=True)[0]
+
+            report = with_growth(report, self._batch_size, model.checkpoint, schedule)
+        return replace(report, advice=tuple(found))
+
+    def _measure(self) -> tuple[Report, Costs]:
+        """Returns the report of the median step, and its durations."""
+        self._run()
+        found = []
+        for _ in range(_NUM_STEPS):
+            with self._recording() as recording:
+                self._run()
+            found.append(recording)
+        middle = sorted(found, key=Recording.span)[_NUM_STEPS // 2]
+        return middle.report(), Costs.of(
+            middle.phases(), [each.latest for each in found], self._python_stages()
+        )
+
+    def _measure_chunks(self, costs: Costs) -> Costs | None:
+        """Returns the durations with another number of micro-batches; None if there is no other."""
+        number = costs.num_microbatches
+        for other in (2 * number, number // 2):
+            if 1 <= other <= self._batch_size and other != number:
+                # A layer may refuse such micro-batches, as batch norm refuses single samples.
+                with contextlib.suppress(Exception), self._changed({"chunks": other}):
+                    return self._measure()[1]
+        return None
+
+    def _measure_threads(self, num_stages: int) -> tuple[int, Costs] | None:
+        """Returns the number of threads with which stages share the processors, and the durations with it."""
+        if not self._shares_processors or any(device.type != "cpu" for device in self._model.devices):
+            return None
+        number = max(1, available_processors() // num_stages)
+        if number == (self._model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)):
+            return None
+        with self._changed({"threads_per_stage": number}):
+            return number, self._measure()[1]
+
+    @contextlib.contextmanager
+    def _changed(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Changes settings for a block."""
+        before = {name: getattr(self._model, name) for name in settings}
+        try:
+            for name, value in settings.items():
+                setattr(self._model, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self._model, name, value)
+
+
+@contextlib.contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """Restores gradients, buffers and random generators after the block; it warns of no idle stages.
+
+    Args:
+        modules: the model, and others that take part in its steps, such as a loss.
+
+    Raises:
+        RuntimeError: a parameter has a hook that would update it.
+    """
+    named = [(name, p) for module in modules for name, p in module.named_parameters()]
+    for name, parameter in named:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(
+                f"the parameter {name!r} has a post-accumulate-grad hook, which a recorded step would run, "
+                "and which may update it; remove the hook for the report"
+            )
+    parameters = [parameter for _, parameter in named]
+    found = (b for module in modules for b in module.buffers())
+    buffers = [b for b in found if not b.is_meta and not nn.parameter.is_lazy(b)]
+    gradients, values = [p.grad for p in parameters], [b.clone() for b in buffers]
+    for parameter in parameters:
+        parameter.grad = None
+    numpy = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
+    try:
+        with torch.random.fork_rng(devices), no_warnings_of_idle_stages():
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def backward_of_sum(output: Any) -> None:
+    """Runs the backward of the sum of outputs, if they require a gradient."""
+    needed = [x for x in flatten(output)[0] if x.requires_grad]
+    if needed:
+        torch.autograd.backward(needed, [torch.ones_like(x) for x in needed])

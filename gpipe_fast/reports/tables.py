@@ -1,0 +1,73 @@
+"""Tables, and reports made of lines and tables: as text, as HTML for a notebook, and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+
+class Table(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        caption: a line above it; may be empty.
+        headers: the headers.
+        rows: the cells of each row.
+        texts: the headers of columns with text, which are aligned left as the first one; others right.
+    """
+
+    caption: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Collection[str] = ()
+
+    def text(self) -> str:
+        """Returns the table for a terminal."""
+        first = self.headers[0]
+        aligned = ["left" if h == first or h in self.texts else "right" for h in self.headers]
+        table = tabulate(self.rows, self.headers, "simple", colalign=aligned, disable_numparse=True)
+        return f"{self.caption}\n{table}" if self.caption else str(table)
+
+    def html(self) -> str:
+        """Returns the table for a notebook."""
+        caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
+        return caption + str(tabulate(self.rows, self.headers, "html", disable_numparse=True))
+
+
+class Printed:
+    """Base of reports, which ``print`` shows as text and notebooks as HTML."""
+
+    def _parts(self) -> Iterable[str | Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join(part if isinstance(part, str) else part.text() for part in self._parts())
+
+    def _repr_html_(self) -> str:
+        parts = self._parts()
+        return "\n".join(f"<p>{html.escape(p)}</p>" if isinstance(p, str) else p.html() for p in parts)
+
+
+def plain(value: Any) -> Any:
+    """Returns a report as dicts, lists, strings and numbers, which ``json.dumps`` accepts."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def ms(seconds: float) -> str:
+    """Returns a time in milliseconds, for a table."""
+    return f"{seconds * 1e3:.3f}"
+
+
+def mib(size: int) -> str:
+    """Returns a number of bytes in MiB, for a table."""
+    return f"{size / 2**20:.2f}"

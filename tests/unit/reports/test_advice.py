@@ -1,0 +1,220 @@
+"""Advice for steps whose durations are known, and `GPipe.report`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from gpipe_fast.recording import Event
+from gpipe_fast.reports.advice import (
+    Advice,
+    Costs,
+    LayerCosts,
+    Measurements,
+    best_balance,
+    improvements,
+)
+from gpipe_fast.schedule import Action, Kind, fill_drain, simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
+
+
+class Step:
+    """A step whose action of a stage takes a constant and a part for each sample; a backward twice as long.
+
+    Attributes:
+        fixed: the constant of each stage.
+        each: the part for each sample, of each stage.
+    """
+
+    def __init__(
+        self, batch: int, fixed: list[float], each: list[float], schedule: str, checkpoint: str
+    ) -> None:
+        self.batch, self.fixed, self.each = batch, fixed, each
+        self.schedule, self.checkpoint = schedule, checkpoint
+
+    def options(self, chunks: int) -> dict[str, Any]:
+        forward = [a + b * (self.batch / chunks) for a, b in zip(self.fixed, self.each, strict=True)]
+        return {"forward": forward, "backward": [2 * x for x in forward], "checkpoint": self.checkpoint}
+
+    def time(self, chunks: int, **changes: Any) -> float:
+        options = self.options(chunks) | changes
+        schedule = options.pop("schedule", self.schedule)
+        return simulate(schedule, len(self.fixed), chunks, **options).time
+
+    def costs(self, chunks: int) -> Costs:
+        found = simulate(self.schedule, len(self.fixed), chunks, **self.options(chunks))
+        seconds = {action: end - found.begins[action] for action, end in found.ends.items()}
+        return Costs([found.schedule], seconds)
+
+    def advice(self, chunks: int, **measured: Any) -> list[Advice]:
+        other = 2 * chunks if 2 * chunks <= self.batch else chunks // 2
+        measured["chunks"] = lambda: self.costs(other)
+        return improvements(
+            self.time(chunks),
+            self.costs(chunks),
+            batch_size=self.batch,
+            schedule=self.schedule,
+            checkpoint=self.checkpoint,
+            measured=Measurements(**measured),
+        )
+
+
+def test_too_few_micro_batches() -> None:
+    step = Step(32, [0.1] * 4, [0.1] * 4, "1f1b", "never")
+    best = min((1, 2, 4, 8, 16, 32), key=step.time)
+    assert best > 2
+    first = step.advice(2)[0]
+    assert (first.what, first.settings) == ("more micro-batches", {"chunks": best})
+    assert first.code == f"model.chunks = {best}"
+    assert first.predicted == pytest.approx(step.time(best))
+
+
+def test_too_many_micro_batches() -> None:
+    step = Step(32, [1.0] * 2, [0.01] * 2, "gpipe", "never")
+    first = step.advice(32)[0]
+    assert first.settings == {"chunks": 1}
+    assert "more memory" in first.what
+    assert first.predicted == pytest.approx(step.time(1))
+
+
+def test_needless_recompute() -> None:
+    step = Step(8, [0.0] * 3, [1.0] * 3, "gpipe", "always")
+    found = {advice.code: advice for advice in step.advice(8)}
+    advice = found['model.checkpoint = "never"'.replace('"', "'")]
+    assert advice.predicted == pytest.approx(step.time(8, checkpoint="never"))
+
+
+def test_a_slow_stage() -> None:
+    """Four of six equal layers are in the last of three stages."""
+    step = Step(8, [0.0] * 3, [1.0, 1.0, 4.0], "gpipe", "never")
+    layers = LayerCosts([3.0] * 6, [1] * 6)
+    first = step.advice(8, layers=lambda: (layers, [1, 1, 4]))[0]
+    assert first.what == "another balance"
+    assert first.settings == {"balance": [2, 2, 2]}
+    even = Step(8, [0.0] * 3, [2.0] * 3, "gpipe", "never")
+    assert first.predicted == pytest.approx(even.time(8))
+
+
+def test_a_slow_link() -> None:
+    """Twelve equal layers; behind the third, four times as much crosses as behind the others."""
+    layers = LayerCosts([1.0] * 12, [100, 100, 400, *[100] * 9])
+
+    def costs(balance: list[int]) -> Costs:
+        sizes = layers.crossing(balance)
+        found = simulate(
+            "gpipe",
+            2,
+            8,
+            forward=[n / 3 for n in balance],
+            backward=[2 * n / 3 for n in balance],
+            checkpoint="never",
+        )
+        seconds = {a: end - found.begins[a] for a, end in found.ends.items()}
+        seconds |= {a: sizes[0] / 50 for a in seconds if a.kind in (Kind.SEND_F, Kind.SEND_B)}
+        return Costs([found.schedule], seconds)
+
+    present = costs([3, 9])
+    advice = improvements(
+        present.time(),
+        present,
+        batch_size=8,
+        schedule="gpipe",
+        checkpoint="never",
+        measured=Measurements(layers=lambda: (layers, [3, 9])),
+    )[0]
+    assert advice.what == "another balance, where less crosses between stages"
+    assert advice.settings["balance"][0] > 3
+    assert advice.predicted == pytest.approx(costs(advice.settings["balance"]).time(), rel=0.01)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_best_balance_of_random_layers(num_stages: int) -> None:
+    """No balance is faster than the one found by more than 3%, over all of them."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        layers = LayerCosts([rng.uniform(1, 5) for _ in range(9)], [rng.choice([1, 3]) for _ in range(9)])
+        present = [9 - num_stages + 1, *[1] * (num_stages - 1)]
+        sizes = layers.times(present)
+        found = simulate("1f1b", num_stages, 8, forward=sizes, checkpoint="never")
+        costs = Costs([found.schedule], {a: end - found.begins[a] for a, end in found.ends.items()})
+        cuts = itertools.combinations(range(1, 9), num_stages - 1)
+        balances = [[b - a for a, b in itertools.pairwise((0, *cut, 9))] for cut in cuts]
+        best = min(costs.with_balance(layers, present, balance) for balance in balances)
+        assert best_balance(costs, layers, present)[1] <= 1.03 * best
+
+
+def test_too_many_threads() -> None:
+    step, other = (Step(8, [0.0] * 2, [each] * 2, "zb-h1", "never") for each in (2.0, 1.0))
+    first = step.advice(8, threads=lambda: (1, other.costs(8)))[0]
+    assert (first.what, first.code) == ("another number of intra-op threads", "model.threads_per_stage = 1")
+    assert first.predicted == pytest.approx(other.time(8))
+
+
+def test_a_layer_in_python() -> None:
+    """Half of the second stage's forward is spent in the interpreter, and of its recompute."""
+    step = Step(8, [0.0] * 2, [1.0, 2.0], "1f1b", "always")
+    without = simulate("1f1b", 2, 8, forward=1.0, backward=[2.0, 4.0], checkpoint="always").time
+    advice = step.advice(8, python=lambda: ({1: 1.0}, "layer 3 (Norm)"))
+    (found,) = (each for each in advice if not each.settings)
+    assert (found.what, found.code) == ("layer 3 (Norm): let C++ run what runs in Python", "")
+    assert found.predicted == pytest.approx(without)
+
+
+@pytest.mark.parametrize("present", ["gpipe", "1f1b"])
+def test_another_schedule(present: str) -> None:
+    step = Step(8, [0.0] * 4, [1.0] * 4, present, "never")
+    advice = next(advice for advice in step.advice(8) if "schedule" in advice.settings)
+    assert advice.settings == {"schedule": "zb-h1"}
+    assert advice.predicted == pytest.approx(step.time(8, schedule="zb-h1"))
+
+
+def test_a_good_step_gets_no_advice() -> None:
+    step = Step(64, [0.002] * 2, [1.0] * 2, "zb-h1", "never")
+    assert step.advice(64) == []
+
+
+def test_forward_and_backward_in_two_calls() -> None:
+    """No schedule is advised, and the number of micro-batches is predicted from both runs."""
+    step = Step(16, [0.1] * 2, [0.1] * 2, "gpipe", "never")
+
+    def costs(chunks: int) -> Costs:
+        seconds = step.costs(chunks).seconds
+        whole = fill_drain(2, chunks, recomputed=())
+        return Costs([whole.forward_part(), whole.backward_part()], seconds)
+
+    found = improvements(
+        costs(1).time(),
+        costs(1),
+        batch_size=16,
+        schedule=None,
+        checkpoint="never",
+        measured=Measurements(chunks=lambda: costs(2)),
+    )
+    best = min((1, 2, 4, 8, 16), key=lambda chunks: costs(chunks).time())
+    assert [advice.settings for advice in found] == [{"chunks": best}]
+    assert found[0].predicted == pytest.approx(costs(best).time())
+
+
+def test_medians_of_steps() -> None:
+    action = Action(0, Kind.F, 0)
+    costs = Costs.of(
+        [fill_drain(1, 1, backward=False)],
+        [{action: Event(action, False, 0.0, s, transit=s)} for s in (5.0, 1.0, 2.0)],
+    )
+    assert costs.time() == 2
+    assert costs.transit == {action: 2}
+    assert not costs.has_backward
+
+
+def test_recomputes_within_backwards() -> None:
+    """Without recompute, a backward takes 2 instead of 3; the R is there, but takes no time."""
+    found = simulate("1f1b", 2, 4, forward=1.0, backward=3.0, weights=0.0, recompute=0.0, checkpoint="always")
+    seconds = {a: end - found.begins[a] for a, end in found.ends.items()}
+    costs = Costs([found.schedule], seconds, python_stages={0, 1})
+    assert Costs([found.schedule], seconds).without_recompute() == pytest.approx(found.time)
+    without = simulate("1f1b", 2, 4, forward=1.0, backward=2.0, weights=0.0, checkpoint="never")
+    assert costs.without_recompute() == pytest.approx(without.time)

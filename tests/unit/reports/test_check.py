@@ -1,0 +1,202 @@
+"""`doctor --check` on cheap models: equal, differing and failing cases, and an exceeded time limit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipe_fast
+from gpipe_fast import GPipe
+from gpipe_fast.doctor.__main__ import main
+from gpipe_fast.reports import check as checks
+from gpipe_fast.reports.check import Checkup, FusedCheck, check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ["always", "except_last", "never"]
+
+
+def small() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(8, 4)
+
+
+def broken() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), torch.ones(8, 4)
+
+
+class InThisProcess:
+    """Runs the cases of a child process in this process, where models can be replaced."""
+
+    def __init__(self, stages: Sequence[str], names: Sequence[str]) -> None:
+        self._messages = checks.run_here(GPipe, stages, names)
+
+    def next(self, seconds: float) -> Sequence[Any] | None:
+        return next(self._messages, None)
+
+    def stop(self) -> str:
+        return "FAILED: stopped"
+
+
+@contextmanager
+def checked_models(**makers: object) -> Iterator[None]:
+    with (
+        mock.patch.object(checks, "MODELS", makers),
+        mock.patch.object(checks, "_start", InThisProcess),
+        mock.patch.dict(os.environ),
+        warnings.catch_warnings(),
+    ):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def results(checkup: Checkup) -> list[tuple[str, str, str, str]]:
+    return [(case.model, case.transport, case.checkpoint, case.result) for case in checkup.cases]
+
+
+def test_a_passing_check_reports_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    with checked_models(small=small):
+        assert main(["--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "versions"
+    assert [line.split() for line in lines if line.startswith("small")] == [
+        ["small", "hand-over", mode, "equal,", "4", "tensors"] for mode in MODES
+    ]
+    assert lines[-2] == "fused kernels: skipped: the stage is on the CPU, where PyTorch's operators run"
+    assert lines[-1].startswith("all 3 cases equal the plain loop bit for bit (")
+
+
+def test_every_built_in_model_passes_the_check() -> None:
+    with mock.patch.object(checks, "CHECKPOINT_MODES", ["except_last"]):
+        checkup = check()
+    assert checkup, checkup
+    assert "GPT                       hand-over    except_last    equal, 29 tensors\n" in str(checkup)
+    assert checkup.stages == ("cpu", "cpu")
+    assert [case.model for case in checkup.cases] == list(checks.MODELS)
+
+
+def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    forward = GPipe.forward
+    with (
+        checked_models(broken=broken, small=small),
+        mock.patch.object(GPipe, "forward", lambda self, x: forward(self, x) * 1.5),
+    ):
+        assert main(["--check", "--devices", "cpu", "cpu"]) == 1
+    report = capsys.readouterr().out
+    assert report.count("FAILED: ") == 3
+    assert report.count("4 of 4 tensors DIFFER, ") == 3
+    assert report.splitlines()[-1].startswith("6 of 6 cases differ from the plain loop or failed (")
+
+
+def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = FusedCheck(False, "WRONG, or not compiled or loaded: cross_entropy._whole_rows")
+    with checked_models(small=small), mock.patch.object(checks, "check_fused", return_value=wrong):
+        assert main(["--check"]) == 1
+    *_, line, headline = capsys.readouterr().out.splitlines()
+    assert line == "fused kernels: WRONG, or not compiled or loaded: cross_entropy._whole_rows"
+    assert headline.startswith(
+        "all 3 cases equal the plain loop bit for bit; the self-test of fused kernels failed ("
+    )
+
+
+def test_cases_beyond_the_time_limit_are_left_out() -> None:
+    with checked_models(small=small), mock.patch.object(checks, "TIME_LIMIT_SECONDS", -1.0):
+        checkup = check()
+    assert checkup.left_out == tuple(f"small, auto, {m}: the time limit of -1 s was reached" for m in MODES)
+    assert ", 3 skipped (" in checkup.headline
+    assert "skipped: small, auto, always: the time limit of -1 s was reached" in str(checkup)
+
+
+# Runs at the start of every Python process: in those of the check, one model aborts.
+ABORTING_MODEL = """
+import sys
+if "--here" in sys.orig_argv:
+    import os
+    from gpipe_fast.reports import check
+    check.MODELS["GPT"] = os.abort
+"""
+
+
+def test_a_case_that_aborts_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ABORTING_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = "GPT", "MLP with dropout"
+    monkeypatch.setattr(checks, "MODELS", {name: checks.MODELS[name] for name in names})
+    monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
+    assert main(["--check", "--devices", "cpu", "cpu"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "versions"
+    rows = {line[:24].strip(): line[54:] for line in lines if "hand-over" in line}
+    assert list(rows) == list(checks.MODELS)
+    assert rows.pop("GPT") == "FAILED: its process exited with -6"
+    assert all(result.startswith("equal, ") for result in rows.values())
+    assert lines[-1].startswith("1 of 2 cases differ from the plain loop or failed (")
+
+
+def test_the_report_grows_with_every_case() -> None:
+    """A hang is simulated: what comes before it has been shown."""
+    parts: list[str] = []
+
+    class Hangs(InThisProcess):
+        def next(self, seconds: float) -> Sequence[Any] | None:
+            message = super().next(seconds)
+            shown.append(len(parts))
+            return None if message == ["begin", "small, auto, never"] else message
+
+    shown: list[int] = []
+    with checked_models(small=small), mock.patch.object(checks, "_start", Hangs):
+        checkup = check(show=parts.append)
+    assert shown[:6] == [1, 1, 2, 2, 3, 3]  # the machine first, then a row after the end of each case
+    assert [case.result for case in checkup.cases] == ["equal, 4 tensors"] * 2 + ["FAILED: stopped"]
+    assert "\n".join(parts) == str(checkup)
+
+
+def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates two GPUs. The cases run with deterministic settings, in another process."""
+    seen: list[tuple[str, bool, str | None]] = []
+
+    def compare(cls: Any, make: Any, devices: Any, transport: str, checkpoint: str) -> tuple[bool, str]:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        seen.append((transport, enabled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return True, "equal"
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(checks, "_compare", compare)
+    monkeypatch.setattr(checks, "check_fused", lambda *_, device: FusedCheck(True, f"on {device}"))
+    monkeypatch.setattr(
+        checks._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
+    )
+    monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
+    for peer_access, transports in ((True, ["auto", "peer", "pinned"]), (False, ["auto", "pinned"])):
+        monkeypatch.setattr(
+            torch.cuda, "can_device_access_peer", lambda one, other, peer_access=peer_access: peer_access
+        )
+        seen.clear()
+        with checked_models(small=small):
+            checkup = check()
+        assert checkup.stages == ("cuda:0", "cuda:1")
+        assert seen == [(transport, True, ":4096:8") for transport in transports]
+        assert [case.transport for case in checkup.cases] == transports
+        assert len(checkup.left_out) == (not peer_access)
+        assert checkup.fused.result == "on cuda:0"
+
+
+def test_wrong_devices_are_refused() -> None:
+    with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
+        check(["cpu"])
+    with pytest.raises(TypeError, match="devices must be a list"):
+        check("cpu")
+
+
+def test_the_doctor_function_of_the_package_returns_the_report() -> None:
+    assert gpipe_fast.doctor().startswith("versions")

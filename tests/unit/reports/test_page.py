@@ -1,0 +1,72 @@
+"""HTML pages are complete single files; tests/browser/ tests what they show and do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gpipe_fast.reports.blame import CAUSES
+from gpipe_fast.reports.page import pipeline_page, report_page
+from tests.programs import run_python
+
+ROOT = Path(__file__).parents[3]
+DATA = {
+    "headline": "step 3 s",
+    "unit": "s",
+    "begin": 0.0,
+    "end": 3.0,
+    "stages": [
+        {
+            "name": "stage </script>",
+            "actions": [
+                {"name": "0F0", "kind": "F", "microbatch": 0, "begin": 0.0, "end": 1.0, "critical": True}
+            ],
+            "waits": [],
+            "idle": [],
+            "memory": [],
+        }
+    ],
+    "arrows": [],
+    "between": [],
+    "tables": [],
+    "critical_path": ["0F0"],
+}
+
+
+def test_the_page_in_the_documentation_is_up_to_date(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "pipeline.html").read_text(encoding="utf-8")
+    assert text == pipeline_page(), "run python -m gpipe_fast.reports.page docs/pipeline.html"
+    file = tmp_path / "page.html"
+    done = run_python("-m", "gpipe_fast.reports.page", str(file))
+    assert done.returncode == 0, done.stderr
+    assert file.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("text", [pipeline_page(), report_page(DATA, "A title")], ids=["pipeline", "report"])
+def test_pages_are_complete_and_load_nothing(text: str) -> None:
+    assert "{{" not in re.sub(r"\$\{\{", "", text)
+    assert not re.search(r"(?:src|href)=\"(?!data:|https://arxiv)", text)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket", text)
+
+
+def test_data_and_title_are_escaped() -> None:
+    text = report_page(DATA, "<b> & co")
+    assert "<title>&lt;b&gt; &amp; co</title>" in text
+    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    assert json.loads(match[1]) == DATA
+
+
+def test_numbers_that_json_lacks_are_an_error() -> None:
+    with pytest.raises(ValueError):
+        report_page({**DATA, "end": float("nan")}, "A title")
+
+
+def test_the_report_page_knows_every_cause() -> None:
+    folder = ROOT / "gpipe_fast" / "recording" / "page"
+    assert f"const CAUSES = {json.dumps(list(CAUSES))};" in (folder / "report.js").read_text()
+    style = (folder / "page.css").read_text()
+    assert all(style.count(f"--cause-{cause.replace(' ', '-')}:") == 2 for cause in CAUSES)

@@ -1,0 +1,434 @@
+"""Recordings: complete and ordered actions, waits, and the figures computed from them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, pairwise
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.picture import draw
+from gpipe_fast.reports.events import Event
+from gpipe_fast.reports.recording import MAX_EVENTS, Recording
+from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
+from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule, fill_drain
+from tests.internals import inject_delays, inject_failure, pipeline_of, remove_faults
+from tests.models import features, mlp, uneven_balance
+from tests.reference import loop_step, pipeline_step, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+TRANSFERS = {*SEND_OF, *(send for send, _ in SEND_OF.values())}
+
+# Tolerance in seconds: times are differences of numbers of about 1e5.
+ROUNDING = 1e-9
+# Seconds between a step and an inference: a span that includes the step is longer than the inference by this.
+PAUSE = 0.1
+
+
+def schedule_of_a_step(num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns the schedule of a step by default: all but the last micro-batch recompute."""
+    return fill_drain(num_stages, num_microbatches, recomputed=range(num_microbatches - 1))
+
+
+def step(pipe: GPipe, num_samples: int = 8) -> None:
+    pipe(features(num_samples)).sum().backward()
+
+
+@functools.cache
+def warm_pipe(num_stages: int, chunks: int) -> GPipe:
+    """Returns a pipeline that has run a step, so that the next step compiles nothing."""
+    pipe = GPipe(mlp(), uneven_balance(5, num_stages), chunks=chunks)
+    step(pipe)
+    return pipe
+
+
+def infer(pipe: GPipe, num_samples: int = 8) -> None:
+    with torch.no_grad():
+        pipe(features(num_samples))
+
+
+def names(stage: tuple[Event, ...]) -> list[tuple[str, bool]]:
+    return [(str(e.action), e.is_wait) for e in stage]
+
+
+def expected_names(schedule: Schedule, stage: int) -> list[tuple[str, bool]]:
+    """Returns the stage's actions in order, each transfer after the wait for it."""
+    return [
+        (str(a), is_wait)
+        for a in schedule.stages[stage]
+        for is_wait in ((True, False) if a.kind in TRANSFERS else (False,))
+    ]
+
+
+def check_events(recording: Recording, schedule: Schedule) -> None:
+    """Checks that these are the events of one run, and that no wait ends before its send."""
+    for stage, events in enumerate(recording.stages):
+        assert names(events) == expected_names(schedule, stage)
+        assert all(e.begin <= e.end for e in events)
+        assert all(before.end <= after.begin for before, after in pairwise(events))
+    latest, waits = (
+        recording.latest,
+        {e.action: e for events in recording.stages for e in events if e.is_wait},
+    )
+    for action in filter(lambda a: a.kind in SEND_OF, latest):
+        kind, step_to_sender = SEND_OF[action.kind]
+        send = latest[Action(action.stage + step_to_sender, kind, action.microbatch)]
+        assert send.end <= waits[action].end, action
+
+
+def test_recording_is_off_by_default() -> None:
+    pipe = GPipe(mlp(), uneven_balance(5, 3), chunks=4)
+    assert pipeline_of(pipe).events() == [[], [], []]
+    step(pipe)
+    assert pipeline_of(pipe).events() == [[], [], []]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_every_action_of_a_step_is_recorded(num_stages: int, warm: bool) -> None:
+    pipe = warm_pipe(num_stages, 4) if warm else GPipe(mlp(), uneven_balance(5, num_stages), chunks=4)
+    with pipe.recording() as recording:
+        assert recording.stages == ()
+        step(pipe)
+    schedule = schedule_of_a_step(num_stages, 4)
+    check_events(recording, schedule)
+    assert recording.phases() == [schedule.forward_part(), schedule.backward_part()]
+    step(pipe)
+    assert not any(pipeline_of(pipe).events())
+
+
+def test_every_action_of_a_step_is_recorded_under_delays() -> None:
+    pipe = warm_pipe(4, 8)
+    for seed in range(10):
+        inject_delays(pipe, seed, 300)
+        with pipe.recording() as recording:
+            step(pipe)
+        remove_faults(pipe)
+        check_events(recording, schedule_of_a_step(4, 8))
+        assert recording.span() >= recording.critical_path() - ROUNDING
+
+
+def test_every_action_of_an_inference_is_recorded() -> None:
+    pipe = GPipe(mlp(), uneven_balance(5, 3), chunks=8)
+    with pipe.recording() as recording:
+        infer(pipe)
+    check_events(recording, fill_drain(3, 8, backward=False))
+    assert recording.phases() == [fill_drain(3, 8, backward=False)]
+    assert recording.span() >= recording.critical_path() - ROUNDING
+
+
+@pytest.mark.filterwarnings("ignore:.*stages idle")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_in_one_call_is_one_run(schedule: str) -> None:
+    pipe, x = GPipe(mlp(), uneven_balance(5, 4), chunks=4, schedule=schedule), features()
+    with pipe.recording() as recording:
+        pipe.step(x, loss_fn=torch.sum, normalizer=1)
+    (phase,) = recording.phases()
+    assert len(phase.order()) == len(recording.latest)
+    assert recording.span() >= recording.critical_path() - ROUNDING
+    assert "step of" in str(recording)
+    drawing = draw(recording)
+    assert ('class="F"' in drawing, "hatch" in drawing.split("</pattern>")[1]) == (True, False)
+
+
+def test_recording_changes_no_bit() -> None:
+    model = mlp()
+    pipe = GPipe(model, uneven_balance(5, 3), chunks=4)
+    expected = loop_step(model, features(), 4)
+    with pipe.recording():
+        assert unequal(pipeline_step(pipe, features()), expected) == []
+
+
+def test_latest_holds_the_events_of_the_last_step() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        step(pipe)
+        between = time.monotonic()
+        step(pipe)
+    for stage, events in enumerate(recording.stages):
+        assert names(events) == 2 * expected_names(schedule_of_a_step(2, 2), stage)
+    assert all(e.begin >= between for e in recording.latest.values())
+    assert min(e.begin for stage in recording.stages for e in stage) < between
+    assert list(recording.latest) == list(chain(*schedule_of_a_step(2, 2).stages))
+
+
+def test_times_are_read_from_the_monotonic_clock() -> None:
+    pipe = warm_pipe(3, 4)
+    with pipe.recording() as recording:
+        begin = time.monotonic()
+        step(pipe)
+        end = time.monotonic()
+    times = [t for stage in recording.stages for e in stage for t in (e.begin, e.end)]
+    assert begin <= min(times) <= max(times) <= end
+    assert recording.span() <= end - begin
+
+
+def test_an_exception_in_the_block_ends_the_recording() -> None:
+    pipe = warm_pipe(2, 2)
+    with pytest.raises(KeyError), pipe.recording() as recording:
+        step(pipe)
+        raise KeyError
+    check_events(recording, schedule_of_a_step(2, 2))
+    step(pipe)
+    assert not any(pipeline_of(pipe).events())
+
+
+@pytest.mark.parametrize("kept", [1, 4, 7, 1000])
+def test_a_bounded_recording_keeps_the_latest_events(kept: int) -> None:
+    pipe = warm_pipe(3, 4)
+    pipeline_of(pipe).record(kept)
+    step(pipe)
+    step(pipe)
+    for stage, events in enumerate(pipeline_of(pipe).events()):
+        every = expected_names(schedule_of_a_step(3, 4), stage) * 2
+        assert [(name, is_wait) for name, is_wait, *_ in events] == every[-kept:]
+        assert [begin for _, _, begin, *_ in events] == sorted(begin for _, _, begin, *_ in events)
+    pipeline_of(pipe).record(0)
+    assert not any(pipeline_of(pipe).events())
+    with pytest.raises(ValueError, match="cannot keep -1 events"):
+        pipeline_of(pipe).record(-1)
+
+
+def test_capacity_is_enough_for_5400_micro_batches() -> None:
+    assert max(len(expected_names(schedule_of_a_step(3, 54), s)) for s in range(3)) * 100 <= MAX_EVENTS
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which takes 100 ms forward and backward, and occupies no core."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return gradients[0]
+
+
+class SlowLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = Sleep.apply(x)
+        return output
+
+
+def test_neighbours_wait_for_a_slow_stage() -> None:
+    """Stage 1 of 3 is slow: stage 2 waits for activations, and stage 0 for gradients."""
+    pipe = GPipe(nn.Sequential(nn.Tanh(), SlowLayer(), nn.Tanh()), [1, 1, 1], chunks=4, backend="eager")
+    x = torch.randn(8, 4, requires_grad=True)
+    pipe(x).sum().backward()
+    with pipe.recording() as recording:
+        pipe(x).sum().backward()
+
+    def waited(stage: int, kind: Kind) -> float:
+        events = (e for e in recording.stages[stage] if e.is_wait and e.action.kind is kind)
+        return sum(e.end - e.begin for e in events)
+
+    seconds = recording.seconds()
+    worked = {
+        backward: sum(s for a, s in seconds.items() if a.stage == 1 and (a.kind in IN_BACKWARD) == backward)
+        for backward in (False, True)
+    }
+    assert waited(2, Kind.RECV_F) > 0.6 * worked[False]
+    assert waited(0, Kind.RECV_B) > 0.6 * worked[True]
+    for stage, kind in ((0, Kind.SEND_F), (1, Kind.SEND_F), (1, Kind.SEND_B), (2, Kind.SEND_B)):
+        assert waited(stage, kind) < 0.2 * worked[kind in IN_BACKWARD], (stage, kind)
+
+
+def test_a_sender_waits_for_slots_of_a_slow_receiver() -> None:
+    """Inference with 4 slots: stage 0 sends its fifth tensor after stage 1 has received the first."""
+    pipe = GPipe(nn.Sequential(nn.Tanh(), SlowLayer()), [1, 1], chunks=10, backend="eager")
+    x = torch.randn(10, 4)
+    with torch.no_grad():
+        pipe(x)
+        with pipe.recording() as recording:
+            pipe(x)
+    check_events(recording, fill_drain(2, 10, backward=False))
+    waits = {e.action.microbatch: e for e in recording.stages[0] if e.is_wait}
+    received = {m: recording.latest[Action(1, Kind.RECV_F, m)] for m in range(10)}
+    assert all(received[m - 4].end <= waits[m].end for m in range(4, 10))
+    # Six sends need a freed slot. Five of them must wait while stage 1 computes; the first need not.
+    seconds = [recording.seconds()[Action(1, Kind.F, m)] for m in range(10)]
+    assert sum(e.end - e.begin for e in waits.values()) > 0.5 * sum(seconds[:5])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_with_one_micro_batch_only_one_stage_is_busy_at_a_time(num_stages: int) -> None:
+    """In inference, stages run one after the other; a backward computes weight gradients concurrently."""
+    pipe = warm_pipe(num_stages, 1)
+    infer(pipe)
+    with pipe.recording() as recording:
+        infer(pipe)
+    assert 1 - 1 / num_stages - 1e-6 <= recording.bubble() < 1
+
+
+def parse_recording(text: str) -> Recording:
+    """Parses one row per stage, of actions with begin and end in seconds; ~ marks a wait."""
+
+    def events(row: str) -> Iterator[Event]:
+        for cell in row.split(","):
+            name, begin, end = cell.split()
+            action = Action.parse(name.lstrip("~"))
+            run = int(action.kind in IN_BACKWARD)
+            yield Event(action, name.startswith("~"), float(begin), float(end), run)
+
+    recording = Recording()
+    recording.stages = tuple(tuple(events(row)) for row in text.splitlines())
+    return recording
+
+
+# Critical path 13 s: 0F0 0SEND_F0 1RECV_F0 1F0 1RECV_F1 1F1 take 2 + 1 + 1 + 4 + 1 + 4; 1 s is lost.
+FORWARD = (
+    "0F0 0.5 2.5, ~0SEND_F0 2.5 2.5, 0SEND_F0 2.5 3.5, 0F1 3.5 4.5, ~0SEND_F1 4.5 4.5, 0SEND_F1 4.5 5.5",
+    "~1RECV_F0 0 4.5, 1RECV_F0 4.5 5.5, 1F0 5.5 9.5, ~1RECV_F1 9.5 9.5, 1RECV_F1 9.5 10.5, 1F1 10.5 14.5",
+)
+# Critical path 11 s: 1B1 1SEND_B1 1B0 1SEND_B0 0RECV_B0 0B0 take 3 + 1 + 3 + 1 + 1 + 2; 1 s is lost.
+BACKWARD = (
+    "~0RECV_B1 100 104, 0RECV_B1 104 105, 0B1 105 106, ~0RECV_B0 106 109, 0RECV_B0 109 110, 0B0 110 112",
+    "1B1 100 103, ~1SEND_B1 103 103, 1SEND_B1 103 104, 1B0 104 107, ~1SEND_B0 107 107, 1SEND_B0 107 108",
+)
+STEP = tuple(", ".join(rows) for rows in zip(FORWARD, BACKWARD, strict=True))
+
+
+def test_figures_of_a_forward_are_exact() -> None:
+    recording = parse_recording("\n".join(FORWARD))
+    assert recording.phases() == [fill_drain(2, 2, backward=False)]
+    assert recording.span() == 14
+    assert recording.critical_path() == 13
+    assert recording.bubble() == pytest.approx(1 - (3 + 8) / (2 * 14))
+    assert {str(a): s for a, s in recording.seconds().items()} == {
+        "0F0": 2,
+        "0SEND_F0": 1,
+        "0F1": 1,
+        "0SEND_F1": 1,
+        "1RECV_F0": 1,
+        "1F0": 4,
+        "1RECV_F1": 1,
+        "1F1": 4,
+    }
+
+
+def test_figures_of_a_step_exclude_the_time_between_forward_and_backward() -> None:
+    recording = parse_recording("\n".join(STEP))
+    assert recording.phases() == [fill_drain(2, 2).forward_part(), fill_drain(2, 2).backward_part()]
+    assert recording.span() == 14 + 12
+    assert recording.critical_path() == 13 + 11
+    assert recording.bubble() == pytest.approx(1 - (3 + 8 + 3 + 6) / (2 * 26))
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        ("0F0 -90 -50, 0SEND_F0 -50 -49, 0F1 -49 -48, 0SEND_F1 -48 -47", "1RECV_F0 -49 -48, 1F0 -48 -3"),
+        ("0B0 -60 -50", "1B0 -90 -70, 1SEND_B0 -70 -61"),
+    ],
+    ids=["begin of a step", "end of a step"],
+)
+def test_figures_ignore_events_that_remain_of_an_earlier_step(earlier: tuple[str, str]) -> None:
+    once, both = parse_recording("\n".join(STEP)), Recording()
+    before = (
+        tuple(replace(e, run=-1) for e in stage) for stage in parse_recording("\n".join(earlier)).stages
+    )
+    both.stages = tuple(map(add, before, once.stages))
+    assert (both.span(), both.critical_path(), both.bubble()) == (26, 24, once.bubble())
+    assert list(both.latest.items()) == list(once.latest.items())
+
+
+def test_figures_of_an_inference_ignore_the_step_before() -> None:
+    pipe = warm_pipe(2, 4)
+    with pipe.recording() as recording:
+        step(pipe)
+        time.sleep(PAUSE)
+        began = time.perf_counter()
+        infer(pipe, 2)
+        elapsed = time.perf_counter() - began
+    assert recording.phases() == [fill_drain(2, 2, backward=False)]
+    assert recording.span() <= elapsed + ROUNDING
+
+
+def test_recordings_cannot_be_nested() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        with pytest.raises(RuntimeError, match="being recorded already"), pipe.recording():
+            pass
+        step(pipe)
+    check_events(recording, schedule_of_a_step(2, 2))
+
+
+def test_recording_continues_when_a_layer_is_replaced() -> None:
+    pipe = warm_pipe(2, 2)
+    with pipe.recording() as recording:
+        setattr(pipe, "1", copy.deepcopy(pipe[1]))
+        step(pipe)
+    check_events(recording, schedule_of_a_step(2, 2))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(BACKWARD),
+        FORWARD[0],
+        "\n".join((FORWARD[0], FORWARD[1].rpartition(",")[0])),
+        "\n".join((FORWARD[0].rpartition(",")[0], FORWARD[1])),
+        "\n".join((STEP[0], FORWARD[1])),
+        "\n".join((STEP[0].partition(",")[2], STEP[1])),
+    ],
+    ids=[
+        "backward only",
+        "one stage of two",
+        "last forward missing",
+        "only the wait of the last send",
+        "backward of one stage",
+        "first event missing",
+    ],
+)
+def test_an_incomplete_step_has_no_figures(text: str) -> None:
+    recording = parse_recording(text)
+    for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
+        with pytest.raises(ValueError):
+            figure()
+
+
+def test_empty_and_failed_recordings_have_no_figures() -> None:
+    pipe = warm_pipe(3, 2)
+    with pipe.recording() as empty:
+        pass
+    assert empty.stages == ((), (), ())
+    inject_failure(pipe, "1F1")
+    with pipe.recording() as failed, pytest.raises(ValueError, match="injected"):
+        step(pipe)
+    remove_faults(pipe)
+    assert "1F1" not in map(str, failed.latest)
+    for recording in (empty, failed):
+        for figure in (recording.phases, recording.span, recording.bubble, recording.critical_path):
+            with pytest.raises(ValueError):
+                figure()
+
+
+def test_a_recording_prints_a_summary() -> None:
+    """Stage 1 waits for 4 s of the forward, which begins with the first action at 0.5 s."""
+    recording = parse_recording("\n".join(FORWARD))
+    assert str(recording).splitlines() == [
+        "Recording: forward of 14000.000 ms, 2 stages, 2 micro-batches, bubble 60.7%, "
+        "critical path 13000.000 ms",
+        "",
+        "stage      busy ms    waiting ms    not busy",
+        "-------  ---------  ------------  ----------",
+        "0         3000.000         0.000       78.6%",
+        "1         8000.000      4000.000       42.9%",
+    ]
+    assert str(parse_recording("\n".join(STEP))).startswith("Recording: step of ")
+    how = "call the model inside 'with model.recording() as recording:', and read it after the block"
+    assert str(Recording()) == f"Recording: the recording holds no step: {how}"
