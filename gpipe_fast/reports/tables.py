@@ -29,12 +29,13 @@ class Table(NamedTuple):
         """Returns the table for a terminal."""
         first = self.headers[0]
         aligned = ["left" if h == first or h in self.texts else "right" for h in self.headers]
-        table = tabulate(self.rows, self.headers, "simple", colalign=aligned, disable_numparse=True)
+        aligns = aligned if self.rows else None  # tabulate has no columns to align
+        table = tabulate(self.rows, self.headers, "simple", colalign=aligns, disable_numparse=True)
         return f"{self.caption}\n{table}" if self.caption else str(table)
 
     def html(self) -> str:
         """Returns the table for a notebook."""
-        caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
+        caption = f"{_paragraph(self.caption)}\n" if self.caption else ""
         return caption + str(tabulate(self.rows, self.headers, "html", disable_numparse=True))
 
 
@@ -48,8 +49,11 @@ class Printed:
         return "\n\n".join(part if isinstance(part, str) else part.text() for part in self._parts())
 
     def _repr_html_(self) -> str:
-        parts = self._parts()
-        return "\n".join(f"<p>{html.escape(p)}</p>" if isinstance(p, str) else p.html() for p in parts)
+        return "\n".join(_paragraph(p) if isinstance(p, str) else p.html() for p in self._parts())
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text, quote=False)}</p>"  # code keeps its quotes
 
 
 def plain(value: Any) -> Any:

@@ -66,7 +66,7 @@ def test_numbers_that_json_lacks_are_an_error() -> None:
 
 
 def test_the_report_page_knows_every_cause() -> None:
-    folder = ROOT / "gpipe_fast" / "recording" / "page"
+    folder = ROOT / "gpipe_fast" / "reports" / "page"
     assert f"const CAUSES = {json.dumps(list(CAUSES))};" in (folder / "report.js").read_text()
     style = (folder / "page.css").read_text()
     assert all(style.count(f"--cause-{cause.replace(' ', '-')}:") == 2 for cause in CAUSES)

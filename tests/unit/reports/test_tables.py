@@ -38,6 +38,12 @@ def test_texts_are_aligned_left_and_numbers_right() -> None:
     ]
 
 
+def test_a_table_without_rows_has_its_headers() -> None:
+    header, rule = TABLE._replace(caption="", rows=[]).text().splitlines()
+    assert header.split() == ["name", "why", "MiB"]
+    assert set(rule) == {"-", " "}
+
+
 def test_a_report_is_text_and_html() -> None:
     report = Report((), {})
     assert str(report) == f"1 < 2\n\n{TABLE.text()}"

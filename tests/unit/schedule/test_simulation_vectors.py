@@ -13,7 +13,7 @@ import pytest
 from gpipe_fast.schedule import TRANSFERS
 from tests.unit.schedule.simulation_vectors import NUM_VECTORS, TABLE, random_settings, read_table, simulated
 
-SIMULATION = Path(__file__).parents[3] / "gpipe_fast" / "recording" / "page" / "simulation.js"
+SIMULATION = Path(__file__).parents[3] / "gpipe_fast" / "reports" / "page" / "simulation.js"
 PROGRAM = """
 const { simulate } = require(process.argv[1]);
 const rows = JSON.parse(require("fs").readFileSync(process.argv[2], "utf8"));
