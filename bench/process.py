@@ -26,8 +26,8 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str | None] |
     """
     command = [sys.executable, "-W", "ignore", "-m", "bench.process", function, json.dumps(arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "GPIPE_FAST_PROGRESS": "0", **(environment or {})}
-    variables = {name: value for name, value in variables.items() if value is not None}
-    done = subprocess.run(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    kept = {name: value for name, value in variables.items() if value is not None}
+    done = subprocess.run(command, env=kept, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"{function}{arguments} ended with {done.returncode}: {done.stdout[-2000:]}")
     *printed, found = done.stdout.splitlines()

@@ -51,7 +51,8 @@ def main() -> None:
     if changes := uncommitted():
         sys.exit(f"make results: commit these changes first, so that every table has one commit:\n{changes}")
     environment = {**os.environ, "GPIPE_FAST_ROUND_SECONDS": str(ROUND_SECONDS)}
-    rows, begin, done, every = [], time.monotonic(), 0, commands()
+    rows: list[list[str]] = []
+    begin, done, every = time.monotonic(), 0, commands()
     total = sum(map(weight, every))
     for name, command in every.items():
         began = time.monotonic()

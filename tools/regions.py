@@ -17,10 +17,11 @@ from pathlib import Path
 
 from bench.measure import RESULTS
 from gpipe_fast.fuse.casts import hoist_parameter_casts
-from gpipe_fast.fuse.cubin import KernelSource, compile_kernel, generated_from, kernel_of
+from gpipe_fast.fuse.cubin import compile_kernel, generated_from, kernel_of
 from gpipe_fast.fuse.cubins import sources_of
 from gpipe_fast.fuse.fuse import fuse_alike
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE
+from gpipe_fast.lower.launch import KernelSource
 from gpipe_fast.lower.split import split
 from tools import compiled
 from tools.compiled import CAPABILITIES, TRITON_VERSIONS, Measured, cells, of_both_versions, resource_usage

@@ -23,7 +23,7 @@ OVERHEAD = {
 FRONTIER = [
     frontier.name_of(1.0),
     *map(frontier.name_of, (0.5, 0.0)),
-    frontier.LOOP,
+    step.LOOP,
     frontier.COMPILED,
     frontier.RECOMPUTING,
     frontier.BUDGET,

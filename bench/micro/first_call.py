@@ -66,7 +66,7 @@ def lengths() -> Case:
 
 MODELS = {"densenet": densenet, "gpt2": gpt2, "lengths": lengths}
 # The rows of a model, and the calls of which a row has the median.
-CALLS = {
+CALLS: dict[str, dict[str, Sequence[int]]] = {
     "densenet": {"first call": [0], "third call": [2]},
     "gpt2": {"first call": [0], "third call": [2]},
     "lengths": {

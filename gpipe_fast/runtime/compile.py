@@ -91,6 +91,8 @@ class Compiler:
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
         """
+        if not torch.is_inference_mode_enabled() or any(map(_has_inference_tensors, stages)):
+            return self._compile(stages, microbatches, layout_history, cat_dim)
         grad = torch.is_grad_enabled()
         # Graphs serve calls outside of inference mode, too, in which PyTorch decomposes fewer operators.
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -362,6 +364,12 @@ class Compiler:
         if found is None:
             found = self._families[key] = ShapeFamily()
         return found
+
+
+def _has_inference_tensors(stage: Stage) -> bool:
+    """Returns whether layers have tensors that were made in inference mode, and may be written only in it."""
+    tensors = (t for layer in stage.layers for t in (*layer.parameters(), *layer.buffers()))
+    return any(tensor.is_inference() for tensor in tensors)
 
 
 def _received(compiled: CompiledStage, receiver: Stage) -> BoundarySpec:
