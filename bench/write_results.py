@@ -1,7 +1,7 @@
 """`make results`: writes every table of bench/results that this machine can make, on one commit.
 
 Each table is made in a process of its own. The rounds of a comparison take at most `ROUND_SECONDS`, which
-each table says. A table that cannot be made does not stop the others.
+each table says. A table that cannot be made does not stop the others. The figures of README and docs follow.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 
 from tabulate import tabulate
 
+from bench import figures
 from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import ROOT, uncommitted
 
@@ -61,6 +62,7 @@ def main() -> None:
         code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
         rows.append([name, f"{time.monotonic() - began:.0f}", "written" if code == 0 else f"FAILED ({code})"])
         done += weight(name)
+    figures.main()
     print(tabulate(rows, headers=["table", "seconds", ""], tablefmt="github"))
     print(f"\n{(time.monotonic() - begin) / 60:.0f} minutes")
     sys.exit(any("FAILED" in str(row[-1]) for row in rows))

@@ -752,9 +752,8 @@ class GPipe(Reporting, Container):
 
         Returns:
             The loss of the mini-batch, over all replicas, a detached 0-dimensional tensor, on all ranks of a
-            mesh; with
-            ``return_outputs``, a tuple of it and the detached output, which is None on ranks without the last
-            stage.
+            mesh; with ``return_outputs``, a tuple of it and the detached output, which is None on ranks
+            without the last stage.
 
         Raises:
             TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer``, ``optimizer``,
@@ -931,13 +930,16 @@ class GPipe(Reporting, Container):
         return found
 
     def _configure(self, trainer: GPipe) -> bool:
-        """Gives a pipeline with a loss the present settings; returns whether its layers are still these."""
+        """Gives a pipeline with a loss the present settings and returns true, if its stages are these."""
+        *layers, _ = trainer._modules.values()
+        balance = [*trainer._balance[:-1], trainer._balance[-1] - 1]
+        own = self._balance, self._devices, list(self._modules.values())
+        if (balance, trainer._devices, layers) != own:
+            return False
         trainer.chunks, trainer.checkpoint, trainer.batch_dim = self.chunks, self.checkpoint, self.batch_dim
         trainer.threads_per_stage, trainer.training = self.threads_per_stage, self.training
         trainer.memory_limit, trainer.fuse = self.memory_limit, self._fuse
-        *layers, _ = trainer._modules.values()
-        is_placed = [*trainer._balance[:-1], trainer._balance[-1] - 1] == self._balance
-        return is_placed and layers == list(self._modules.values())
+        return True
 
     def _share_runs(self, other: GPipe) -> None:
         """Makes the runs of this pipeline those of another one, which has as many stages."""

@@ -1,6 +1,6 @@
 """The variants of kernels that are compiled and checked without a GPU: every configuration of each kernel.
 
-The kernels of regions are not among them; `bench/regions.py` compiles those of the stages of fusion.md.
+The kernels of regions are not among them; `tools/regions.py` compiles those of the stages of fusion.md.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
     for (MicroBatchState& microbatch_state : tensors_of_stage.microbatch_states) {
       microbatch_state.copy_done = {};  // recorded during the capture, so invalid outside it
       for (SegmentContext& context : microbatch_state.contexts) {
-        for (Tensors* tensors : {&context.inputs, &context.buffers, &context.saved})
+        for (Tensors* tensors : {&context.inputs, &context.buffers, &context.saved, &context.shared})
           *tensors = aliases_of(*tensors, alias);
       }
     }

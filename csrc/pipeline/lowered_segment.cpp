@@ -113,8 +113,10 @@ void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context)
     if (buffer.is_same(stage.module_buffers[port.index])) buffer = buffer.clone();
   }
   if (!programs->backward.program) context.saved.clear();
+  if (stage.device.is_cpu()) return;
   for (const at::Tensor& tensor : context.saved) {
-    if (tensor.defined() && tensor.storage().use_count() > 1) context.shared.push_back(tensor);
+    if (tensor.defined() && (tensor.use_count() > 1 || tensor.storage().use_count() > 1))
+      context.shared.push_back(tensor);
   }
 }
 
@@ -228,6 +230,10 @@ void LoweredSegment::keep_for_weights(const StageState& stage, SegmentContext& c
   keep(context.inputs, Role::input);
   keep(context.buffers, Role::buffer);
   keep(context.saved, Role::saved);
+  std::erase_if(context.shared, [&](const at::Tensor& shared) {
+    return std::none_of(context.saved.begin(), context.saved.end(),
+                        [&](const at::Tensor& saved) { return saved.is_same(shared); });
+  });
 }
 
 void LoweredSegment::finish(const SegmentCall& call) const {

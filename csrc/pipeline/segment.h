@@ -69,7 +69,6 @@ class Segment {
   // Runs the rest of a backward without `with_parameters`, if there is one.
   virtual void finish(const SegmentCall& call) const = 0;
 
-  // Returns the scratch memory of its programs; null if it has none.
   // Returns the bytes of scratch memory that its largest program needs.
   virtual int64_t scratch_bytes() const { return 0; }
   // Returns the arena of its programs; null for layers in Python.

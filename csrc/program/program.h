@@ -63,7 +63,6 @@ class Arena {
   void hold(int64_t bytes, at::Device device);
   int64_t generation() const { return generation_; }
   const c10::Storage& storage() const { return block_.storage(); }
-  int64_t bytes() const { return bytes_; }
   // Serves the memory that operators allocate themselves.
   CachingAllocator& allocator() { return *allocator_; }
 

@@ -390,8 +390,7 @@ class Pipelined(nn.Module):
         return list(self.pipeline.devices)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_of_model = name not in ("balance", "devices") and hasattr(self, name)
-        if name in _FIXED and not is_of_model:
+        if name in _FIXED and (name in ("balance", "devices") or not hasattr(self, name)):
             raise AttributeError(
                 f"the {name} of a pipeline of GPipe.from_model cannot be changed, got {value!r}; make "
                 f"another one: GPipe.from_model(model.plain(), ..., {name.removesuffix('_limit')}={value!r})"

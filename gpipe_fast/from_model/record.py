@@ -44,7 +44,6 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     make_wrapper_subclass,
 )
@@ -817,8 +816,3 @@ def _restore(container: Any, contents: Any) -> None:
         container[:] = [value for value in container if id(value) in known]
     else:
         container.intersection_update([value for value in container if id(value) in known])
-
-
-def is_fake(value: Any) -> bool:
-    """Returns whether a value is a tensor of a record."""
-    return isinstance(value, (StandIn, FakeTensor))

@@ -38,7 +38,7 @@ class Reporting(LayerSequence):
         raise NotImplementedError
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As for `Training.step`."""
+        """As for `GPipe.step`."""
         raise NotImplementedError
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -49,7 +49,7 @@ class Reporting(LayerSequence):
         raise NotImplementedError
 
     def _reporting(self) -> AbstractContextManager[None]:
-        """As for `Training._reporting`."""
+        """As for `GPipe._reporting`."""
         raise NotImplementedError
 
     @uncompiled

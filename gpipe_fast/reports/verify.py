@@ -142,7 +142,7 @@ def verify(
     """
     is_sequence = isinstance(model, Reporting)
     pipeline: Any = model if is_sequence else getattr(model, "pipeline", None)
-    if not isinstance(pipeline, Reporting):
+    if not isinstance(pipeline, Reporting) or not (is_sequence or hasattr(model, "plain_loop")):
         raise TypeError(
             f"verify compares a GPipe with its plain loop, got {type(model).__name__}; wrap it, "
             "GPipe(nn.Sequential(...))"

@@ -269,11 +269,12 @@ class Budget:
         """Returns the most that a stage needs for micro-batches at a time."""
         own = self.costs[stage]
         rungs = [own.rungs[rung] for rung in row]
-        scratch = [0.0 if own.scratch_stays else rung.scratch for rung in rungs]
-        kept = peak_of(
-            self._actions[stage], lambda m: ((own.boundary + rungs[m].saved) * self.sizes[m], scratch[m])
+        staying = max(rung.scratch for rung in rungs) if own.scratch_stays else 0.0
+        return staying + peak_of(
+            self._actions[stage],
+            lambda m: ((own.boundary + rungs[m].saved) * self.sizes[m], 0.0),
+            lambda m: 0.0 if own.scratch_stays else rungs[m].scratch,
         )
-        return kept + (max(rung.scratch for rung in rungs) if own.scratch_stays else 0.0)
 
 
 def _mib(size: float) -> str:

@@ -259,12 +259,17 @@ def peaks(schedule: Schedule, kept: Callable[[int, int], tuple[float, float]]) -
     return [peak_of(actions, partial(kept, stage)) for stage, actions in enumerate(schedule.stages)]
 
 
-def peak_of(actions: Sequence[Action], kept: Callable[[int], tuple[float, float]]) -> float:
+def peak_of(
+    actions: Sequence[Action],
+    kept: Callable[[int], tuple[float, float]],
+    running: Callable[[int], float] = lambda microbatch: 0.0,
+) -> float:
     """Returns the maximum that a stage keeps for backwards.
 
     Args:
         actions: those of the stage.
         kept: as for `peaks`, for the stage.
+        running: what the actions of a micro-batch's backward need while they run, each for itself.
     """
     total = peak = 0.0
     begun: set[int] = set()
@@ -277,7 +282,7 @@ def peak_of(actions: Sequence[Action], kept: Callable[[int], tuple[float, float]
         elif action.kind in (Kind.R, Kind.B, Kind.I) and m not in begun:
             begun.add(m)
             total += more
-        peak = max(peak, total)
+        peak = max(peak, total if action.kind is Kind.F else total + running(m))
         if last.get(m) is action:
             total -= first + more
     return peak

@@ -1,7 +1,7 @@
 """Runs the tests that need a GPU: `python -m tools.on_gpu.tests FILE ...`.
 
-A child process, `gpu_tests --here`, runs them; if a test crashes it, hangs, or makes the device unusable, a
-new process continues with the next test.
+A child process, `python -m tools.on_gpu.tests --here`, runs them; if a test crashes it, hangs, or makes the
+device unusable, a new process continues with the next test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares the operators that eager PyTorch dispatches on a GPU with those of gpipe_fast's traces.
 
 No GPU is needed: `cuda_operators_table.py` runs this file with a fake CUDA runtime
-(`tests/fake_cuda/runtime.cpp`). PyTorch then sees GPUs of compute capability 9.0 and chooses their kernels.
+(`tests/fake_cuda/runtime`). PyTorch then sees GPUs of compute capability 9.0 and chooses their kernels.
 Tensors are fake, so no kernel runs.
 
 The comparison covers, in order, the operators that compute one micro-batch's outputs, gradients and buffers.
@@ -31,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_fast import keyed_rng
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.arena import ALIGNMENTS
 from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import ActiveRuns, StorageKind
+from gpipe_fast.lower.program import StorageKind
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace import fake

@@ -379,6 +379,15 @@ def test_settings_and_layers_may_change_between_steps() -> None:
     assert unequal(ours, plain_step(plain, X, Y, 4, "1f1b", cross_entropy, 8)) == []
 
 
+def test_the_number_of_stages_and_a_value_for_each_may_change_between_steps() -> None:
+    pipe, plain = GPipe(layers(), [3, 5], chunks=2), layers()
+    for balance in ([3, 5], [2, 2, 4], [8]):
+        pipe.checkpoint, pipe.balance = "never", balance
+        pipe.checkpoint = [0.5] * len(balance)
+        ours = step(pipe, X, Y)
+        assert unequal(ours, plain_step(plain, X, Y, 2, "gpipe", cross_entropy, 8)) == []
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_but_gpipe_keep_no_more_micro_batches_than_stages(schedule: str) -> None:
     kept: list[int] = []

@@ -92,6 +92,21 @@ def test_copies_are_pipelines_of_their_own(again: Any) -> None:
     assert copied.blocks[0] is not model.blocks[0]
 
 
+def test_an_attribute_is_set_without_reading_it() -> None:
+    class Masked(Net):
+        @property
+        def mask(self) -> int:
+            raise RuntimeError("no mask yet")
+
+        @mask.setter
+        def mask(self, mask: int) -> None:
+            self.power = mask
+
+    model = pipelined(Masked())
+    model.mask = 3
+    assert model.power == 3
+
+
 def test_several_pipelines_of_one_model() -> None:
     plain = Net()
     models = [pipelined(plain, chunks=chunks) for chunks in (1, 2, 3)]

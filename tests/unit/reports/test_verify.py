@@ -330,11 +330,27 @@ def test_a_note_explains_why_tied_parameters_may_differ() -> None:
     assert row.relative < 1e-5
 
 
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = GPipe(mlp(), [5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pipeline(x)
+
+
 ERRORS: dict[str, tuple[type[Exception], str, object, object, object]] = {
     "a plain model": (
         TypeError,
         "verify compares a GPipe .*, got Sequential",
         mlp(),
+        features(),
+        squared_loss,
+    ),
+    "a module that has a pipeline": (
+        TypeError,
+        "verify compares a GPipe .*, got Wrapper",
+        Wrapper(),
         features(),
         squared_loss,
     ),

@@ -131,3 +131,10 @@ def test_what_cannot_be_met_says_what_it_consists_of() -> None:
     ) as error:
         budget.choose({"cpu": 14.9 * MIB})
     assert "5.0 MiB of parameters, 6.0 MiB of boundary tensors, 4.0 MiB of intermediates" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_scratch_memory_that_does_not_stay_is_counted_once(name: str) -> None:
+    """A stage runs one program at a time, also between the two parts of a backward."""
+    own = [StageCosts(1, 2, (Rung(0, 0, 4 * MIB),), 0, {}, f"gpu{i}", scratch_stays=False) for i in range(4)]
+    assert [*Budget(own, [1.0] * 8, schedules(name, 4, 8)).least()] == [4 * MIB] * 4
