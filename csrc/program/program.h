@@ -61,6 +61,7 @@ class Arena {
   // Makes the block at least `bytes` large, and keeps it from now on. A larger one gets a new storage, and increments
   // generation(), by which programs detect it; whoever owns the old storage keeps the old block.
   void hold(int64_t bytes, at::Device device);
+  int64_t bytes() const { return bytes_; }
   int64_t generation() const { return generation_; }
   const c10::Storage& storage() const { return block_.storage(); }
   // Serves the memory that operators allocate themselves.
