@@ -58,6 +58,20 @@ class StageBytes(NamedTuple):
         return sum(self)
 
 
+class _BackwardSizes(NamedTuple):
+    """The bytes of a backward or of a half of it, beside the gradients that it returns.
+
+    Attributes:
+        most: the most that it allocates at a time, less what it has freed.
+        stays: what is added to what stays for the other half.
+        freed: what it frees of what is saved.
+    """
+
+    most: int = 0
+    stays: int = 0
+    freed: int = 0
+
+
 class _Sizes(NamedTuple):
     """The bytes of a micro-batch in a stage.
 
@@ -78,9 +92,8 @@ class _Sizes(NamedTuple):
         scratch: the scratch memory that stays between runs of its programs.
         forward: the most that its forward allocates at a time.
         freed: what its backward frees of what is saved, while it runs.
-        backwards: the most that its backward (B) allocates at a time, less what it has freed, and weight
-            gradients that run later (W) do, each for a later micro-batch and for the first, which makes the
-            gradients of parameters.
+        backwards: what its backward (B) or its halves (I, W) need, each for a later micro-batch and for the
+            first, which makes the gradients of parameters.
     """
 
     boundary: int
@@ -98,7 +111,7 @@ class _Sizes(NamedTuple):
     scratch: int
     forward: int
     freed: int
-    backwards: dict[tuple[Kind, bool], int]
+    backwards: dict[tuple[Kind, bool], _BackwardSizes]
 
 
 def stage_bytes(
@@ -209,6 +222,8 @@ class _Walk:
         self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
         self._waiting = waiting
         self._sent: dict[tuple[int, Kind], int] = {}
+        # By stage whose backward is between its halves: gradients that others have got, and that it keeps.
+        self._open: dict[int, int] = {}
 
     def peak(self, stage: int, early: _Actions) -> StageBytes:
         """Returns what a stage needs when it needs most, if some actions of others are early."""
@@ -247,20 +262,22 @@ class _Walk:
                 for number, size in own.stash_gradients.items():
                     after = self._pop_of.get(number, stage)
                     self._add(stage, under_way=size)
-                    self._add(after, under_way=-self._sizes[after][m].pop_gradients.get(number, 0))
-            is_first = self._now[stage].gradients == 0 and kind is not Kind.I
-            size = own.backwards.get((kind if kind is Kind.W else Kind.B, is_first), 0)
-            self._add(stage, intermediates=size)
-            self._add(stage, intermediates=-size)
-            if kind is Kind.B:
-                self._add(stage, saved=-own.freed)
-            if is_first:
+                    self._free_gradients(after, self._sizes[after][m].pop_gradients.get(number, 0))
+            is_first = self._now[stage].gradients == 0
+            part = own.backwards.get((kind, is_first), _BackwardSizes())
+            self._add(stage, intermediates=part.most)
+            self._add(stage, intermediates=part.stays - part.most, saved=-part.freed)
+            if is_first and kind is not Kind.I:
                 self._add(stage, gradients=self._gradients[stage])
             if kind is not Kind.W:
                 self._add(stage, saved=own.held if kind is Kind.I else 0)
                 self._add(stage, under_way=own.gradients + sum(own.pop_gradients.values()))
             if kind is Kind.I:
                 self._free(stage, m, own.unread)
+                if not (self._is_step and self._schedule.defers_weights):
+                    self._open[stage] = 0
+            else:
+                self._free_gradients(stage, self._open.pop(stage, 0))
 
     def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
         """Frees a share of what a backward reads: inputs, saved tensors, gradients that have arrived."""
@@ -281,10 +298,9 @@ class _Walk:
     def _end(self, stage: int, kind: Kind, m: int) -> None:
         """Frees what is kept until the end of a backward."""
         own = self._sizes[stage][m]
-        if kind is Kind.B:
-            return self._free(stage, m, (1.0, 1 - own.freed / max(1, own.saved), 1.0))
-        boundary, saved, received = own.unread
-        self._free(stage, m, (1 - boundary, 1 - saved, 1 - received))
+        boundary, saved, received = own.unread if kind is Kind.W else (0.0, 0.0, 0.0)
+        freed = own.freed / max(1, own.saved)
+        self._free(stage, m, (1 - boundary, 1 - saved - freed, 1 - received))
         self._add(stage, saved=-own.held)
 
     def _join(self) -> None:
@@ -299,6 +315,13 @@ class _Walk:
         self._add(stage, under_way=-self._sent.get(key, 0))
         self._sent[key] = size if self._waiting and self._copies(stage, receiver) else 0
         if not self._sent[key]:
+            self._free_gradients(stage, size)
+
+    def _free_gradients(self, stage: int, size: int) -> None:
+        """Frees what a stage has given to another one, or notes it, if the stage keeps it until its W."""
+        if stage in self._open:
+            self._open[stage] += size
+        else:
             self._add(stage, under_way=-size)
 
     def _popped(self, stage: int, m: int, number: int) -> int:
@@ -375,12 +398,35 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
         _peak(forward, False, device),
         sum(freed.values()),
         {
-            (kind, is_first): _peak(program, is_first, device, freed if kind is Kind.B else {})
-            for kind, program in ((Kind.B, backward), (Kind.W, lowered.weights))
-            if program is not None
+            (kind, is_first): part
             for is_first in (False, True)
+            for kind, part in _backward_sizes(lowered, is_first, device, freed).items()
         },
     )
+
+
+def _backward_sizes(
+    lowered: LoweredStage, is_first: bool, device: torch.device, freed: Mapping[int, int]
+) -> dict[Kind, _BackwardSizes]:
+    """Returns what a backward and its halves need: two programs, or the parts of one."""
+    if lowered.backward is None:
+        return {}
+    if lowered.weights is not None:
+        programs = {Kind.I: lowered.backward, Kind.W: lowered.weights}
+        return {kind: _BackwardSizes(_peak(each, is_first, device)) for kind, each in programs.items()}
+    program = lowered.backward
+    early, results, rest = _course(program, is_first, device, freed)
+    most = max(early[0], results[0])
+    released = {step.value for step in program.steps[: program.parts[1]] if isinstance(step, Release)}
+    first = sum(size for value, size in freed.items() if value in released)
+    returned = _value_bytes(program, _results(program, GraphRole.INPUT_GRADIENT), device)
+    stays = results[1] + first - returned
+    every = sum(freed.values())
+    return {
+        Kind.B: _BackwardSizes(max(most, rest[0]), 0, every),
+        Kind.I: _BackwardSizes(most, stays, first),
+        Kind.W: _BackwardSizes(rest[0] + first - returned - stays, -stays, every - first),
+    }
 
 
 def _unread(lowered: LoweredStage, device: torch.device) -> tuple[float, float, float]:
@@ -486,6 +532,16 @@ def _peak(
 ) -> int:
     """Returns the most that a run of a program needs at a time, without scratch memory that stays.
 
+    The arguments are those of `_course`.
+    """
+    return max(most for most, _ in _course(program, is_first, device, freed))
+
+
+def _course(
+    program: ProgramIR, is_first: bool, device: torch.device, freed: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    """Returns the most that each part of a run needs at a time, and what it needs at the part's end.
+
     Args:
         program: the program.
         is_first: whether the run makes the gradients of parameters; later ones add to them.
@@ -493,13 +549,16 @@ def _peak(
         freed: the bytes of the saved tensors that it frees. Until a gradient arrives, others own them, too.
     """
     now = most = 0 if device.type == "cpu" else block_bytes(program.arena_bytes, device)
+    found = []
     live: dict[int, int] = {}
     early, owed = program.parts[0], 0
     allocated = {StorageKind.FRESH, StorageKind.RESULT} | ({StorageKind.ACCUMULATOR} if is_first else set())
     skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST
     for position, step in enumerate(program.steps):
-        if position == early:
-            now -= owed
+        if position in program.parts:
+            found += [(most, now)] * program.parts.count(position)
+            now -= owed if position == early else 0
+            most = now
         if isinstance(step, Release):
             now -= live.pop(step.value, 0)
             owed += freed.get(step.value, 0) if position < early else 0
@@ -515,7 +574,7 @@ def _peak(
                 live[index] = _value_bytes(program, [index], device)
                 now += live[index]
         most = max(most, now)
-    return most
+    return [*found, (most, now), (now, now), (now, now)][:3]
 
 
 def _value_bytes(program: ProgramIR, indices: Iterable[int], device: torch.device) -> int:
