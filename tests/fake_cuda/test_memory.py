@@ -87,6 +87,18 @@ def test_blocks_need_about_as_much_as_with_torchgpipe(model: str, libraries: tup
             assert ours <= (limit if stage else 1.09) * theirs, (stage, line)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("model", ["uneven", "unet"])
+def test_uneven_layers_need_at_most_half_more_than_with_torchgpipe(
+    model: str, libraries: tuple[Path, Path]
+) -> None:
+    pytest.importorskip("torchgpipe")
+    for line in run("memory_cases.py", libraries, "beside", model, "1,2,4", "4", NAMES, limit=1200):
+        for pair in line.partition(": ")[2].split(", "):
+            ours, theirs = map(int, pair.split())
+            assert ours <= 1.5 * theirs, line
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
     [
