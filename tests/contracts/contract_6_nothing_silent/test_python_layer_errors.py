@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,6 +58,11 @@ def test_backend_aten_rejects_a_layer_that_cannot_be_traced() -> None:
         pipe(features())
 
 
+def about_python(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Returns the warnings about layers in Python; others are given once per process."""
+    return [str(each.message) for each in caught if "runs in Python" in str(each.message)]
+
+
 def check_width(f: nn.Module, x: Tensor) -> Tensor:
     if x.shape[-1] != WIDTH:
         raise ValueError(f"expected {WIDTH} features")
@@ -82,7 +87,7 @@ def test_an_invalid_call_leaves_every_layer_lowered(function: Callable[..., Any]
             assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
             assert compiler_of(pipe).num_traces > traces
             assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 2, True)]]
-    assert [str(warning.message) for warning in caught] == []
+    assert about_python(caught) == []
 
 
 def test_an_invalid_call_beside_a_layer_in_python_leaves_the_others_lowered() -> None:
@@ -110,10 +115,10 @@ def test_a_layer_that_rejects_its_first_inputs_is_not_yet_warned_about() -> None
         for _ in range(2):
             with pytest.raises(ValueError, match="too large"):
                 pipe(features() * 1e4)
-        assert caught == []
+        assert about_python(caught) == []
         pipe(features())
-    assert len(caught) == 1
-    assert "stage 0, layer 0 (FunctionLayer) runs in Python: " in str(caught[0].message)
+    (message,) = about_python(caught)
+    assert "stage 0, layer 0 (FunctionLayer) runs in Python: " in message
 
 
 def test_a_tensor_from_outside_whose_gradient_would_be_lost_is_rejected() -> None:
