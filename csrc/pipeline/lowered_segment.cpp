@@ -230,10 +230,12 @@ void LoweredSegment::keep_for_weights(const StageState& stage, SegmentContext& c
   keep(context.inputs, Role::input);
   keep(context.buffers, Role::buffer);
   keep(context.saved, Role::saved);
-  std::erase_if(context.shared, [&](const at::Tensor& shared) {
+  const auto is_freed = [&](const at::Tensor& shared) {
     return std::none_of(context.saved.begin(), context.saved.end(),
                         [&](const at::Tensor& saved) { return saved.is_same(shared); });
-  });
+  };
+  context.shared.erase(std::remove_if(context.shared.begin(), context.shared.end(), is_freed),
+                       context.shared.end());
 }
 
 void LoweredSegment::finish(const SegmentCall& call) const {
