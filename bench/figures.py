@@ -2,8 +2,8 @@
 
 A figure is from the file of bench/results that its paragraph names, by name or by the command that writes it;
 if it names none, or is a table, from those that its section names before. Where the committed file has the
-figure, the page gets what the new file has in the same row and column, rounded as before. Figures of which
-several cells are equally likely are listed, for a person to write.
+figure, the page gets what the new file has in the same row and column, rounded as before. A figure
+that fits several cells equally well is printed, for a person to correct.
 """
 
 from __future__ import annotations

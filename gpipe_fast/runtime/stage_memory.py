@@ -63,7 +63,7 @@ class _BackwardSizes(NamedTuple):
 
     Attributes:
         most: the most that it allocates at a time, less what it has freed.
-        stays: what is added to what stays for the other half.
+        stays: what it leaves allocated for the other half, which frees it: there, the number is negative.
         freed: what it frees of what is saved.
     """
 
@@ -222,7 +222,7 @@ class _Walk:
         self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
         self._waiting = waiting
         self._sent: dict[tuple[int, Kind], int] = {}
-        # By stage whose backward is between its halves: gradients that others have got, and that it keeps.
+        # For each stage between the halves of a backward: bytes of gradients that it has sent, and keeps.
         self._open: dict[int, int] = {}
 
     def peak(self, stage: int, early: _Actions) -> StageBytes:
@@ -318,7 +318,7 @@ class _Walk:
             self._free_gradients(stage, size)
 
     def _free_gradients(self, stage: int, size: int) -> None:
-        """Frees what a stage has given to another one, or notes it, if the stage keeps it until its W."""
+        """Frees gradients that a stage has sent; notes them between its I and W, which keep them."""
         if stage in self._open:
             self._open[stage] += size
         else:

@@ -269,7 +269,7 @@ def peak_of(
     Args:
         actions: those of the stage.
         kept: as for `peaks`, for the stage.
-        running: what the actions of a micro-batch's backward need while they run, each for itself.
+        running: what each action of a micro-batch's backward needs while it runs.
     """
     total = peak = 0.0
     begun: set[int] = set()
