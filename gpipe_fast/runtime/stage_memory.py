@@ -62,11 +62,13 @@ class _BackwardSizes(NamedTuple):
     """The bytes of a backward or of a half of it, beside the gradients that it returns.
 
     Attributes:
-        most: the most that it allocates at a time, less what it has freed.
+        early: the most that it allocates at a time until it needs a gradient, less what it has freed.
+        most: the same afterwards.
         stays: what it leaves allocated for the other half, which frees it: there, the number is negative.
         freed: what it frees of what is saved.
     """
 
+    early: int = 0
     most: int = 0
     stays: int = 0
     freed: int = 0
@@ -265,7 +267,10 @@ class _Walk:
                     self._free_gradients(after, self._sizes[after][m].pop_gradients.get(number, 0))
             is_first = self._now[stage].gradients == 0
             part = own.backwards.get((kind, is_first), _BackwardSizes())
-            self._add(stage, intermediates=part.most)
+            # What needs no gradient can run before one arrives.
+            arriving = 0 if self._waiting or stage == len(self._stages) - 1 else own.tangents
+            self._add(stage, intermediates=part.early, under_way=-arriving)
+            self._add(stage, intermediates=part.most - part.early, under_way=arriving)
             self._add(stage, intermediates=part.stays - part.most, saved=-part.freed)
             if is_first and kind is not Kind.I:
                 self._add(stage, gradients=self._gradients[stage])
@@ -413,19 +418,18 @@ def _backward_sizes(
         return {}
     if lowered.weights is not None:
         programs = {Kind.I: lowered.backward, Kind.W: lowered.weights}
-        return {kind: _BackwardSizes(_peak(each, is_first, device)) for kind, each in programs.items()}
+        return {kind: _BackwardSizes(0, _peak(each, is_first, device)) for kind, each in programs.items()}
     program = lowered.backward
     early, results, rest = _course(program, is_first, device, freed)
-    most = max(early[0], results[0])
     released = {step.value for step in program.steps[: program.parts[1]] if isinstance(step, Release)}
     first = sum(size for value, size in freed.items() if value in released)
     returned = _value_bytes(program, _results(program, GraphRole.INPUT_GRADIENT), device)
     stays = results[1] + first - returned
     every = sum(freed.values())
     return {
-        Kind.B: _BackwardSizes(max(most, rest[0]), 0, every),
-        Kind.I: _BackwardSizes(most, stays, first),
-        Kind.W: _BackwardSizes(rest[0] + first - returned - stays, -stays, every - first),
+        Kind.B: _BackwardSizes(early[0], max(results[0], rest[0]), 0, every),
+        Kind.I: _BackwardSizes(early[0], results[0], stays, first),
+        Kind.W: _BackwardSizes(0, rest[0] + first - returned - stays, -stays, every - first),
     }
 
 
@@ -556,9 +560,10 @@ def _course(
     skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST
     for position, step in enumerate(program.steps):
         if position in program.parts:
-            found += [(most, now)] * program.parts.count(position)
+            found.append((most, now))
             now -= owed if position == early else 0
             most = now
+            found += [(most, now)] * (program.parts.count(position) - 1)
         if isinstance(step, Release):
             now -= live.pop(step.value, 0)
             owed += freed.get(step.value, 0) if position < early else 0
