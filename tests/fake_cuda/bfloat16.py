@@ -34,14 +34,6 @@ def round_to_bf16(wide: Array) -> Array:
     return np.where(is_nan, np.uint32(CANONICAL_NAN), rounded).astype(np.uint16).reshape(np.shape(wide))
 
 
-def truncate_to_bf16(wide: Array) -> Array:
-    """Rounds numbers to bf16, toward zero; returns the bits as uint16."""
-    bits = np.ascontiguousarray(wide, np.float32).view(np.uint32)
-    is_nan = bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
-    truncated = bits >> np.uint32(16)
-    return np.where(is_nan, np.uint32(CANONICAL_NAN), truncated).astype(np.uint16).reshape(np.shape(wide))
-
-
 def widen(bits: Array) -> Array:
     """Returns bf16 numbers, given by their bits, as fp32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -60,8 +52,6 @@ def correct(interpreter: Any, tl: Any) -> None:
         setattr(builder, name, _in_fp32(getattr(builder, name), interpreter, tl))
     for operations in (interpreter.ReduceOps, interpreter.ScanOps):
         operations.apply_impl = _reduce_in_fp32(operations.apply_impl, interpreter, tl)
-    for name in ("create_atomic_rmw", "create_atomic_cas"):
-        setattr(builder, name, _refuse(getattr(builder, name), tl))
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
         round_to_bf16(np.array([value], np.float32)), tl.bfloat16
     )
@@ -84,9 +74,8 @@ def _correct_conversions(interpreter: Any, tl: Any) -> None:
             return convert(self, handle(widen(source.data), tl.float32), target, rounding)
         if target.scalar != tl.bfloat16:
             return convert(self, source, target, rounding)
-        toward_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
-        wide = source.data.astype(np.float32)
-        return handle((truncate_to_bf16 if toward_zero else round_to_bf16)(wide), tl.bfloat16)
+        assert rounding != interpreter._ir.ROUNDING_MODE.RTZ, "no kernel rounds toward zero"
+        return handle(round_to_bf16(source.data.astype(np.float32)), tl.bfloat16)
 
     builder.cast_impl, builder.create_fp_to_fp = cast_corrected, convert_corrected
 
@@ -132,12 +121,3 @@ def _cast(tensor: Any, dtype: Any, interpreter: Any) -> Any:
     shape = list(result.data.shape)
     block = interpreter.tl.block_type(dtype, shape) if tensor.type.is_block() else dtype
     return interpreter.tl.tensor(result, block)
-
-
-def _refuse(method: Callable[..., Any], tl: Any) -> Callable[..., Any]:
-    def call(self: Any, *given: Any) -> Any:
-        if any(getattr(each, "dtype", None) == tl.bfloat16 for each in given):
-            raise NotImplementedError("the interpreter has no atomic operations on bf16")
-        return method(self, *given)
-
-    return call

@@ -10,7 +10,6 @@ gradients and buffers with those of a pipeline that does not capture. Prints the
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import sys
@@ -19,24 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.gpipe import CHECKPOINT_MODES
+from tests.fake_cuda.fake_devices import load, mark
 from tests.fake_cuda.train_models import CHUNKS, batch_of, layers_of
 from tests.internals import pipeline_of
 
 STEPS = 5
-MODES = ("never", "except_last", "always")
 
 
 def mark_living_memory() -> None:
     """Marks the graphs' pools as a whole, and elsewhere the blocks that are in use."""
-    mark = ctypes.CDLL(None).fake_cuda_mark
-    mark(b"living")
+    mark("living")
     for segment in torch.cuda.memory_snapshot():
         if segment["segment_pool_id"] != (0, 0):
-            mark(f"block\t{segment['address']:#x}\t{segment['total_size']}".encode())
+            mark(f"block\t{segment['address']:#x}\t{segment['total_size']}")
             continue
         for block in segment["blocks"]:
             if block["state"] != "inactive":
-                mark(f"block\t{block['address']:#x}\t{block['size']}".encode())
+                mark(f"block\t{block['address']:#x}\t{block['size']}")
 
 
 class Run:
@@ -78,7 +77,7 @@ class Run:
 def differences(model: str, devices: list[str], mode: str, words: list[str]) -> list[str]:
     captured, plain = (Run(model, devices, mode, words, capture=capture) for capture in (True, False))
     found = []
-    ctypes.CDLL(None).fake_cuda_mark(b"pipeline")
+    mark("pipeline")
     for step in range(STEPS):
         expected = plain.step()
         gc.collect()
@@ -98,12 +97,9 @@ def differences(model: str, devices: list[str], mode: str, words: list[str]) -> 
 
 def main() -> None:
     operators, models, devices, *words = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.backends.cudnn.enabled = False
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    load(operators)
     found = []
-    modes = [word for word in words if word in MODES] or ["except_last"]
+    modes = [word for word in words if word in CHECKPOINT_MODES] or ["except_last"]
     for model, mode in itertools.product(models.split("/"), modes):
         found += [f"{model}, {mode}: {what}" for what in differences(model, devices.split(","), mode, words)]
     print("; ".join(found) or "equal")

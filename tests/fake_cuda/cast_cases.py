@@ -9,8 +9,6 @@ Marks in the log enclose the forward and the backward of the last step.
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import json
 import os
 import sys
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from tests.fake_cuda.fake_devices import copied, load, mark, plain_loop
 from tests.fake_cuda.train_models import MovingSequential, TiedLinear
 from tests.internals import inject_failure, pipeline_of, remove_faults, with_hoisted_casts
 
@@ -43,38 +42,28 @@ class Case:
 
     def __init__(self, model: str, devices: list[str], checkpoint: str, capture: bool) -> None:
         layers = layers_of(model)
-        self.pipe = GPipe(
-            nn.Sequential(*copy.deepcopy(layers)),
-            [2, 2],
-            devices=devices,
-            chunks=CHUNKS,
-            checkpoint=checkpoint,
-            capture=capture,
-        )
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, TiedLinear):
-                layer.to(devices[index // 2])
-        self.loop = MovingSequential(layers, devices)
+        options = {"devices": devices, "checkpoint": checkpoint, "capture": capture}
+        self.pipe = GPipe(copied(layers), [2, 2], chunks=CHUNKS, **options)
+        self.loop = MovingSequential(layers, [device for device in devices for _ in range(2)])
         self.device = devices[0]
-        self.mark = ctypes.CDLL(None).fake_cuda_mark
 
     def step(self, number: int) -> list[str]:
         """Trains both one step, and returns what differs."""
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number)).to(self.device)
         with autocast():
-            self.mark(b"forward")
+            mark("forward")
             ours = self.pipe(x)
-            self.mark(b"other")
-            plain = torch.cat([self.loop(part) for part in x.chunk(CHUNKS)])
+            mark("other")
+            plain = plain_loop(self.loop, x, CHUNKS)
         gradient = torch.randn_like(plain)
-        self.mark(b"backward")
+        mark("backward")
         ours.backward(gradient)
-        self.mark(b"other")
+        mark("other")
         plain.backward(gradient)
         found = [] if torch.equal(ours.cpu(), plain.cpu()) else [f"output {number}"]
         pairs = list(zip(self.pipe.parameters(), self.loop.parameters(), strict=True))
         for index, (own, expected) in enumerate(pairs):
-            if not _close(own.grad, expected.grad):
+            if not torch.equal(own.grad.cpu(), expected.grad.cpu()):
                 found.append(f"gradient {index} of step {number}")
         with torch.no_grad():  # the next step must cast new values
             for index, pair in enumerate(pairs):
@@ -101,16 +90,9 @@ class Case:
             y = self.pipe(x)
         between = torch.cuda.memory_allocated(self.device)
         y.sum().backward()
-        for parameter in self.pipe.parameters():
-            parameter.grad = None
+        self.pipe.zero_grad()
         del y
         return between, torch.cuda.memory_allocated(self.device)
-
-
-def _close(own: Tensor | None, expected: Tensor | None) -> bool:
-    assert own is not None
-    assert expected is not None
-    return torch.equal(own.cpu(), expected.cpu())
 
 
 def bytes_without_loop(model: str, devices: list[str], checkpoint: str, hoist: bool) -> list[int]:
@@ -122,8 +104,7 @@ def bytes_without_loop(model: str, devices: list[str], checkpoint: str, hoist: b
 
 def main() -> None:
     operators, model, devices, checkpoint, capture = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.set_num_threads(1)
+    load(operators, deterministic=False)
     names = devices.split(",")
     case = Case(model, names, checkpoint, capture == "captured")
     with with_hoisted_casts():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe, doctor
+from tests.fake_cuda.fake_devices import load
 from tests.fake_cuda.train_models import PopSkip, StashSkip
 
 BATCH, CHUNKS, WIDTH = 8, 4, 6
@@ -21,9 +22,7 @@ BATCH, CHUNKS, WIDTH = 8, 4, 6
 
 def main() -> None:
     operators, devices, transport = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
+    load(operators)
     torch.manual_seed(0)
     plain = nn.Sequential(StashSkip(), nn.Linear(WIDTH, WIDTH), nn.GELU(), PopSkip())
     where = devices.split(",")

@@ -13,16 +13,15 @@ import json
 import sys
 import warnings
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, keyed_rng, replicate
-from gpipe_fast.fuse import cubins
-from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.cubin_files import keep_cubins
+from tests.fake_cuda.fake_devices import load
+from tests.internals import programs_of
 from tools.stages import PRECISIONS, STAGES, Precision, Size, Stage
 
 SIZE = Size(batch=4, length=16, width=32, heads=4, vocab=48)
@@ -34,14 +33,7 @@ DEVICE = torch.device("cuda:0")
 def register_kernels() -> None:
     """Makes the interpreter know every kernel that a program loads."""
     keep_cubins()
-    load = cubins.KernelLoader.load
-
-    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
-        for cubin in cubins.cubins(cubins.sources_of(launch), self.capability):
-            interpreter.register(cubin.image, launch.kernel, launch.signature, launch.constants)
-        return load(self, launch)
-
-    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()
+    interpreter.register_loaded(lambda launch: launch.kernel)
 
 
 def inputs_of(stage: Stage, precision: Precision, seed: int) -> list[Tensor]:
@@ -104,9 +96,6 @@ def tuple_of(value: Any) -> tuple[Tensor, ...]:
 
 
 def main(name: str, mode: str, checkpoint: str, capture: str = "") -> None:
-    torch.set_num_threads(1)
-    for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
-        getattr(torch.backends.cuda, enable)(False)
     register_kernels()
     stage, precision = STAGES[name], PRECISIONS[mode]
     torch.manual_seed(0)
@@ -136,13 +125,9 @@ def compare(
     return {
         "errors": list(zip(*errors, strict=True)),
         "kernels": sorted(kernels_of(models[True])),
-        "warnings": [text for text in map(str, (w.message for w in caught)) if _is_about_stages(text)],
+        "warnings": [t for t in (str(w.message) for w in caught) if "in Python" in t or "left out" in t],
         "failures": interpreter.failures(),
     }
-
-
-def _is_about_stages(warning: str) -> bool:
-    return "in Python" in warning or "left out" in warning
 
 
 def exact_results(layers: list[nn.Module], given: list[Tensor]) -> list[Tensor]:
@@ -172,11 +157,9 @@ def _size(values: Tensor) -> float:
 
 def kernels_of(model: GPipe) -> set[str]:
     """Returns the names of the kernels that the model's programs launch."""
-    from tests.internals import programs_of
-
     return {step.launch.name for p in programs_of(model) for step in p.steps if hasattr(step, "launch")}
 
 
 if __name__ == "__main__":
-    torch.ops.load_library(sys.argv[1])
+    load(sys.argv[1], deterministic=False)
     main(*sys.argv[2:])

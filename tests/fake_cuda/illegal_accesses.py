@@ -45,7 +45,7 @@ def run_steps(operators: str, devices: list[str], transport: str, steps: int, nu
     for _ in range(steps):
         step(model, devices[0])
     runtime = ctypes.CDLL(None)
-    runtime.fake_cuda_plant(f"sticky {number}".encode())
+    runtime.fake_cuda_plant(b"sticky", int(number))
     runtime.fake_cuda_mark(b"begin")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="illegal memory access"):

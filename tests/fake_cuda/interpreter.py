@@ -17,9 +17,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import _normalize_ty
 
+from gpipe_fast.fuse import cubins
+from gpipe_fast.lower.launch import KernelLaunch
 from tests.fake_cuda import bfloat16, pairwise
 
 _NUMPY_TYPES = {
@@ -145,7 +148,6 @@ class _Interpreter:
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self.num_programs = 0
         self._lock = threading.RLock()
         self._kernels: dict[int, _Registered] = {}
         self._patched: set[Any] = set()
@@ -237,7 +239,6 @@ class _Interpreter:
             for index in itertools.product(*map(range, grid)):
                 builder.set_grid_idx(*index)
                 function(**arguments)
-                self.num_programs += 1
             if self._trace is not None:
                 self._trace.report()
         finally:
@@ -278,14 +279,11 @@ def register(
         constants: The other arguments.
 
     Raises:
-        ValueError: The image is not a cubin, or a name is missing.
+        ValueError: The image is not a cubin.
         TypeError: The kernel is not interpreted.
     """
     if not isinstance(kernel, interpreter.InterpretedFunction):
         raise TypeError(f"{kernel.__name__} is compiled: start the process with TRITON_INTERPRET=1")
-    given = {name for name, _ in signature} | dict(constants).keys()
-    if missing := [name for name in kernel.arg_names if name not in given]:
-        raise ValueError(f"{kernel.__name__}: neither the signature nor the constants have {missing}")
     _the_interpreter().register(image, _Registered(kernel, tuple(signature), dict(constants)))
 
 
@@ -294,6 +292,17 @@ def failures() -> list[str]:
     return _the_interpreter().failures
 
 
-def num_programs() -> int:
-    """Returns how many programs (elements of grids) have run."""
-    return _the_interpreter().num_programs
+def register_loaded(kernel_of: Callable[[KernelLaunch], Any]) -> None:
+    """Makes launches run every kernel that a program loads: the one that `kernel_of` returns for it.
+
+    The constant "label" is the kernel's name, and whether its form is that for pointers divisible by 16.
+    """
+    load = cubins.KernelLoader.load
+
+    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
+        for index, cubin in enumerate(cubins.cubins(cubins.sources_of(launch), self.capability)):
+            constants = {**dict(launch.constants), "label": (launch.name, index == 0)}
+            register(cubin.image, kernel_of(launch), launch.signature, constants)
+        return load(self, launch)
+
+    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()

@@ -1,8 +1,7 @@
 """Programs that launch kernels on fake devices; run by test_launch.py.
 
 `launch_cases.py OPERATORS KERNELS CASE...`: runs functions of this file by name, and prints the name of each.
-KERNELS is the folder that test_launch.py has filled with compiled kernels. The log says which were launched;
-only `results` runs them, in Triton's interpreter.
+KERNELS is the folder that test_launch.py has filled with compiled kernels. The log says which were launched.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast._extension import ActiveRuns, Arena, Kernel, Layout, Program, Value
+from gpipe_fast._extension import Arena, Kernel, Layout, Program, Value
 from gpipe_fast.lower import program as program_module
+from tests.fake_cuda.fake_devices import load
 from tests.internals import pipeline_of
 from tests.unit.csrc.test_no_interpreter import C, native_calls, no_thread_switches
 
@@ -65,15 +65,10 @@ def launching_program(
     return program
 
 
-def mark(text: str) -> None:
-    """Writes a line into the log; keeps the GIL."""
-    C.fake_cuda_mark(text.encode())
-
-
 def run(program: Program, x: Tensor) -> None:
-    mark("begin")
+    C.fake_cuda_mark(b"begin")
     program.run([x], [], True)
-    mark("end")
+    C.fake_cuda_mark(b"end")
 
 
 def aligned_and_unaligned() -> None:
@@ -95,86 +90,59 @@ def other_current_device() -> None:
         run(launching_program(), torch.ones(SIZE, device=DEVICE))
 
 
-def expect_errors(cases: Sequence[tuple[type[Exception], str, Callable[[], object]]]) -> None:
-    """Calls each function, and compares the error with its kind and pattern."""
-    for kind, pattern, call in cases:
-        with pytest.raises(kind, match=pattern):
-            call()
-
-
 def wrong_launches() -> None:
     """Each error says what was received."""
 
-    def add(*arguments: object) -> Callable[[], object]:
+    def add(*arguments: object) -> Program:
         """Each argument is "x" or "y" for a tensor, or itself."""
 
         def convert(x: int, y: int) -> list[Any]:
             return [Value({"x": x, "y": y}[a]) if isinstance(a, str) else a for a in arguments]
 
-        return lambda: launching_program(arguments=convert)
-
-    def run_on_other_device() -> None:
-        launching_program(device=OTHER_DEVICE).run([torch.ones(SIZE, device=DEVICE)], [], True)
+        return launching_program(arguments=convert)
 
     def add_kernels_of_two_devices() -> None:
         kernels = kernel("scale"), kernel("scale", OTHER_DEVICE)
         Program(Arena(), DEVICE).add_launch(*kernels, GRID, [], ALIGNED)
 
     of_grid = "of the grid of kernel scale must be between 0 and"
-    expect_errors(
-        [
-            (ValueError, f"dimension 1 {of_grid} 65535, got 65536", lambda: launching_program((1, 65536, 1))),
-            (ValueError, f"dimension 2 {of_grid} 65535, got -1", lambda: launching_program((1, 1, -1))),
-            (
-                ValueError,
-                f"dimension 0 {of_grid} {MAX}, got {MAX + 1}",
-                lambda: launching_program((MAX + 1, 1, 1)),
-            ),
-            (
-                ValueError,
-                "argument 2 of kernel scale has at most 8 bytes, got 9",
-                add("x", "y", bytes(9), "x"),
-            ),
-            (
-                ValueError,
-                "argument 2 of kernel scale must be a Value or bytes, got 64",
-                add("x", "y", 64, "x"),
-            ),
-            (
-                RuntimeError,
-                "argument 0 of kernel scale is on cuda:1, but the kernel on cuda:2",
-                run_on_other_device,
-            ),
-            (ValueError, "must be on one device, got cuda:1 and cuda:2", add_kernels_of_two_devices),
-        ]
-    )
+    for pattern, call in (
+        (f"dimension 1 {of_grid} 65535, got 65536", lambda: launching_program((1, 65536, 1))),
+        (f"dimension 2 {of_grid} 65535, got -1", lambda: launching_program((1, 1, -1))),
+        (f"dimension 0 {of_grid} {MAX}, got {MAX + 1}", lambda: launching_program((MAX + 1, 1, 1))),
+        ("argument 2 of kernel scale has at most 8 bytes, got 9", lambda: add("x", "y", bytes(9))),
+        ("argument 2 of kernel scale must be a Value or bytes, got 64", lambda: add("x", "y", 64)),
+        ("must be on one device, got cuda:1 and cuda:2", add_kernels_of_two_devices),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            call()
+    program, x = launching_program(device=OTHER_DEVICE), torch.ones(SIZE, device=DEVICE)
+    with pytest.raises(
+        RuntimeError, match="argument 0 of kernel scale is on cuda:1, but the kernel on cuda:2"
+    ):
+        program.run([x], [], True)
 
 
 def wrong_kernels() -> None:
     """Each error says what was received."""
-
-    def load(**changes: Any) -> Callable[[], object]:
-        return lambda: kernel("scale", **changes)
-
-    def launch_with_half_the_threads() -> None:
-        program, other = launching_program(), kernel("scale", num_threads=64)
-        program.add_launch(other, other, GRID, launch_arguments(0, 1), ALIGNED)
-        program.run([torch.ones(SIZE, device=DEVICE)], [], True)
-
     complete = image("scale")
     damaged = [b"", complete[:50], complete[:-1], b"\0" + complete[1:]]
     unknown = r"loading kernel {} \(128 threads, 1 CTAs per cluster, 0 bytes of shared memory\) on cuda:1"
-    launch = r"launching kernel scale \(64 threads, 1 CTAs .*\) on cuda:1 with grid \(2, 1, 1\)"
-    expect_errors(
-        [
-            *((RuntimeError, f"its {len(d)} bytes are no complete cubin", load(image=d)) for d in damaged),
-            *((RuntimeError, unknown.format(n), load(name=n)) for n in ("scale_", "unknown")),
-            (RuntimeError, "its registers allow at most 1024 threads", load(num_threads=2048)),
-            (RuntimeError, r"loading kernel scale \(.* 1000000 bytes of shared", load(shared_bytes=1000000)),
-            (ValueError, "needs a thread, .* got 0 threads, 1 CTAs and 0 bytes", load(num_threads=0)),
-            (RuntimeError, launch, launch_with_half_the_threads),
-        ]
-    )
+    for pattern, changes in (
+        *((f"its {len(each)} bytes are no complete cubin", {"image": each}) for each in damaged),
+        *((unknown.format(name), {"name": name}) for name in ("scale_", "unknown")),
+        ("its registers allow at most 1024 threads", {"num_threads": 2048}),
+        (r"loading kernel scale \(.* 1000000 bytes of shared", {"shared_bytes": 1000000}),
+    ):
+        with pytest.raises(RuntimeError, match=pattern):
+            kernel("scale", **changes)
+    with pytest.raises(ValueError, match=r"needs a thread, .* got 0 threads, 1 CTAs and 0 bytes"):
+        kernel("scale", num_threads=0)
+    program, other = launching_program(), kernel("scale", num_threads=64)
+    program.add_launch(other, other, GRID, launch_arguments(0, 1), ALIGNED)
+    message = r"launching kernel scale \(64 threads, 1 CTAs .*\) on cuda:1 with grid \(2, 1, 1\)"
+    with pytest.raises(RuntimeError, match=message):
+        program.run([torch.ones(SIZE, device=DEVICE)], [], True)
     kernel("scale", shared_bytes=100000)
     kernel("scale")
 
@@ -194,34 +162,13 @@ def checks_wait_for_the_end_of_a_capture() -> None:
         program.run([x], [], True)
         assert C.cudaStreamEndCapture(handle, ctypes.byref(graph)) == 0
         assert C.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong()) == 0
-        mark("begin")
+        C.fake_cuda_mark(b"begin")
         assert C.cudaGraphLaunch(executable, handle) == 0
-        mark("end")
+        C.fake_cuda_mark(b"end")
     assert found == []
     for _ in range(2):
         program.run([x], [], True)
     assert found == [SIZE]
-
-
-def results() -> None:
-    """Runs the kernels on aligned and unaligned input."""
-    from tests.fake_cuda import interpreter, launched_kernels
-
-    signature = (("x", "*fp32"), ("y", "*fp32"), ("count", "i32"), ("factor", "fp32"))
-    for name in ("scale", "scale_unaligned"):
-        interpreter.register(image(name), getattr(launched_kernels, name), signature, {"SIZE": BLOCK})
-    program, layout = Program(Arena(), DEVICE), Layout([SIZE], [1], torch.float32)
-    x, y = program.add_input(layout), program.add_fresh(layout)
-    program.add_allocate(y, ActiveRuns.ALWAYS)
-    program.add_launch(kernel("scale"), kernel("scale_unaligned"), GRID, launch_arguments(x, y), ALIGNED)
-    program.set_outputs([y])
-    block = torch.arange(SIZE + 1.0)
-    for given in (block[:-1], block[1:]):
-        on_device = block.to(DEVICE)[given.storage_offset() :][:SIZE]
-        mark("begin")
-        (output,), _ = program.run([on_device], [], True)
-        mark("end")
-        assert torch.equal(output.cpu(), 2 * given)
 
 
 class LaunchingProgram(Program):
@@ -261,9 +208,9 @@ def call_while_gil_is_held(call: Callable[[], Any]) -> Any:
 
     def hold() -> None:
         go.acquire()
-        mark("begin")
+        C.fake_cuda_mark(b"begin")
         C.usleep(200_000)
-        mark("end")
+        C.fake_cuda_mark(b"end")
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -277,10 +224,8 @@ def call_while_gil_is_held(call: Callable[[], Any]) -> Any:
 
 def main() -> None:
     operators, _, *cases = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.set_num_threads(1)
+    load(operators, deterministic=False)
     for case in cases:
-        mark(case)
         globals()[case]()
         print(case)
 

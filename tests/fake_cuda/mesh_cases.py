@@ -18,18 +18,30 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gpipe_fast import GPipe
 from gpipe_fast.distributed import ranks
 from tests.distributed import cases
+from tests.fake_cuda.fake_devices import load, mark
 from tests.fake_cuda.fake_nccl import FakeNccl
+from tests.internals import inject_failure, remove_faults
 from tests.reference import unequal
 
 SIZE = 2
 
 
-def mark(text: str) -> None:
-    ctypes.CDLL(None).fake_cuda_mark(text.encode())
+def pipeline(name: str, chunks: int, devices: object, **options: object) -> tuple[GPipe, Tensor]:
+    """Returns a pipeline over the ranks, and a mini-batch on its first device."""
+    warnings.simplefilter("ignore")
+    make, batch, balances = cases.MODELS[name]
+    mesh = dist.group.WORLD
+    pipe = GPipe(make(), balances[0], chunks=chunks, mesh=mesh, devices=devices, timeout=30.0, **options)
+    return pipe, batch(8 if chunks == 4 else 9).to(pipe.devices[0])
+
+
+def whole_step(pipe: GPipe, x: Tensor, target: Tensor) -> None:
+    pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=len(x))
 
 
 def same_bits(names: str, schedules: str, device: str) -> int:
@@ -39,19 +51,14 @@ def same_bits(names: str, schedules: str, device: str) -> int:
 
 def steps(name: str, schedule: str, device: str) -> str:
     """Runs three steps, of which the last two are marked; the caller overwrites what they have read."""
-    warnings.simplefilter("ignore")
-    make, batch, balances = cases.MODELS[name]
-    pipe = GPipe(
-        make(), balances[0], chunks=4, schedule=schedule, mesh=dist.group.WORLD, devices=device, timeout=30.0
-    )
-    x = batch(8).to(pipe.devices[0])
+    pipe, x = pipeline(name, 4, device, schedule=schedule)
     target = torch.zeros(8, 2, device=x.device)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a fill is work on the stream that allocates
     mark("plan")
     for number in range(3):
         if number:
             mark("begin")
-        pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=8)
+        whole_step(pipe, x, target)
         if number:
             mark("end")
         x.copy_(x.flip(0))
@@ -65,15 +72,11 @@ def steps(name: str, schedule: str, device: str) -> str:
 
 def recorded(name: str, schedule: str, device: str) -> str:
     """Returns how many actions of each stage were recorded, and what tells recordings apart."""
-    warnings.simplefilter("ignore")
-    make, batch, balances = cases.MODELS[name]
-    pipe = GPipe(
-        make(), balances[0], chunks=4, schedule=schedule, mesh=dist.group.WORLD, devices=device, timeout=30.0
-    )
-    x = batch(8).to(pipe.devices[0])
+    pipe, x = pipeline(name, 4, device, schedule=schedule)
+    target = torch.zeros(8, 2, device=x.device)
     for _ in range(2):
         with pipe.recording() as recording:
-            pipe.step(x, target=torch.zeros(8, 2, device=x.device), loss_fn=cases.loss_of, normalizer=8)
+            whole_step(pipe, x, target)
     report = recording.report()
     assert abs(sum(report.blame.values()) - 1) < 1e-6
     assert all(abs(sum(stage) - report.step) < 1e-6 for stage in report.stages)
@@ -83,16 +86,13 @@ def recorded(name: str, schedule: str, device: str) -> str:
 
 def failing(action: str) -> str:
     """An action fails on its rank: returns the error. The step works before and afterwards."""
-    warnings.simplefilter("ignore")
-    make, batch, balances = cases.MODELS["batch norm"]
-    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices="cuda", timeout=30.0)
-    x = batch(9).to("cuda")
+    pipe, x = pipeline("batch norm", 3, "cuda")
     expected = cases.here(cases.step(pipe, x))
     groups = [*FakeNccl.groups]
     if dist.get_rank() == int(action[0]):
-        pipe._pipeline.inject_faults(faults=[(action, 0, "ValueError")])
+        inject_failure(pipe, action)
     error = cases._error_of(lambda: cases.step(pipe, x))
-    pipe._pipeline.inject_faults()
+    remove_faults(pipe)
     assert all(group.is_aborted for group in groups)
     assert unequal(cases.here(cases.step(pipe, x)), expected) == []
     assert len(FakeNccl.groups) == 2 * len(groups)
@@ -102,39 +102,26 @@ def failing(action: str) -> str:
 
 def losing_the_device(number: str) -> str:
     """An operation fails the first rank's GPU, as an illegal access does: returns the error."""
-    warnings.simplefilter("ignore")
-    make, batch, balances = cases.MODELS["skips"]
-    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices="cuda", timeout=30.0)
-    x, target = batch(9).to("cuda"), torch.zeros(9, 2, device="cuda")
-
-    def step() -> None:
-        pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=9)
-
-    step()
+    pipe, x = pipeline("skips", 3, "cuda")
+    target = torch.zeros(9, 2, device="cuda")
+    whole_step(pipe, x, target)
     if dist.get_rank() == 0:
-        ctypes.CDLL(None).fake_cuda_plant(f"sticky {number}".encode())
+        ctypes.CDLL(None).fake_cuda_plant(b"sticky", int(number))
         mark("begin")
-    error = cases._error_of(step)
+    error = cases._error_of(lambda: whole_step(pipe, x, target))
     gc.collect()
     return error.replace("\n", " ")
 
 
 def mixed() -> str:
     """One rank has a GPU, and the other has none: returns the error."""
-    make, batch, balances = cases.MODELS["batch norm"]
-    pipe = GPipe(make(), balances[0], chunks=3, mesh=dist.group.WORLD, devices=["cpu", "cuda"], timeout=20.0)
-    x = batch(9).to(pipe.devices[0])
+    pipe, x = pipeline("batch norm", 3, ["cpu", "cuda"])
     return cases._error_of(lambda: pipe(x)).replace("\n", " ")
 
 
 def main() -> None:
     operators, rank, store, backend, case, *words = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.backends.cudnn.enabled = False
-    for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
-        getattr(torch.backends.cuda, enable)(False)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    load(operators)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, SIZE),

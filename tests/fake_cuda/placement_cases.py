@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
-from gpipe_fast.skip import pop, skippable, stash
+from tests.fake_cuda.fake_devices import gradients, plain_loop, run_cases
+from tests.fake_cuda.train_models import PopSkip, StashSkip
 
 MIB = 1 << 20
 # Bytes of each device, for the functions in OUT_OF_MEMORY.
@@ -31,20 +30,13 @@ def devices_of(module: nn.Module) -> list[str]:
     return [str(p.device) for p in module.parameters()]
 
 
-def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
-    output.square().sum().backward()
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-
-
 def first_gpus_by_default() -> None:
     """Each partition gets one GPU."""
     plain, x = layers(), torch.randn(8, 8)
     pipe = GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS)
     assert [str(device) for device in pipe.devices] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [str(layer.weight.device) for layer in pipe] == ["cuda:0", "cuda:1", "cuda:2", "cuda:2"]
-    expected = gradients(plain, torch.cat([plain(part) for part in x.chunk(CHUNKS)]))
+    expected = gradients(plain, plain_loop(plain, x, CHUNKS))
     assert all(map(torch.equal, gradients(pipe, pipe(x.cuda())), expected))
     assert GPipe(layers(8)).balance == [2, 2, 2, 2]
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 4, partitions: 5\)"):
@@ -91,7 +83,7 @@ def meta_layers_are_loaded_on_their_devices() -> None:
     pipe.load_weights(plain.state_dict())
     assert pipe[0].weight is pipe[3].weight
     assert devices_of(pipe) == devices_of(GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=CHUNKS))
-    expected = gradients(plain, torch.cat([plain(part) for part in x.chunk(CHUNKS)]))
+    expected = gradients(plain, plain_loop(plain, x, CHUNKS))
     for found, wanted in zip(gradients(pipe, pipe(x.cuda())), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -158,20 +150,6 @@ def check_message(error: torch.OutOfMemoryError, action: str) -> None:
     assert float(found[2]) == pytest.approx(4 * float(found[1]), abs=0.3)
 
 
-@skippable(stash=["skip"])
-class StashSkip(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        yield stash("skip", x)
-        return x.tanh()
-
-
-@skippable(pop=["skip"])
-class PopSkip(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        skip = yield pop("skip")
-        return x * skip
-
-
 def verify_moves_boundary_tensors() -> None:
     """verify() runs the plain loop on several devices, with a skip connection and a shared weight."""
     plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
@@ -234,18 +212,6 @@ def out_of_memory_in_the_backward() -> None:
     assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
 
 
-def main() -> None:
-    operators, *names = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
-    torch.manual_seed(0)
-    functions: dict[str, Callable[[], None]] = {f.__name__: f for f in (*PLACEMENT, *OUT_OF_MEMORY)}
-    for name in names:
-        functions[name]()
-        print(name)
-
-
 PLACEMENT = (
     first_gpus_by_default,
     cpu_on_request,
@@ -257,4 +223,4 @@ PLACEMENT = (
 OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
 if __name__ == "__main__":
-    main()
+    run_cases({case.__name__: case for case in (*PLACEMENT, *OUT_OF_MEMORY)})

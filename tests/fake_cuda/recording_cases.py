@@ -13,6 +13,7 @@ import torch
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Recording
 from gpipe_fast.schedule import TRANSFERS, Kind
+from tests.fake_cuda.fake_devices import load
 from tests.fake_cuda.train_models import WIDTH, layers_of
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
@@ -62,25 +63,16 @@ def wrong_advice() -> list[str]:
 def main() -> None:
     operators, nanoseconds = sys.argv[1:]
     copy_seconds = int(nanoseconds) * 1e-9 * 2 * WIDTH * 4  # of two samples
-    torch.ops.load_library(operators)
-    torch.set_num_threads(1)
-    model = GPipe(
-        torch.nn.Sequential(*layers_of("mlp")),
-        [4, 4],
-        devices=["cuda:0", "cuda:1"],
-        chunks=4,
-        checkpoint="never",
-    )
+    load(operators, deterministic=False)
+    layers, devices = torch.nn.Sequential(*layers_of("mlp")), ["cuda:0", "cuda:1"]
+    model = GPipe(layers, [4, 4], devices=devices, chunks=4, checkpoint="never")
     x = torch.randn(8, WIDTH, device="cuda:0")
     differences: list[str] = []
-    for _ in range(2):
-        with model.recording() as recording:
-            model(x).sum().backward()
-    differences += wrong(recording, copy_seconds)
-    for _ in range(2):
-        with model.recording() as recording:
-            model.step(x, loss_fn=torch.sum, normalizer=1)
-    differences += wrong(recording, copy_seconds)
+    for step in (lambda: model(x).sum().backward(), lambda: model.step(x, loss_fn=torch.sum, normalizer=1)):
+        for _ in range(2):
+            with model.recording() as recording:
+                step()
+        differences += wrong(recording, copy_seconds)
     if copy_seconds:
         differences += wrong_advice()
     print("\n".join(differences) or "right")

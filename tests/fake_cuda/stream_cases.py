@@ -9,8 +9,6 @@ and abandoned streams run first; ``peer`` and ``pinned``: force a transport. Pri
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +18,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.arguments import TRANSPORTS
-from tests.fake_cuda.train_models import CHUNKS, IN_PYTHON, MAX_DELAY_US, batch_of, layers_of
+from tests.fake_cuda.fake_devices import caller_streams, load, mark
+from tests.fake_cuda.train_models import CHUNKS, MAX_DELAY_US, batch_of, layers_of
 from tests.internals import inject_delays, inject_failure
 
 NUMBER = 7
@@ -47,7 +46,6 @@ def run_failing_streams(pipe: GPipe, x: Tensor, seed: int) -> None:
 
 
 def differences(model: str, devices: Sequence[str], words: Sequence[str]) -> list[str]:
-    mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)
     transport = next((word for word in words if word in TRANSPORTS), "auto")
     layers = nn.Sequential(*layers_of(model))
     between = "between" in words
@@ -56,10 +54,10 @@ def differences(model: str, devices: Sequence[str], words: Sequence[str]) -> lis
     )
     if model != "dropout":
         pipe.eval()
-    may_wait = model in IN_PYTHON or "cpu" in devices or between
+    may_wait = model == "python" or "cpu" in devices or between
     x = batch_of(model).to(devices[0])
     found = []
-    mark(b"plan")
+    mark("plan")
     for turn in range(3):
         with torch.no_grad():
             torch.manual_seed(turn)
@@ -68,14 +66,14 @@ def differences(model: str, devices: Sequence[str], words: Sequence[str]) -> lis
             run_failing_streams(pipe, x, turn)
         torch.manual_seed(turn)
         results = []
-        mark(b"begin\tmay wait" if may_wait else b"begin")
+        mark("begin\tmay wait" if may_wait else "begin")
         for y in pipe.stream(inputs(x), depth=1 + 2 * turn):
             results.append(y.clone())
             y.zero_()
             if between:
                 with torch.no_grad():
                     pipe(x)
-        mark(b"end")
+        mark("end")
         for number, (y, wanted) in enumerate(zip(results, expected, strict=True)):
             if not torch.equal(y.cpu(), wanted):
                 found.append(f"{model}, turn {turn}: mini-batch {number}")
@@ -87,18 +85,14 @@ def differences(model: str, devices: Sequence[str], words: Sequence[str]) -> lis
 
 
 def main() -> None:
-    operators, models, devices, *words = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.backends.cudnn.enabled = False
-    torch.set_num_threads(1)
+    operators, models, names, *words = sys.argv[1:]
+    devices = names.split(",")
+    load(operators, deterministic=False)
     found = []
-    with contextlib.ExitStack() as stack:
-        if "own_streams" in words:
-            for device in {device for device in devices.split(",") if device != "cpu"}:
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+    with caller_streams(devices if "own_streams" in words else ()):
         for model in models.split("/"):
             torch.manual_seed(0)
-            found += differences(model, devices.split(","), words)
+            found += differences(model, devices, words)
     print("; ".join(found) or "equal")
 
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.build import can_build
 from tests.fake_cuda.cast_cases import CHUNKS, STEPS, WIDTH
-from tests.fake_cuda.process import run
 from tests.fake_cuda.race_detector import Line, check, read
-
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-)
 
 # The parameters of `cast_cases.layers_of` that each stage casts.
 CASTS = {"linear": 2 * 2 + 2 * 2, "tied": 2 * 2 + 2 + 1}
@@ -51,10 +45,10 @@ def last_step(log: Iterable[Line], parameters: Sequence[str]) -> dict[str, Count
     ],
 )
 def test_each_stage_casts_its_parameters_twice_in_a_step(
-    model: str, devices: str, checkpoint: str, capture: str, libraries: tuple[Path, Path], tmp_path: Path
+    model: str, devices: str, checkpoint: str, capture: str, run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     words = (model, devices, checkpoint, capture)
-    (text,) = run("cast_cases.py", libraries, *words, late=1, log=tmp_path / "log", names=1)
+    (text,) = run("cast_cases.py", *words, late=1, log=tmp_path / "log", names=1)
     found = json.loads(text)
     assert found["differences"] == []
     assert found["replays"] == (STEPS - 2 if capture == "captured" else 0)

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.build import can_build
-
 ROOT = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-)
 
 
 @pytest.mark.parametrize(

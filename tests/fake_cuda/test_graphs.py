@@ -6,20 +6,14 @@ capture itself; the log contains the accesses of every launch, on new streams.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.fake_cuda.build import can_build
-from tests.fake_cuda.process import run
-from tests.fake_cuda.race_detector import Line, check, read
+from tests.fake_cuda.fake_devices import FOUR_DEVICES, ONE_DEVICE
+from tests.fake_cuda.race_detector import Line, check
 
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-)
-
-MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "convolutions")
-FOUR_DEVICES, ONE_DEVICE = "cuda:0,cuda:1,cuda:2,cuda:3", "cuda:1,cuda:1,cuda:1,cuda:1"
+MODELS = "mlp/skips/several/batch norm/dropout/tied/convolutions"
 CASES = (
     "replaced_parameter",
     "two_forwards_in_flight",
@@ -28,178 +22,121 @@ CASES = (
     "inference",
     "kept_gradients",
     "capture_turned_off",
-    "changed_setting",
-    "alternating_shapes",
     "more_shapes_than_places",
     "batch_in_second_dimension",
     "several_threads",
+    "eight_stages_on_one_device",
+    "a_second_thread_on_pool_streams",
 )
-
 SEVERAL_PLANS = (
     "inference_before_a_backward",
-    "two_shapes_in_flight_16_first",
-    "two_shapes_in_flight_8_first",
-    "capture_while_another_plan_is_in_flight",
-    "graphs_freed_between_forward_and_backward",
+    "two_shapes_in_flight_the_longer_first",
+    "two_shapes_in_flight_the_shorter_first",
+    "captures_of_other_plans_in_flight",
     "kept_output_blocks_replays",
     "replicated_gradient",
 )
 
-Libraries = tuple[Path, Path]
+Run = Callable[..., list[str]]
+Logged = Callable[..., list[Line]]
 
 
 @pytest.mark.parametrize(
-    ("models", "devices", "checkpoints"),
+    ("models", "devices", "words"),
     [
-        (("skips", "batch norm"), FOUR_DEVICES, ["except_last"]),
+        ("skips/batch norm", FOUR_DEVICES, ("except_last",)),
         *(
-            pytest.param(MODELS, each, ["never", "except_last", "always"], marks=pytest.mark.extended)
-            for each in (FOUR_DEVICES, ONE_DEVICE)
+            pytest.param(models, devices, words, marks=pytest.mark.extended)
+            for models, devices, words in (
+                *((MODELS, each, ("never", "except_last", "always")) for each in (FOUR_DEVICES, ONE_DEVICE)),
+                *(("skips", FOUR_DEVICES, (each, "never")) for each in ("own_streams", "pinned")),
+                ("skips", ONE_DEVICE, ("own_streams", "peer", "never")),
+            )
         ),
     ],
-    ids=["some", "four", "one"],
+    ids=str,
 )
 def test_captured_models_equal_the_plain_loop_without_races(
-    models: tuple[str, ...], devices: str, checkpoints: list[str], libraries: Libraries, tmp_path: Path
+    models: str, devices: str, words: tuple[str, ...], logged: Logged
 ) -> None:
-    words = ("/".join(models), devices, "captured", *checkpoints)
-    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
-    assert check(read(tmp_path / "log")) == []
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("word", ["own_streams", "pinned", "peer"])
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE], ids=["four", "one"])
-def test_captured_steps_keep_bits_on_caller_streams_and_every_transport(
-    devices: str, word: str, libraries: Libraries, tmp_path: Path
-) -> None:
-    words = ("skips/batch norm", devices, "captured", word, "except_last")
-    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
-    assert check(read(tmp_path / "log")) == []
-
-
-@pytest.mark.extended
-def test_changes_between_replays_are_handled(libraries: Libraries, tmp_path: Path) -> None:
-    found = run("graph_cases.py", libraries, "/".join(CASES), FOUR_DEVICES, late=1, log=tmp_path / "log")
-    assert found == [f"{case}: equal" for case in CASES]
-    assert check(read(tmp_path / "log"), may_wait=True) == []
+    lines = logged("train_models.py", models, devices, "captured", *words, expected=["equal"], late=1)
+    assert check(lines) == []
 
 
 @pytest.mark.parametrize(
-    ("devices", "checkpoint"),
+    ("cases", "devices", "checkpoint"),
     [
-        pytest.param(ONE_DEVICE, "except_last", id="one-except_last"),
-        pytest.param(ONE_DEVICE, "never", id="one-never", marks=pytest.mark.extended),
-        pytest.param(FOUR_DEVICES, "always", id="four-always", marks=pytest.mark.extended),
+        (("streams_of_one_device_warn_of_nothing", "changed_settings"), FOUR_DEVICES, "always"),
+        pytest.param(CASES, FOUR_DEVICES, "always", marks=pytest.mark.extended),
+        (SEVERAL_PLANS, ONE_DEVICE, "except_last"),
+        pytest.param(SEVERAL_PLANS, ONE_DEVICE, "never", marks=pytest.mark.extended),
+        pytest.param(SEVERAL_PLANS, FOUR_DEVICES, "always", marks=pytest.mark.extended),
     ],
+    ids=["settings", "cases", "one, except_last", "one, never", "four, always"],
 )
-def test_several_captured_plans_share_memory_safely(
-    devices: str, checkpoint: str, libraries: Libraries, tmp_path: Path
+def test_changes_and_several_plans_keep_the_bits_without_races(
+    cases: tuple[str, ...], devices: str, checkpoint: str, logged: Logged
 ) -> None:
     """No plan overwrites what another plan keeps for its backward in the graphs' shared memory."""
-    words = ("/".join(SEVERAL_PLANS), devices, checkpoint)
-    found = run("shared_graph_memory_cases.py", libraries, *words, late=1, log=tmp_path / "log")
-    assert found == [f"{case}: equal" for case in SEVERAL_PLANS]
-    assert check(read(tmp_path / "log"), may_wait=True) == []
+    expected = [f"{case}: equal" for case in cases]
+    words = ("/".join(cases), devices, checkpoint)
+    assert check(logged("graph_cases.py", *words, expected=expected, late=1), may_wait=True) == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("program", "cases", "devices"),
-    [("shared_graph_memory_cases.py", SEVERAL_PLANS, ONE_DEVICE), ("graph_cases.py", CASES, FOUR_DEVICES)],
-    ids=["several_plans", "captures"],
-)
-def test_graph_cases_keep_bits_when_work_is_deferred(
-    program: str, cases: tuple[str, ...], devices: str, libraries: Libraries
+@pytest.mark.parametrize(("cases", "devices"), [(SEVERAL_PLANS, ONE_DEVICE), (CASES, FOUR_DEVICES)])
+def test_changes_and_several_plans_keep_the_bits_when_work_is_deferred(
+    cases: tuple[str, ...], devices: str, run: Run
 ) -> None:
-    found = run(program, libraries, "/".join(cases), devices, "never", defer=1)
+    found = run("graph_cases.py", "/".join(cases), devices, "never", defer=1)
     assert found == [f"{case}: equal" for case in cases]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
+    ("case", "variables", "environment"),
+    [
+        ("forward_cannot_be_captured", {"synchronizes": "aten::gelu"}, {}),
+        ("backward_cannot_be_captured", {"synchronizes": "aten::gelu_backward"}, {}),
+        ("allocator_cannot_capture", {}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        ("allocator_cannot_capture", {}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    ],
 )
-def test_allocators_without_capture_run_uncaptured(
-    variable: str, value: str, libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_captured_runs_uncaptured(
+    case: str,
+    variables: dict[str, str],
+    environment: dict[str, str],
+    logged: Logged,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    found = run("shared_graph_memory_cases.py", libraries, "allocator_cannot_capture", FOUR_DEVICES)
-    assert found == ["allocator_cannot_capture: equal"]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    lines = logged("graph_cases.py", case, FOUR_DEVICES, expected=[f"{case}: equal"], **variables)
+    # The log does not have the accesses of devices to the memory pools of others.
+    assert environment or check(lines, may_wait=True) == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(
-    checkpoint: str, libraries: Libraries
-) -> None:
+def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(run: Run) -> None:
     """The uncaptured steps have already filled the allocator's cache."""
-    (needed,) = run("graph_memory.py", libraries, f"needed_{checkpoint}")
-    memory = int(int(needed) * 1.3)
-    assert run("graph_memory.py", libraries, f"captured_{checkpoint}", memory=memory) == ["3 replays"]
+    (needed,) = run("graph_memory.py", "needed_never")
+    assert run("graph_memory.py", "captured_never", memory=int(int(needed) * 1.3)) == ["3 replays"]
 
 
-def test_workspaces_of_other_streams_are_kept(libraries: Libraries) -> None:
+def test_workspaces_of_other_streams_are_kept(run: Run) -> None:
     """The capture has memory for workspaces in the graphs' pool, because it frees those of its streams."""
     workspace = 64 << 20
-    (needed,) = run("graph_memory.py", libraries, "needed_always", workspace=workspace)
-    found = run(
-        "graph_memory.py", libraries, "workspaces", workspace=workspace, memory=int(int(needed) * 1.3)
-    )
+    (needed,) = run("graph_memory.py", "needed_always", workspace=workspace)
+    found = run("graph_memory.py", "workspaces", workspace=workspace, memory=int(int(needed) * 1.3))
     assert found == ["1, 3 replays, 1"]
 
 
 @pytest.mark.extended
-def test_graphs_of_several_lengths_share_memory(libraries: Libraries) -> None:
-    """Graphs of five lengths need little more memory than the longest one's, in either order of capture."""
-    (found,) = run("graph_memory.py", libraries, "several_lengths")
-    for modes in (found.split()[:3], found.split()[3:]):
-        longest, longest_first, longest_last = map(int, modes)
-        assert max(longest_first, longest_last) < 1.2 * longest, found
+def test_graphs_of_several_lengths_share_memory(run: Run) -> None:
+    assert run("graph_memory.py", "several_lengths") == ["several_lengths"]
 
 
 @pytest.mark.extended
-def test_graphs_are_freed_when_memory_runs_out(libraries: Libraries) -> None:
-    cases = ("short_of_memory_in_a_forward", "short_of_memory_in_a_backward")
-    assert run("graph_memory.py", libraries, *cases, memory=720 << 20) == ["equal, 4 replays"] * 2
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("case", "operator"),
-    [
-        ("forward_cannot_be_captured", "aten::gelu"),
-        ("backward_cannot_be_captured", "aten::gelu_backward"),
-    ],
-)
-def test_operators_that_synchronize_run_uncaptured(
-    case: str, operator: str, libraries: Libraries, tmp_path: Path
-) -> None:
-    found = run("graph_cases.py", libraries, case, FOUR_DEVICES, synchronizes=operator, log=tmp_path / "log")
-    assert found == [f"{case}: equal"]
-    assert check(read(tmp_path / "log"), may_wait=True) == []
-
-
-@pytest.mark.extended
-def test_the_checker_detects_missing_waits_in_a_graph(libraries: Libraries, tmp_path: Path) -> None:
-    """Removes all waits of one stream of a launch from the log, for each stream."""
-    words = ("mlp", FOUR_DEVICES, "captured", "except_last")
-    assert run("train_models.py", libraries, *words, late=1, log=tmp_path / "log") == ["equal"]
-    lines = read(tmp_path / "log")
-    begin = next(index for index, line in enumerate(lines) if line.kind == "launch")
-    end = next(index for index in range(begin, len(lines)) if lines[index].kind == "mark")
-    graph_streams = {line.words[0] for line in lines[begin:end] if line.kind == "stream"}
-    graph_streams |= {line.words[0] for line in lines[begin - 40 : begin] if line.kind == "stream"}
-    busy = {line.words[0] for line in lines[begin:end] if line.kind in ("read", "write", "copy")}
-    assert len(graph_streams & busy) >= 7, "four compute streams, and copy streams between them"
-
-    def lines_without_waits(stream: str) -> list[Line]:
-        return [
-            line
-            for index, line in enumerate(lines)
-            if not (begin < index < end and line.kind == "wait" and line.words[0] == stream)
-        ]
-
-    for stream in graph_streams & busy:
-        assert check(lines_without_waits(stream)), f"stream {stream} needs no wait"
+def test_graphs_are_freed_when_memory_runs_out(run: Run) -> None:
+    cases = ["short_of_memory_in_a_forward", "short_of_memory_in_a_backward"]
+    assert run("graph_memory.py", *cases, memory=720 << 20) == cases

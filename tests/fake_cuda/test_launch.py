@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fake_cuda import launch_cases
-from tests.fake_cuda.build import can_build
-from tests.fake_cuda.process import run
-from tests.fake_cuda.race_detector import read
-
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-)
+from tests.fake_cuda.race_detector import Line
 
 
 @pytest.fixture(scope="session")
@@ -44,11 +39,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(log: Path) -> list[list[str]]:
+def launched(lines: list[Line]) -> list[list[str]]:
     """Returns the names of the kernels that were launched between each pair of marks, "begin" and "end"."""
     found: list[list[str]] = []
     inside = False
-    for line in read(log):
+    for line in lines:
         if line.kind == "mark" and line.words[0] in ("begin", "end"):
             inside = line.words[0] == "begin"
             found += [[]] if inside else []
@@ -57,31 +52,27 @@ def launched(log: Path) -> list[list[str]]:
     return found
 
 
-def test_launches(libraries: tuple[Path, Path], kernels: Path, tmp_path: Path) -> None:
+def test_launches(logged: Callable[..., list[Line]], kernels: Path) -> None:
     """Runs cases, and compares the kernels that each launches between its marks."""
     expected = {
-        launch_cases.aligned_and_unaligned: [["scale"], *[["scale_unaligned"]] * 3],
-        launch_cases.empty_grids: [[], [], []],
-        launch_cases.other_current_device: [["scale"]],
-        launch_cases.wrong_launches: [],
-        launch_cases.wrong_kernels: [],
-        launch_cases.checks_wait_for_the_end_of_a_capture: [["scale"]],
-        launch_cases.results: [["scale"], ["scale_unaligned"]],
+        "aligned_and_unaligned": [["scale"], *[["scale_unaligned"]] * 3],
+        "empty_grids": [[], [], []],
+        "other_current_device": [["scale"]],
+        "wrong_launches": [],
+        "wrong_kernels": [],
+        "checks_wait_for_the_end_of_a_capture": [["scale"]],
     }
-    names, log = [case.__name__ for case in expected], tmp_path / "log"
-    assert run("launch_cases.py", libraries, str(kernels), *names, interpreted=True, log=log) == names
-    assert launched(log) == [found for of_case in expected.values() for found in of_case]
+    lines = logged("launch_cases.py", str(kernels), *expected, expected=[*expected])
+    assert launched(lines) == [found for of_case in expected.values() for found in of_case]
 
 
-def test_replays_launch_while_the_gil_is_held(
-    libraries: tuple[Path, Path], kernels: Path, tmp_path: Path
-) -> None:
+def test_replays_launch_while_the_gil_is_held(logged: Callable[..., list[Line]], kernels: Path) -> None:
     """At least one attempt acquires the GIL before the first launch."""
-    case, log = launch_cases.replays_launch_while_the_gil_is_held.__name__, tmp_path / "log"
-    assert run("launch_cases.py", libraries, str(kernels), case, log=log) == [case]
-    found = launched(log)
+    case = "replays_launch_while_the_gil_is_held"
+    lines = logged("launch_cases.py", str(kernels), case, expected=[case])
+    found = launched(lines)
     num_forward, num_backward = max(map(len, found[::2])), max(map(len, found[1::2]))
     assert num_forward == 2 * launch_cases.CHUNKS, "each stage, for each micro-batch"
     assert num_backward == launch_cases.CHUNKS, "stage 1, which returns a boundary gradient"
-    num_libraries = sum(line.kind == "mark" and line.words[0] == "library" for line in read(log))
+    num_libraries = sum(line.kind == "mark" and line.words[0] == "library" for line in lines)
     assert num_libraries == 4, "two kernels on each device, whatever the number of programs"

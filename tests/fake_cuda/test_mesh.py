@@ -15,45 +15,28 @@ import torch
 
 from tests.distributed.launch import needs_gloo
 from tests.fake_cuda import process
-from tests.fake_cuda.build import can_build
 from tests.fake_cuda.race_detector import Line, check, read
 from tests.fake_cuda.test_pipelines import lines_in_steps
 
-pytestmark = [
-    needs_gloo,
-    pytest.mark.skipif(
-        not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-    ),
-]
+pytestmark = needs_gloo
 
 NUM_RANKS = 2
+NEEDS_PYTHON_GROUPS = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
+    reason="a process group in Python needs torch 2.14",
+)
+# The longer tests also use the stand-in for NCCL.
+both_backends = pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("nccl", marks=[NEEDS_PYTHON_GROUPS, pytest.mark.extended])]
+)
 several_models = pytest.mark.parametrize(
     ("models", "schedules"),
     [
         ("skips", "1f1b"),
-        pytest.param(
-            "batch norm/gpt/tuples/dropout/ties/skips", "gpipe/1f1b/zb-h1", marks=pytest.mark.extended
-        ),
+        pytest.param("batch norm/gpt/tuples/dropout/ties", "gpipe/zb-h1", marks=pytest.mark.extended),
     ],
     ids=["one", "all"],
 )
-NEEDS = {
-    "gloo": [],
-    "nccl": [
-        pytest.mark.skipif(
-            tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
-            reason="a process group in Python needs torch 2.14",
-        )
-    ],
-}
-
-
-def with_backends(first: str, second: str) -> pytest.MarkDecorator:
-    """Runs a test with one backend in `make test`, and with the other one in the longer tests."""
-    longer = pytest.param(second, marks=[*NEEDS[second], pytest.mark.extended])
-    return pytest.mark.parametrize("backend", [pytest.param(first, marks=NEEDS[first]), longer])
-
-
 Runs = Callable[..., list[str]]
 
 
@@ -61,16 +44,14 @@ Runs = Callable[..., list[str]]
 def run(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Runs the ranks of a case, and returns the line that each prints; `log0` and `log1` are their logs."""
 
-    def rank(number: int, words: tuple[str, ...], logged: bool, variables: dict[str, int]) -> str:
-        log = {"log": tmp_path / f"log{number}"} if logged else {}
+    def rank(number: int, words: tuple[str, ...], variables: dict[str, int]) -> str:
+        log = {} if "defer" in variables else {"log": tmp_path / f"log{number}"}
         store = str(tmp_path / "store")
-        found = process.run("mesh_cases.py", libraries, str(number), store, *words, **log, **variables)
-        return found[-1]
+        return process.run("mesh_cases.py", libraries, str(number), store, *words, **log, **variables)[-1]
 
-    def ranks(*words: str, logged: bool = True, **variables: int) -> list[str]:
+    def ranks(*words: str, **variables: int) -> list[str]:
         with ThreadPoolExecutor(NUM_RANKS) as pool:
-            ends = [pool.submit(rank, number, words, logged, variables) for number in range(NUM_RANKS)]
-            return [end.result() for end in ends]
+            return [*pool.map(lambda number: rank(number, words, variables), range(NUM_RANKS))]
 
     return ranks
 
@@ -79,7 +60,7 @@ def logs(folder: Path) -> list[list[Line]]:
     return [read(folder / f"log{rank}") for rank in range(NUM_RANKS)]
 
 
-@with_backends("gloo", "nccl")
+@both_backends
 @several_models
 def test_bits_equal_those_of_one_process_without_races(
     models: str, schedules: str, backend: str, run: Runs, tmp_path: Path
@@ -92,12 +73,12 @@ def test_bits_equal_those_of_one_process_without_races(
 @several_models
 def test_deferred_work_keeps_the_bits(models: str, schedules: str, run: Runs) -> None:
     """A missing wait would give wrong bits, since work runs as late as streams and events allow."""
-    words = ("gloo", "same_bits", models, schedules, "cuda")
     number = len(models.split("/")) * len(schedules.split("/"))
-    assert run(*words, logged=False, defer=5, late=1) == [str(number)] * NUM_RANKS
+    found = run("gloo", "same_bits", models, schedules, "cuda", defer=5, late=1)
+    assert found == [str(number)] * NUM_RANKS
 
 
-@with_backends("gloo", "nccl")
+@both_backends
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [("skips", "1f1b"), pytest.param("ties", "zb-h1", marks=pytest.mark.extended)],
@@ -130,38 +111,13 @@ def test_copies_go_through_pinned_memory_on_streams_of_their_own(
 
 
 @pytest.mark.extended
-@with_backends("nccl", "gloo")
-def test_every_wait_between_copies_and_layers_is_needed(backend: str, run: Runs, tmp_path: Path) -> None:
-    """Without the waits of the streams on which workers compute, or copy from the device, there are races."""
-    run(backend, "steps", "batch norm", "1f1b", "cuda", late=1)
-    for lines in logs(tmp_path):
-        inside = set(lines_in_steps(lines))
-        caller = lines[0].thread
-        needed = {
-            lines[p].words[0]
-            for p in inside
-            if lines[p].kind in ("read", "write") or lines[p].words[1:2] == ("d2p",)
-            if lines[p].thread != caller
-        }
-        waiting = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
-        assert len(waiting & needed) == 2, "the layers, and the copies from the device"
-        for stream in waiting & needed:
-            kept = [
-                line
-                for index, line in enumerate(lines)
-                if not (index in inside and line.kind == "wait" and line.words[0] == stream)
-            ]
-            assert check(kept, may_wait=True), f"stream {stream} needs no wait"
-
-
-@pytest.mark.extended
-@with_backends("gloo", "nccl")
+@both_backends
 def test_recordings_have_the_stages_of_both_ranks(backend: str, run: Runs) -> None:
-    first, second = run(backend, "recorded", "gpt", "1f1b", "cuda", logged=False)
+    first, second = run(backend, "recorded", "gpt", "1f1b", "cuda")
     assert first == second
 
 
-@with_backends("nccl", "gloo")
+@both_backends
 @pytest.mark.parametrize("action", ["0F1", pytest.param("1I0", marks=pytest.mark.extended)])
 def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str, run: Runs) -> None:
     """Groups of NCCL are aborted. The next step has new ones, and equals the first."""

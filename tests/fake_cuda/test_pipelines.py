@@ -1,97 +1,112 @@
 """Bits, races and transports of pipelines on the fake CUDA runtime.
 
-tests/fake_cuda/runtime/ is preloaded in place of the CUDA runtime; the CPU's operators compute.
+tests/fake_cuda/runtime/ is preloaded in place of the CUDA runtime; the CPU's operators compute. With
+FAKE_CUDA_DEFER, a stream's work runs only when a caller waits for it, in a random order that streams and
+events allow (runtime/deferred.h), so a missing wait gives wrong bits.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
 from gpipe_fast import build_info
 from gpipe_fast.reports.doctor import describe_code
 from gpipe_fast.schedule import SCHEDULES
-from tests.fake_cuda import process
-from tests.fake_cuda.build import can_build
-from tests.fake_cuda.race_detector import Line, check, read
+from tests.fake_cuda.fake_devices import FOUR_DEVICES, ONE_DEVICE, WITH_CPU
+from tests.fake_cuda.race_detector import Line, check
 
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
+ALL_MODELS = (
+    "mlp/skips/several/batch norm/dropout/tied/python/convolutions/convolutions, channels last",
+    "never",
+    "except_last",
+    "always",
 )
+IN_STEPS = ("mlp/skips/batch norm/dropout/python/convolutions/convolutions, channels last", "own_streams")
+TWO_DEVICES_IN_TURN = "cuda:0,cuda:1,cuda:0,cuda:1"
+CASES_PER_TEST = 100
 
-MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
-MODELS += ("convolutions", "convolutions, channels last")
-FOUR_DEVICES, ONE_DEVICE, WITH_CPU = (
-    "cuda:0,cuda:1,cuda:2,cuda:3",
-    "cuda:1,cuda:1,cuda:1,cuda:1",
-    "cuda:0,cpu,cuda:0,cuda:1",
-)
-
-Runs = Callable[..., list[Line]]
+Train = Callable[..., list[Line]]
 
 
 @pytest.fixture
-def train(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
+def train(logged: Callable[..., list[Line]]) -> Train:
     """Trains models, checks their bits, and returns the log."""
 
-    def run(models: str, devices: str, *words: str, late: int = 0, **more: str) -> list[Line]:
-        log = tmp_path / "log"
-        found = process.run("train_models.py", libraries, models, devices, *words, late=late, log=log, **more)
-        assert found == ["equal"]
-        return read(log)
+    def run(models: str, devices: str, *words: str, late: int = 1, **more: str) -> list[Line]:
+        return logged("train_models.py", models, devices, *words, expected=["equal"], late=late, **more)
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("models", "devices", "checkpoints"),
+    ("devices", "words"),
     [
-        (("several", "batch norm", "python"), WITH_CPU, ["except_last"]),
+        (WITH_CPU, ("several/batch norm/python", "except_last")),
+        (FOUR_DEVICES, ("mlp/skips/dropout", "1f1b", "always")),
         *(
-            pytest.param(MODELS, each, ["never", "except_last", "always"], marks=pytest.mark.extended)
-            for each in (FOUR_DEVICES, ONE_DEVICE, WITH_CPU)
+            pytest.param(devices, words, marks=pytest.mark.extended)
+            for devices, words in (
+                *((each, ALL_MODELS) for each in (FOUR_DEVICES, ONE_DEVICE, WITH_CPU)),
+                *((FOUR_DEVICES, (*IN_STEPS, each, "except_last")) for each in SCHEDULES),
+                (TWO_DEVICES_IN_TURN, (*IN_STEPS, "interleaved", "never")),
+                (ONE_DEVICE, (*IN_STEPS, "zb-h1", "always")),
+                (WITH_CPU, (*IN_STEPS, "1f1b", "except_last")),
+                # Also in a backward: its thread has only one caller stream, and waits for the work on all.
+                *((each, ("mlp", "own_streams", "never")) for each in (FOUR_DEVICES, ONE_DEVICE, WITH_CPU)),
+                *((each, ("skips", "failures", "except_last")) for each in (FOUR_DEVICES, WITH_CPU)),
+                (ONE_DEVICE, ("large", "pinned", "failures", "never")),  # while ring blocks are in use
+            )
         ),
     ],
-    ids=["some", "four", "one", "mixed"],
+    ids=str,
 )
 def test_models_equal_the_plain_loop_without_races(
-    models: Sequence[str], devices: str, checkpoints: list[str], train: Runs
+    devices: str, words: tuple[str, ...], train: Train
 ) -> None:
-    assert check(train("/".join(models), devices, *checkpoints, late=1)) == []
+    assert check(train(words[0], devices, *words[1:])) == []
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [name if name == "1f1b" else pytest.param(name, marks=pytest.mark.extended) for name in SCHEDULES],
+    ("models", "devices", "words"),
+    [
+        ("skips/dropout", ONE_DEVICE, ("captured", "except_last")),
+        *(
+            pytest.param(models, devices, words, marks=pytest.mark.extended)
+            for models, devices, words in (
+                ("skips/dropout", FOUR_DEVICES, ("captured", "except_last")),
+                *(("skips/batch norm/python", each, ("never",)) for each in (FOUR_DEVICES, WITH_CPU)),
+                ("several", FOUR_DEVICES, ("own_streams", "except_last")),
+                ("several", FOUR_DEVICES, ("failures", "except_last")),
+                ("several/large", FOUR_DEVICES, ("pinned", "except_last")),
+            )
+        ),
+    ],
+    ids=str,
 )
-def test_whole_steps_equal_the_plain_loop_without_races(schedule: str, train: Runs) -> None:
-    assert check(train("mlp/skips/dropout", FOUR_DEVICES, schedule, "never", "always", late=1)) == []
+def test_deferred_work_keeps_the_bits(
+    models: str, devices: str, words: tuple[str, ...], run: Callable[..., list[str]]
+) -> None:
+    assert run("train_models.py", models, devices, *words, defer=2, late=1) == ["equal"]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
-def test_all_models_in_whole_steps(devices: str, schedule: str, train: Runs) -> None:
-    if schedule == "interleaved" and devices == WITH_CPU:
-        devices = "cuda:0,cpu,cuda:0,cpu"  # gives each device equally many stages
-    models = "/".join(model for model in MODELS if model not in ("tied", "several"))
-    assert check(train(models, devices, "own_streams", schedule, "except_last", late=1)) == []
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.extended)])
+def test_random_pipelines_keep_the_bits_when_work_is_deferred(
+    count: int, run: Callable[..., list[str]]
+) -> None:
+    assert run("train_models.py", "random", "0", str(count), defer=4, late=2, limit=900) == ["equal"]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
-def test_caller_streams_are_ordered_with_the_pipeline(devices: str, train: Runs) -> None:
-    """Also in a backward: its thread has only one caller stream, and waits for the forward's work on all."""
-    assert check(train("mlp/batch norm", devices, "own_streams", "never", "except_last", late=1)) == []
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE, WITH_CPU], ids=["four", "one", "mixed"])
-def test_delays_and_failing_steps_cause_no_race(devices: str, train: Runs) -> None:
-    assert check(train("skips", devices, "failures", "except_last", late=1)) == []
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 10 * CASES_PER_TEST, CASES_PER_TEST))
+def test_many_random_pipelines_have_no_race_or_wrong_bit(
+    first: int, train: Train, run: Callable[..., list[str]]
+) -> None:
+    words = ("random", str(first), str(CASES_PER_TEST))
+    assert check(train(*words, late=first, limit=900)) == []
+    assert run("train_models.py", *words, defer=first + 1, limit=900) == ["equal"]
 
 
 def lines_in_steps(lines: Sequence[Line]) -> list[int]:
@@ -105,54 +120,36 @@ def lines_in_steps(lines: Sequence[Line]) -> list[int]:
     return indices
 
 
+def without_waits(lines: Sequence[Line], stream: str) -> list[Line]:
+    """Returns the lines without the waits of a stream within steps."""
+    left_out = {p for p in lines_in_steps(lines) if lines[p].kind == "wait" and lines[p].words[0] == stream}
+    return [line for index, line in enumerate(lines) if index not in left_out]
+
+
 def device_copies(lines: Sequence[Line]) -> list[int]:
     """Returns the indices of copies from device memory to device memory in steps."""
     return [p for p in lines_in_steps(lines) if lines[p].kind == "copy" and lines[p].words[1] == "d2d"]
 
 
-def test_the_checker_detects_missing_waits(train: Runs) -> None:
-    """Removes all waits of one stream within steps from the log, for each stream."""
-    lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
-    inside = set(lines_in_steps(lines))
+def test_the_checker_detects_changes_of_a_log(train: Train) -> None:
+    """Without waits, event queries of the allocator, or copy streams, or with a wait of the host."""
+    lines = train("mlp", FOUR_DEVICES, "except_last")
+    inside = lines_in_steps(lines)
     waits = {lines[p].words[0] for p in inside if lines[p].kind == "wait"}
     copying = {lines[p].words[0] for p in device_copies(lines)}
     computing = {lines[p].words[0] for p in inside if lines[p].kind in ("read", "write")}
     assert len(waits & copying) >= 3, "copy streams wait for the tensors that they copy"
     assert len(waits & computing) >= 4, "stages wait for the tensors that they receive"
     for stream in waits & (copying | computing):
-        kept = [
-            line
-            for index, line in enumerate(lines)
-            if not (index in inside and line.kind == "wait" and line.words[0] == stream)
-        ]
-        assert check(kept), f"stream {stream} needs no wait"
-
-
-@pytest.mark.extended
-def test_the_checker_detects_memory_reused_too_early(train: Runs) -> None:
-    """Removes the allocator's event queries from the log, as if it ignored uses on other streams."""
-    lines = train("mlp", FOUR_DEVICES, "except_last", late=1)
-    assert any(line.kind == "finished event" for line in lines)
+        assert check(without_waits(lines, stream)), f"stream {stream} needs no wait"
     assert check([line for line in lines if line.kind != "finished event"])
-
-
-@pytest.mark.extended
-def test_the_checker_detects_a_copy_on_a_compute_stream(train: Runs) -> None:
-    lines = train("mlp", FOUR_DEVICES, "never", late=1)
     index = random.Random(0).choice(device_copies(lines))
-    moved = lines[index]
-    computing = next(lines[p].words[0] for p in lines_in_steps(lines) if lines[p].kind == "write")
-    lines[index] = Line(moved.number, moved.thread, moved.kind, (computing, *moved.words[1:]))
-    assert any("copies between devices" in violation for violation in check(lines))
-
-
-@pytest.mark.extended
-def test_the_checker_detects_a_host_wait_in_a_step(train: Runs) -> None:
-    lines = train("mlp", ONE_DEVICE, "never")
-    index = lines_in_steps(lines)[5]
+    moved = lines[index]._replace(words=(min(computing), *lines[index].words[1:]))
+    changed = check([*lines[:index], moved, *lines[index + 1 :]])
+    assert any("copies between devices" in violation for violation in changed)
     waiting = Line(0, 0, "synchronize device", ("1",))
-    changed = [*lines[:index], waiting, *lines[index:]]
-    assert any("the host waits" in violation for violation in check(changed))
+    changed = check([*lines[: inside[5]], waiting, *lines[inside[5] :]])
+    assert any("the host waits" in violation for violation in changed)
 
 
 def copy_kinds(lines: Sequence[Line]) -> set[str]:
@@ -176,25 +173,6 @@ def device_pairs(lines: Sequence[Line]) -> set[tuple[int, int]]:
     return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in device_copies(lines)}
 
 
-FORCED_CASES = {
-    "four": (FOUR_DEVICES, "skips/small/tied/python/beside"),
-    "one": (ONE_DEVICE, "skips/small"),
-    "mixed": (WITH_CPU, "small"),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("transport", ["peer", "pinned"])
-@pytest.mark.parametrize("where", FORCED_CASES)
-def test_a_forced_transport_carries_all_copies(where: str, transport: str, train: Runs) -> None:
-    devices, models = FORCED_CASES[where]
-    lines = train(models, devices, transport, "except_last", late=1)
-    assert check(lines) == []
-    by_host = {"d2p", "p2d"} <= copy_kinds(lines)
-    assert by_host == (transport == "pinned" or where == "mixed")
-    assert bool(copy_streams(lines)) == (transport == "peer"), "copies have own streams, also on one device"
-
-
 def copy_streams(lines: Sequence[Line]) -> set[str]:
     """Returns the streams that copy between device memory in steps, and do not compute."""
     return {lines[p].words[0] for p in device_copies(lines)} - {
@@ -203,9 +181,20 @@ def copy_streams(lines: Sequence[Line]) -> set[str]:
 
 
 @pytest.mark.extended
-def test_small_tensors_are_coalesced_into_one_copy(train: Runs) -> None:
+@pytest.mark.parametrize("transport", ["peer", "pinned"])
+@pytest.mark.parametrize("devices", [FOUR_DEVICES, ONE_DEVICE])
+def test_a_forced_transport_carries_all_copies(devices: str, transport: str, train: Train) -> None:
+    lines = train("skips/several/tied/python", devices, transport, "except_last")
+    assert check(lines) == []
+    by_host = {"d2p", "p2d"} <= copy_kinds(lines)
+    assert by_host == (transport == "pinned")
+    assert bool(copy_streams(lines)) == (transport == "peer"), "copies have own streams, also on one device"
+
+
+@pytest.mark.extended
+def test_small_tensors_are_coalesced_into_one_copy(train: Train) -> None:
     """Two connections carry six tensors each, one of them empty, and the gradients of four."""
-    lines = train("small", FOUR_DEVICES, "peer", "except_last")
+    lines = train("several", FOUR_DEVICES, "peer", "except_last")
     steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
     copies_per_microbatch, microbatches = 6, 8
     crossing = [p for p in device_copies(lines) if lines[p].words[0] in copy_streams(lines)]
@@ -214,59 +203,21 @@ def test_small_tensors_are_coalesced_into_one_copy(train: Runs) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("peers", "peer_pairs"),
-    [
-        ("0", set()),
-        ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)}),
-    ],
+    ("peers", "peer_pairs"), [("0", set()), ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)})], ids=["none", "some"]
 )
 def test_devices_without_peer_access_copy_through_the_host(
-    peers: str, peer_pairs: set[tuple[int, int]], train: Runs
+    peers: str, peer_pairs: set[tuple[int, int]], train: Train
 ) -> None:
     """Copies between devices without peer access go through pinned host memory."""
-    lines = train("skips", FOUR_DEVICES, "except_last", late=1, peers=peers)
+    lines = train("skips", FOUR_DEVICES, "except_last", peers=peers)
     assert check(lines) == []
     assert {"d2p", "p2d"} <= copy_kinds(lines)
     assert {pair for pair in device_pairs(lines) if pair[0] != pair[1]} == peer_pairs
 
 
-@pytest.mark.extended
-def test_the_checker_detects_a_ring_block_reused_too_early(train: Runs) -> None:
-    """Removes the waits of the streams that fill ring blocks from the log, or of those that empty them."""
-    lines = train("large", FOUR_DEVICES, "pinned", "never", late=1)
-    assert check(lines) == []
-    inside = set(lines_in_steps(lines))
-    for kind, other in (("d2p", "p2d"), ("p2d", "d2p")):
-        ring = {lines[p].words[0] for p in inside if lines[p].kind == "copy" and lines[p].words[1] == kind}
-        kept = [
-            line
-            for index, line in enumerate(lines)
-            if not (index in inside and line.kind == "wait" and line.words[0] in ring)
-        ]
-        violations = check(kept)
-        assert any(kind in each and other in each for each in violations), kind
-
-
-@pytest.mark.extended
-def test_ring_blocks_are_free_after_failed_steps(train: Runs) -> None:
-    """Steps failed while ring blocks were in use."""
-    lines = train("large", ONE_DEVICE, "pinned", "failures", "never", late=1)
-    assert check(lines) == []
-
-
-@pytest.fixture
-def doctor_lines(libraries: tuple[Path, Path]) -> Callable[..., list[str]]:
-    """Runs doctor_cases.py, and returns the lines that it prints."""
-
-    def run(devices: str, transport: str, **more: str) -> list[str]:
-        return process.run("doctor_cases.py", libraries, devices, transport, **more)
-
-    return run
-
-
-def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..., list[str]]) -> None:
+def test_doctor_reports_transports_and_bytes_in_flight(run: Callable[..., list[str]]) -> None:
     """After a step, doctor() also reports the bytes in flight: a micro-batch has 2 x 6 floats of 4 bytes."""
-    lines = doctor_lines("cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
+    lines = run("doctor_cases.py", "cuda:0,cuda:0,cuda:1,cpu", "auto", peers="0")
     transports = {
         "stage 0 (cuda:0) -> stage 1 (cuda:0)": "hand-over",
         "stage 1 (cuda:0) -> stage 2 (cuda:1)": "pinned",
@@ -284,18 +235,17 @@ def test_doctor_reports_transports_and_bytes_in_flight(doctor_lines: Callable[..
 
 
 @pytest.mark.extended
-def test_failing_peer_access_falls_back_to_pinned(doctor_lines: Callable[..., list[str]]) -> None:
+def test_failing_peer_access_falls_back_to_pinned(run: Callable[..., list[str]]) -> None:
     """The devices report peer access, but fail to enable it."""
-    lines = doctor_lines("cuda:0,cuda:1,cuda:2,cuda:3", "auto", peers="unplugged")
+    lines = run("doctor_cases.py", FOUR_DEVICES, "auto", peers="unplugged")
     assert "equal" in lines
     assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
-def test_requesting_missing_peer_access_raises(peers: str, doctor_lines: Callable[..., list[str]]) -> None:
-    lines = doctor_lines("cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers)
-    assert lines == [
+def test_requesting_missing_peer_access_raises(peers: str, run: Callable[..., list[str]]) -> None:
+    assert run("doctor_cases.py", "cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers) == [
         "transport='peer', but cuda:0 and cuda:1 (stages 0 and 1) have no peer access to each other's "
         "memory; use 'auto', which copies through pinned host memory"
     ]

@@ -5,32 +5,35 @@ four stages on four DEVICES (``cuda:0,cpu,..``), and compares parameters, buffer
 loop on the same devices. Words: a checkpoint mode (one run for each); ``captured``: steps must be captured
 and replayed as graphs; ``own_streams``: the caller uses own streams; ``failures``: workers are delayed, and
 failing steps run in between; names of schedules: whole steps; ``peer`` and ``pinned``: force a
-transport. Prints the differences, or "equal".
+transport. Or `train_models.py OPERATORS random FIRST COUNT`: random pipelines. Prints the differences, or
+"equal".
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import ctypes
 import itertools
+import random
 import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.arguments import TRANSPORTS
+from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.schedule import SCHEDULES
+from tests.fake_cuda.fake_devices import caller_streams, copied, load, mark, plain_loop
 from tests.internals import inject_delays, inject_failure, pipeline_of
 
 BATCH, CHUNKS, WIDTH, STEPS = 16, 8, 12, 5
 FIRST_CAPTURED = 2
 MAX_DELAY_US = 1000
-IN_PYTHON = {"python", "beside"}
+MODELS = ("mlp", "skips", "several", "batch norm", "dropout", "tied", "python")
+MODELS += ("convolutions", "convolutions, channels last")
 
 
 @skippable(stash=["skip"])
@@ -47,19 +50,6 @@ class PopSkip(nn.Module):
         return x + skip.to(x.device)
 
 
-class UnusualLayouts(nn.Module):
-    """Returns non-contiguous tensors, and integers."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x.t(), x[:, ::2], torch.full_like(x, 3, dtype=torch.int64)
-
-
-class JoinLayouts(nn.Module):
-    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        turned, half, threes = values
-        return turned.t() * threes + torch.cat([half, half], -1)
-
-
 class SmallTensors(nn.Module):
     """Returns several small tensors, which are coalesced into one copy, and an empty tensor."""
 
@@ -70,7 +60,7 @@ class SmallTensors(nn.Module):
 class JoinSmallTensors(nn.Module):
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
         turned, half, double, nothing, positive, sums = values
-        joined = turned.t() + torch.cat([half, half], -1) * positive + double.float()
+        joined = turned.t() + torch.cat([half, half], -1) * positive + double.to(turned.dtype)
         return joined + nothing.sum() + sums.unsqueeze(1)
 
 
@@ -132,92 +122,24 @@ class TiedLinear(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.device))
 
 
-class Branching(nn.Module):
-    """Branches on the values of its input; not traceable."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if x.sum() > 0 else x.sigmoid()
-
-
 def layers_of(model: str) -> list[nn.Module]:
     """Returns the eight layers of a model: two for each of four stages."""
-    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-    norm = nn.LayerNorm(WIDTH)
-    if model == "mlp":
-        return [linear[0], nn.GELU(), linear[1], norm, linear[2], nn.ReLU(), linear[3], nn.Tanh()]
-    if model == "skips":
-        return [StashSkip(), linear[0], linear[1], nn.GELU(), linear[2], norm, PopSkip(), linear[3]]
-    if model == "several":
-        return [
-            linear[0],
-            UnusualLayouts(),
-            JoinLayouts(),
-            linear[1],
-            UnusualLayouts(),
-            JoinLayouts(),
-            linear[2],
-            norm,
-        ]
-    if model == "small":
-        return [
-            linear[0],
-            SmallTensors(),
-            JoinSmallTensors(),
-            linear[1],
-            norm,
-            SmallTensors(),
-            JoinSmallTensors(),
-            linear[2],
-        ]
-    if model == "beside":
-        return [
-            linear[0],
-            ThreeTensors(),
-            StashSecond(),
-            ChangeInPlace(),
-            linear[1],
-            norm,
-            AddStashed(),
-            linear[2],
-        ]
-    if model == "large":
-        return [linear[0], LargeOutput(), FoldLarge(), linear[1], linear[2], nn.GELU(), norm, nn.Tanh()]
-    if model == "batch norm":
-        return [
-            linear[0],
-            nn.BatchNorm1d(WIDTH),
-            linear[1],
-            nn.BatchNorm1d(WIDTH),
-            *linear[2:],
-            nn.Tanh(),
-            norm,
-        ]
-    if model == "tied":
-        return [linear[0], nn.GELU(), linear[1], norm, TiedLinear(linear[0]), nn.GELU(), linear[2], nn.Tanh()]
+    a, b, c, d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    norm, gelu, tanh = nn.LayerNorm(WIDTH), nn.GELU(), nn.Tanh()
     if model.startswith("convolutions"):
-        return [
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.Conv2d(4, 6, 3, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(6, 6, 3, padding=1, groups=2),
-            nn.BatchNorm2d(6),
-            nn.ConvTranspose2d(6, 3, 2),
-            nn.Tanh(),
-        ]
-    if model == "dropout":
-        return [
-            linear[0],
-            nn.Dropout(0.3),
-            linear[1],
-            nn.Dropout(0.5),
-            linear[2],
-            norm,
-            linear[3],
-            nn.Dropout(0.1),
-        ]
-    assert model == "python", model
-    return [linear[0], nn.GELU(), Branching(), norm, linear[2], nn.ReLU(), linear[3], Branching()]
+        first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=2)
+        grouped, last = nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.ConvTranspose2d(6, 3, 2)
+        return [first, nn.BatchNorm2d(4), second, nn.ReLU(), grouped, nn.BatchNorm2d(6), last, tanh]
+    return {
+        "mlp": [a, gelu, b, norm, c, nn.ReLU(), d, tanh],
+        "skips": [StashSkip(), a, b, gelu, c, norm, PopSkip(), d],
+        "several": [a, SmallTensors(), JoinSmallTensors(), b, norm, SmallTensors(), JoinSmallTensors(), c],
+        "python": [a, ThreeTensors(), StashSecond(), ChangeInPlace(), b, norm, AddStashed(), c],
+        "large": [a, LargeOutput(), FoldLarge(), b, c, gelu, norm, tanh],
+        "batch norm": [a, nn.BatchNorm1d(WIDTH), b, nn.BatchNorm1d(WIDTH), c, d, tanh, norm],
+        "tied": [a, gelu, b, norm, TiedLinear(a), nn.GELU(), c, tanh],
+        "dropout": [a, nn.Dropout(0.3), b, nn.Dropout(0.5), c, norm, d, nn.Dropout(0.1)],
+    }[model]
 
 
 def batch_of(model: str) -> Tensor:
@@ -228,23 +150,19 @@ def batch_of(model: str) -> Tensor:
     return images.to(memory_format=torch.channels_last) if model.endswith("channels last") else images
 
 
-def to_device(value: object, device: str) -> object:
-    if isinstance(value, tuple):
-        return tuple(to_device(each, device) for each in value)
-    assert isinstance(value, Tensor)
-    return value.to(device)
-
-
 class MovingSequential(nn.Sequential):
-    """The plain loop's layers: moves boundary tensors to the next stage's device."""
+    """The plain loop's layers: moves them to their devices, and tensors to the device of the next layer."""
 
     def __init__(self, layers: Sequence[nn.Module], devices: Sequence[str]) -> None:
         super().__init__(*layers)
         self.devices = devices
+        for layer, device in zip(layers, devices, strict=True):
+            if not isinstance(layer, TiedLinear):
+                layer.to(device)
 
     def forward(self, value: object) -> object:
-        for index, layer in enumerate(self):
-            value = layer(to_device(value, self.devices[index // 2]))
+        for layer, device in zip(self, self.devices, strict=True):
+            value = layer(tree_map(lambda x, device=device: x.to(device), value))
         return value
 
 
@@ -311,28 +229,25 @@ def graph_problems(pipeline: GPipe) -> list[str]:
 
 
 def unequal(
-    model: str, devices: Sequence[str], checkpoint: str, inject_failures: bool, **keywords: object
+    model: str,
+    devices: Sequence[str],
+    checkpoint: str,
+    inject_failures: bool,
+    balance: Sequence[int] = (),
+    **keywords: object,
 ) -> list[str]:
     """Trains a pipeline, and returns how it differs from the plain loop; passes keywords to the pipeline."""
-    mark = getattr(ctypes.CDLL(None), "fake_cuda_mark", lambda name: None)  # real GPUs have no log
-    layers = layers_of(model)
+    layers, balance = layers_of(model), balance or [2] * len(devices)
     if model.endswith("channels last"):
         nn.Sequential(*layers).to(memory_format=torch.channels_last)
     pipeline = GPipe(
-        nn.Sequential(*copy.deepcopy(layers)),
-        [2] * len(devices),
-        devices=devices,
-        chunks=CHUNKS,
-        checkpoint=checkpoint,
-        **keywords,
+        copied(layers), balance, devices=devices, chunks=CHUNKS, checkpoint=checkpoint, **keywords
     )
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, TiedLinear):
-            layer.to(devices[index // 2])
     # The host waits for tensors that a stage on the CPU receives, and for values that Python layers read.
-    may_wait = model in IN_PYTHON or "cpu" in devices
+    may_wait = model == "python" or "cpu" in devices
     x, target = batch_of(model).to(devices[0]), torch.rand(BATCH).to(devices[-1])
-    ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, devices), x)
+    places = [device for device, number in zip(devices, balance, strict=True) for _ in range(number)]
+    ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, places), x)
     # Gradients of a shared parameter are added in a different order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
@@ -340,22 +255,20 @@ def unequal(
         if inject_failures:
             for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
                 run_failing_step(pipeline, ours.x, action, step)
-            for parameter in pipeline.parameters():
-                parameter.grad = None
+            pipeline.zero_grad()
         torch.manual_seed(step)
         # The first two steps make plans, and are not checked for host waits.
         # The capture empties the allocator's cache, which synchronizes.
         captures = step == FIRST_CAPTURED and keywords.get("capture")
-        begin = b"begin\tmay wait" if may_wait or captures else b"begin"
-        mark(begin if step > 1 else b"plan")
+        mark("plan" if step < 2 else "begin\tmay wait" if may_wait or captures else "begin")
         ours.step(target) if "schedule" in keywords else ours.backward(pipeline(ours.x))
-        mark(b"end")
+        mark("end")
         torch.manual_seed(step)
         if "schedule" in keywords:
             plain.loop(target, str(keywords["schedule"]))
         else:
             with keyed_rng(plain.model):
-                plain.backward(torch.cat([plain.model(part) for part in plain.x.chunk(CHUNKS)]))
+                plain.backward(plain_loop(plain.model, plain.x, CHUNKS))
         state, expected = ours.state(), plain.state()
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
@@ -368,23 +281,42 @@ def unequal(
     return found
 
 
+def random_case(number: int) -> list[str]:
+    """Trains a random pipeline, and returns how it differs from the plain loop."""
+    draw = random.Random(number)
+    model = draw.choice(MODELS)
+    cuts = sorted(draw.sample(range(1, 8), draw.randint(0, 3)))
+    balance = [end - begin for begin, end in itertools.pairwise([0, *cuts, 8])]
+    gpus = [f"cuda:{i}" for i in range(draw.choice((1, 2, 4)))]
+    devices = [draw.choice([*gpus, *gpus, "cpu"]) for _ in balance]
+    keywords: dict[str, object] = {
+        "capture": "cpu" not in devices and model != "python" and draw.random() < 0.3
+    }
+    keywords["transport"] = draw.choice(("auto", "pinned"))
+    if model not in ("tied", "several") and draw.random() < 0.5:
+        keywords["schedule"] = draw.choice([name for name in SCHEDULES if name != "interleaved"])
+        keywords["capture"] = False
+    checkpoint = draw.choice(CHECKPOINT_MODES)
+    case = f"case {number}: {model}, {balance} on {devices}, {checkpoint}, {keywords}"
+    torch.manual_seed(number)
+    with caller_streams(devices if draw.random() < 0.5 else ()):
+        return [f"{case}: {what}" for what in unequal(model, devices, checkpoint, False, balance, **keywords)]
+
+
 def main() -> None:
     operators, models, devices, *words = sys.argv[1:]
-    torch.ops.load_library(operators)
-    torch.backends.cudnn.enabled = False
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # otherwise addmm may add unrounded products to gradients
+    load(operators)
     found = []
-    others = "own_streams", "captured", "failures", *TRANSPORTS, *SCHEDULES
-    modes = [word for word in words if word not in others]
+    if models == "random":
+        for number in range(int(devices), int(devices) + int(words[0])):
+            found += random_case(number)
+        words = []
+    modes = [word for word in words if word in CHECKPOINT_MODES]
     transport = next((word for word in words if word in TRANSPORTS), "auto")
     keywords: dict[str, object] = {"transport": transport, "capture": "captured" in words}
     for schedule in SCHEDULES.keys() & set(words):
         keywords["schedule"] = schedule
-    with contextlib.ExitStack() as stack:
-        if "own_streams" in words:
-            for device in {device for device in devices.split(",") if device != "cpu"}:
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+    with caller_streams(devices.split(",") if "own_streams" in words else ()):
         for model, mode in itertools.product(models.split("/"), modes):
             torch.manual_seed(0)
             differs = unequal(model, devices.split(","), mode, "failures" in words, **keywords)

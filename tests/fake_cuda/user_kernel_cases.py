@@ -22,10 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 
 from gpipe_fast import GPipe
-from gpipe_fast.fuse import cubins
-from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.fake_cuda import interpreter, user_kernels
+from tests.fake_cuda.fake_devices import load
 from tests.internals import programs_of
 
 DEVICE = torch.device("cuda:0")
@@ -37,19 +36,6 @@ class Driver:
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
-
-
-def register_kernels() -> None:
-    """Makes the interpreter know every kernel that a program loads."""
-    load = cubins.KernelLoader.load
-
-    def load_and_register(self: cubins.KernelLoader, launch: KernelLaunch) -> Any:
-        for cubin in cubins.cubins(cubins.sources_of(launch), self.capability):
-            kernel = InterpretedFunction(launch.kernel.fn)
-            interpreter.register(cubin.image, kernel, launch.signature, launch.constants)
-        return load(self, launch)
-
-    mock.patch.object(cubins.KernelLoader, "load", load_and_register).start()
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -102,16 +88,14 @@ def choose(call: TritonCall, grids: Sequence[Any], arguments: dict[str, Any]) ->
 
 # One case a process: once the interpreter has run, PyTorch cannot analyze kernels any more.
 CASES: dict[str, dict[str, Any]] = {
-    "saving": {},
     "recomputing": {"checkpoint": "always", "fuse": True},
     "captured": {"steps": 4, "capture": True},
 }
 
 
 if __name__ == "__main__":
-    torch.ops.load_library(sys.argv[1])
-    torch.set_num_threads(1)
+    load(sys.argv[1], deterministic=False)
     triton.runtime.driver.set_active(Driver())
-    register_kernels()
+    interpreter.register_loaded(lambda launch: InterpretedFunction(launch.kernel.fn))
     mock.patch.object(TritonCall, "launch", choose).start()
     print(json.dumps(run(**CASES[sys.argv[2]])))

@@ -142,12 +142,6 @@ class Scheduler {
     return found;
   }
 
-  void reseed(unsigned seed) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    random_.seed(seed);
-    draw_policy();
-  }
-
   bool coin_flip() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return random_() % 2 == 0;
@@ -289,11 +283,5 @@ void complete_device(int device) { scheduler().complete(scheduler().newest_of_de
 void complete_everything() { complete_device(-1); }
 
 bool coin_flip() { return scheduler().coin_flip(); }
-
-extern "C" {
-
-void fake_cuda_reseed(unsigned seed) { scheduler().reseed(seed); }
-
-}  // extern "C"
 
 }  // namespace fake_cuda

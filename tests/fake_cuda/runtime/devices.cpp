@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -104,28 +105,14 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = 132;
-      break;
-    case cudaDevAttrWarpSize:
-      *value = 32;
-      break;
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = 1024;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 232448;
-      break;
-    case cudaDevAttrUnifiedAddressing:
-      *value = 1;
-      break;
-    default:
-      *value = 0;
-  }
+  static const std::map<cudaDeviceAttr, int> values = {{cudaDevAttrComputeCapabilityMajor, 9},
+                                                       {cudaDevAttrMultiProcessorCount, 132},
+                                                       {cudaDevAttrWarpSize, 32},
+                                                       {cudaDevAttrMaxThreadsPerBlock, 1024},
+                                                       {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
+                                                       {cudaDevAttrUnifiedAddressing, 1}};
+  const auto found = values.find(attribute);
+  *value = found == values.end() ? 0 : found->second;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {

@@ -217,7 +217,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   RETURN_IF_NOT_CURRENT(stream)
 
   const Capture& graph = *executable->capture;
-  if (planted("sticky")) {
+  if (is_illegal()) {
     set_sticky_error();
   }
   if (deferring()) {
@@ -242,9 +242,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
       if (made) {
         found->second = static_cast<long>(next_event_count());
       }
-      const size_t site = node.rest.find('\t', node.rest.find('\t') + 1);
       rest = text("%ld\t%ld", static_cast<long>(node.event), found->second);
-      rest += site != std::string::npos ? node.rest.substr(site) : "";
     }
     if (!node.kind.empty()) {
       write("%s\t%ld\t%s", node.kind.c_str(), streams.at(node.stream), rest.c_str());

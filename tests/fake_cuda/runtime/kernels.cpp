@@ -30,7 +30,6 @@ namespace {
 
 constexpr size_t kDefaultSharedBytes = 49152, kMaxSharedBytes = 232448;
 constexpr unsigned kMaxBlockThreads = 1024, kMaxGridYZ = 65535, kMaxGridX = 2147483647;
-constexpr unsigned kMaxClusterBlocks = 8;
 constexpr unsigned kCapability = 90;  // cudaGetDeviceProperties returns the same
 
 struct Library {
@@ -135,16 +134,6 @@ std::vector<char> copy_arguments(const CubinKernel& kernel, void** given) {
 
 size_t product(dim3 size) { return size_t{size.x} * size.y * size.z; }
 
-dim3 cluster_of(const cudaLaunchConfig_t& config) {
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      const auto& found = config.attrs[i].val.clusterDim;
-      return {found.x, found.y, found.z};
-    }
-  }
-  return {1, 1, 1};
-}
-
 cudaError_t check_limits(const cudaLaunchConfig_t& config) {
   const dim3 grid = config.gridDim;
   const size_t threads = product(config.blockDim);
@@ -155,11 +144,6 @@ cudaError_t check_limits(const cudaLaunchConfig_t& config) {
 }
 
 cudaError_t check_kernel_limits(const Kernel& kernel, const cudaLaunchConfig_t& config) {
-  const dim3 grid = config.gridDim, cluster = cluster_of(config);
-  if (product(cluster) == 0 || product(cluster) > kMaxClusterBlocks || grid.x % cluster.x != 0 ||
-      grid.y % cluster.y != 0 || grid.z % cluster.z != 0) {
-    return cudaErrorInvalidClusterSize;
-  }
   const size_t threads = product(config.blockDim);
   const bool valid = (kernel.info->block_threads == 0 || threads == kernel.info->block_threads) &&
                      config.dynamicSmemBytes <= kernel.shared_limit(current_device);
@@ -179,11 +163,8 @@ cudaError_t launch_kernel(const std::shared_ptr<Kernel>& kernel, const cudaLaunc
   if (!is_runnable(*kernel)) {
     return enqueue(config.stream, "kernel", kernel->name);
   }
-  const dim3 cluster = cluster_of(config), grid = config.gridDim;
-  const auto launch =
-      std::make_shared<const Launch>(Launch{kernel,
-                                            {grid.x / cluster.x, grid.y / cluster.y, grid.z / cluster.z},
-                                            copy_arguments(*kernel->info, arguments)});
+  const auto launch = std::make_shared<const Launch>(
+      Launch{kernel, config.gridDim, copy_arguments(*kernel->info, arguments)});
   // Only the first run reports its accesses: they are nodes of a captured graph.
   const bool traced = !deferring() && (capture || is_logging());
   const auto trace = std::make_shared<cudaStream_t>(traced ? stream_of(config.stream) : nullptr);

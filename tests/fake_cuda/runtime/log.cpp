@@ -1,16 +1,20 @@
 #include "log.h"
 
-#include "faults.h"
-
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 namespace fake_cuda {
 namespace {
 
-Faults faults;
+// One fault is planted at a time; `fault_number` is the index of the affected call, counted from 0 between the marks
+// "begin" and "end", or a device.
+std::string fault;
+long fault_number = -1;
+std::atomic<bool> in_step{false};
+std::atomic<long> num_calls{0};
 
 FILE* log_file() {
   static FILE* const file = [] {
@@ -47,15 +51,9 @@ void write(const char* format, ...) {
 
 bool is_logging() { return log_file() != nullptr; }
 
-bool is_unloadable(int device) { return faults.is_unloadable(device); }
+bool is_unloadable(int device) { return in_step && fault == "unloadable" && fault_number == device; }
 
-bool planted(const char* kind) {
-  if (!faults.is_due(kind)) {
-    return false;
-  }
-  write("mark\tplanted %s", kind);
-  return true;
-}
+bool is_illegal() { return in_step && fault == "sticky" && num_calls++ == fault_number; }
 
 std::string text(const char* format, ...) {
   char found[256];
@@ -69,11 +67,15 @@ std::string text(const char* format, ...) {
 extern "C" {
 
 void fake_cuda_mark(const char* text) {
-  faults.mark(text);
+  in_step = std::strncmp(text, "begin", 5) == 0;
   write("mark\t%s", text);
 }
 
-void fake_cuda_plant(const char* fault) { faults.plant(fault); }
+void fake_cuda_plant(const char* kind, int number) {
+  fault = kind;
+  fault_number = number;
+  num_calls = 0;
+}
 
 }  // extern "C"
 

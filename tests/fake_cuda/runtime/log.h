@@ -18,9 +18,9 @@ bool is_logging();
 
 std::string text(const char* format, ...);
 
-// Returns whether the current call must fail with this kind of fault; if so, logs it.
-bool planted(const char* kind);
-// Returns whether the planted fault is that kernels cannot be loaded on a device.
+// Returns whether the current operation accesses memory illegally: the planted fault is "sticky", with its number.
+bool is_illegal();
+// Returns whether a device has no code of any kernel of a library: the fault is "unloadable", with the device.
 bool is_unloadable(int device);
 
 }  // namespace fake_cuda

@@ -99,25 +99,17 @@ cudaError_t deallocate(void* pointer) {
   return cudaSuccess;
 }
 
-const char* copy_kind(const void* to, const void* from) {
-  const Block* const target = block_of(to);
-  const Block* const source = block_of(from);
+std::string copy_kind(const Block* target, const Block* source) {
   const auto word = [](const Block* block) { return block == nullptr ? 'h' : block->device < 0 ? 'p' : 'd'; };
-  static const std::map<std::pair<char, char>, const char*> names = {
-      {{'h', 'h'}, "h2h"}, {{'h', 'p'}, "h2p"}, {{'h', 'd'}, "h2d"}, {{'p', 'h'}, "p2h"}, {{'p', 'p'}, "p2p"},
-      {{'p', 'd'}, "p2d"}, {{'d', 'h'}, "d2h"}, {{'d', 'p'}, "d2p"}, {{'d', 'd'}, "d2d"}};
-  return names.at({word(source), word(target)});
+  return {word(source), '2', word(target)};
 }
 
-cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* how) {
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   const Block* const target = block_of(to);
   const Block* const source = block_of(from);
   const bool between = target != nullptr && source != nullptr && target->device >= 0 && source->device >= 0 &&
                        target->device != source->device;
-  if (between && planted("misplaced")) {
-    stream = last_compute_stream();
-  }
-  const std::string kind = copy_kind(to, from);
+  const std::string kind = copy_kind(target, source);
   if (stream_of(stream)->capture && kind.find('h') != std::string::npos) {
     return invalidate(*stream_of(stream)->capture, cudaErrorStreamCaptureUnsupported);
   }
@@ -135,7 +127,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     const auto staged = std::make_shared<const std::string>(static_cast<const char*>(from), bytes);
     run = [=] { std::memcpy(to, staged->data(), bytes); };
   }
-  const cudaError_t done = enqueue(stream, how, line, run);
+  const cudaError_t done = enqueue(stream, "copy", line, run);
   if (target == nullptr) {
     complete(
         newest(stream_of(stream)->queue));  // a copy to pageable memory is complete when the call returns
@@ -177,14 +169,8 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) {
   RETURN_IF_STICKY_ERROR()
   return allocate(pointer, bytes, -1);
 }
-cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
-  RETURN_IF_STICKY_ERROR()
-  return allocate(pointer, bytes, -1);
-}
-cudaError_t cudaFreeHost(void* pointer) {
-  RETURN_IF_STICKY_ERROR()
-  return deallocate(pointer);
-}
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
+cudaError_t cudaFreeHost(void* pointer) { return cudaFree(pointer); }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
   RETURN_IF_STICKY_ERROR()
 
@@ -222,17 +208,15 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   RETURN_IF_STICKY_ERROR()
 
-  return copy(to, from, bytes, stream, "copy");
+  return copy(to, from, bytes, stream);
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  RETURN_IF_STICKY_ERROR()
-
-  return copy(to, from, bytes, stream, "copy");
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   RETURN_IF_STICKY_ERROR()
 
-  const cudaError_t done = copy(to, from, bytes, nullptr, "copy");
+  const cudaError_t done = copy(to, from, bytes, nullptr);
   complete(newest(stream_of(nullptr)->queue));
   write("synchronize stream\t%ld", number(nullptr));
   return done;

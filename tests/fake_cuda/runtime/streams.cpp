@@ -2,7 +2,6 @@
 
 #include "devices.h"
 #include "log.h"
-#include "sites.h"
 
 #include <algorithm>
 #include <atomic>
@@ -14,8 +13,6 @@
 
 namespace fake_cuda {
 namespace {
-
-std::atomic<cudaStream_t> last_compute{nullptr};
 
 // With FAKE_CUDA_LATE, returns true for half of the queries: on a GPU, work can be unfinished for any length of time.
 bool answers_not_ready() {
@@ -47,6 +44,11 @@ bool query(const TaskPtr& task) {
 double now() {
   const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now().time_since_epoch();
   return time.count();
+}
+
+// Returns an event's number and its number of records, as the log has them.
+std::string place_of(cudaEvent_t event) {
+  return text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
 }
 
 // A query or synchronization of a stream or event under capture invalidates the capture.
@@ -90,16 +92,13 @@ long number(cudaStream_t stream) { return static_cast<long>(stream_of(stream)->n
 cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
                     const std::function<void()>& run, CUevent_st* event) {
   CUstream_st* const stream = stream_of(given);
-  if (kind == "kernel") {
-    last_compute = stream;
-  }
   const std::shared_ptr<Capture> capture = stream->capture;
   std::optional<Touch> touch;
   if (capture) touch.emplace(*capture);
   if (capture && !capture->valid) {
     return fail(cudaErrorStreamCaptureInvalidated);
   }
-  if (kind != "record" && kind != "wait" && planted("sticky")) {
+  if (kind != "record" && kind != "wait" && is_illegal()) {
     set_sticky_error();
   }
   if (!capture) {
@@ -118,15 +117,12 @@ cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::stri
   return cudaSuccess;
 }
 
-CUstream_st* last_compute_stream() { return last_compute; }
-
 extern "C" {
 
 // Called by operators/.
 
 cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes) {
   RETURN_IF_STICKY_ERROR()
-  last_compute = stream;
   if (writes != 0) {
     record_write(stream, const_cast<void*>(pointer), bytes);
   }
@@ -155,17 +151,9 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  RETURN_IF_STICKY_ERROR()
-
-  *stream = make_stream(current_device);
-  return cudaSuccess;
+  return cudaStreamCreateWithPriority(stream, 0, 0);
 }
-cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  RETURN_IF_STICKY_ERROR()
-
-  *stream = make_stream(current_device);
-  return cudaSuccess;
-}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) {
   RETURN_IF_STICKY_ERROR()
   return cudaSuccess;
@@ -199,13 +187,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   RETURN_IF_STICKY_ERROR()
 
-  const uintptr_t site = call_site();
-  if (planted("dropped") || is_dropped(site)) {
-    return cudaSuccess;
-  }
-  if (planted("host_wait")) {
-    return cudaEventSynchronize(event);
-  }
   CUstream_st* const waiting = stream_of(stream);
   if (event->capture && !event->capture->active) {
     return fail(cudaErrorCapturedEvent);
@@ -219,9 +200,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     event->capture->join(waiting, event->clock);
   }
   if (event->time && !deferring()) waiting->lag = std::max(waiting->lag, *event->time - now());
-  std::string rest = text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
-  rest += site != 0 ? text("\t%lx", static_cast<unsigned long>(site)) : "";
-  return enqueue(stream, "wait", rest, {}, event);
+  return enqueue(stream, "wait", place_of(event), {}, event);
 }
 // Events.
 
@@ -245,9 +224,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (stream_of(stream)->device != event->device) {
     return fail(cudaErrorInvalidResourceHandle);
   }
-  if (planted("stale")) {
-    return cudaSuccess;
-  }
   ++event->recorded;
   event->time = std::make_shared<double>(0.0);
   std::function<void()> run;
@@ -255,9 +231,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (event->timing || !deferring()) {
     run = [time = event->time, on = stream_of(stream)] { *time = now() + on->lag; };
   }
-  const cudaError_t done = enqueue(
-      stream, "record",
-      text("%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded)), run, event);
+  const cudaError_t done = enqueue(stream, "record", place_of(event), run, event);
   const std::lock_guard<std::mutex> lock(mutex);
   event->capture = stream_of(stream)->capture;
   if (event->capture) {
@@ -274,16 +248,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   RETURN_IF_STICKY_ERROR()
 
-  if (planted("early")) {
-    return cudaSuccess;
-  }
   if (const cudaError_t error = check_not_captured(event); error != cudaSuccess) {
     return error;
   }
   if (!query(event->task)) {
     return cudaErrorNotReady;
   }
-  write("finished event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  write("finished event\t%s", place_of(event).c_str());
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -293,7 +264,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return error;
   }
   complete(event->task);
-  write("synchronize event\t%ld\t%ld", static_cast<long>(event->number), static_cast<long>(event->recorded));
+  write("synchronize event\t%s", place_of(event).c_str());
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

@@ -16,7 +16,6 @@
 //   FAKE_CUDA_LATE     seed: half of the event and stream queries report unfinished work
 //   FAKE_CUDA_DEFER    seed: work is deferred
 //   FAKE_CUDA_COPY_NS  nanoseconds that a copy between devices takes for each byte (default: 0)
-//   FAKE_CUDA_SITES    file of call sites, see sites.h
 //
 // This file: streams, events, and the operations that are enqueued on a stream.
 #pragma once
@@ -41,8 +40,5 @@ long number(cudaStream_t stream);
 // captures it. `event` is the event of a record or wait.
 cudaError_t enqueue(cudaStream_t given, const std::string& kind, const std::string& rest,
                     const std::function<void()>& run = {}, CUevent_st* event = nullptr);
-
-// Returns the stream on which an operator read or wrote memory, or a kernel was launched, most recently.
-CUstream_st* last_compute_stream();
 
 }  // namespace fake_cuda
