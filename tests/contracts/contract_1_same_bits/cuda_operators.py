@@ -15,7 +15,6 @@ import difflib
 import json
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -31,19 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_fast import keyed_rng
-from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.alias import is_view_op
-from gpipe_fast.lower.arena import ALIGNMENTS
-from gpipe_fast.lower.checkpoint import NO_RECOMPUTE
-from gpipe_fast.lower.lower import lower
-from gpipe_fast.lower.program import StorageKind
-from gpipe_fast.lower.split import split
-from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import TraceContext, trace
 from gpipe_fast.trace.traceability import Untraceable
-from tests.contracts.contract_1_same_bits.layers import MODELS, TOKENS, make_model
+from tests.contracts.contract_1_same_bits.layers import LOWERED
 from tests.contracts.contract_1_same_bits.torch_layers import (
     RECIPES,
     RUN_IN_PYTHON,
@@ -51,7 +43,8 @@ from tests.contracts.contract_1_same_bits.torch_layers import (
     inputs_of,
     model_of,
 )
-from tests.models import test_paper_models
+from tests.models import MODELS, test_paper_models
+from tests.untraceable import WIDTH
 
 DEVICE = torch.device("cuda:0")
 aten = torch.ops.aten
@@ -103,18 +96,12 @@ class Verdict:
         mode: a key of `MODES`.
         reason: why the model was not traced, or None.
         differs: lines of the diff between eager's operators and the trace's.
-        lowered: lines of the diff between the trace's operators and those of the programs of one micro-batch.
     """
 
     name: str
     mode: str
     reason: str | None = None
     differs: tuple[str, ...] = ()
-    lowered: tuple[str, ...] = ()
-
-
-# Models whose forward creates CPU tensors even if the model is on a GPU.
-_USES_CPU_TENSORS = {"random numbers"}
 
 
 def _configurations() -> dict[str, MakeModelAndInput]:
@@ -133,55 +120,17 @@ def _configurations() -> dict[str, MakeModelAndInput]:
         nn.Sequential(TrainableScale(1.25), nn.BatchNorm2d(3, track_running_stats=False), nn.ReLU()),
         torch.randn(2, 3, 5, 5),
     )
+    found |= {f"model: {n}": lambda m=make, b=batch: (m(), b(7)) for n, (make, batch) in MODELS.items()}
     found |= {
-        f"model: {n}": lambda n=n, shape=shape: (
-            make_model(n),
-            inputs_of(shape or (6,), 0 if shape else TOKENS, 7),
-        )
-        for n, (_, shape) in MODELS.items()
-        if n not in _USES_CPU_TENSORS
+        f"layers: {n}": lambda make=make: (nn.Sequential(*make()), torch.randn(2, 5, WIDTH))
+        for n, make in LOWERED.items()
     }
     found |= {f"paper: {n}": lambda n=n: make_paper_model(n) for n in test_paper_models.SMALL}
-    return found | _torchvision_configurations()
-
-
-def _torchvision_configurations() -> dict[str, MakeModelAndInput]:
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):  # RuntimeError: torchvision was built for another build of torch
-        return {}
-    from tests.models import test_torchvision_census as models
-    from tools import census as torchvision_census
-    from tools import sequences
-
-    def as_layers(name: str, model: nn.Module, x: Tensor) -> tuple[nn.Sequential, Tensor]:
-        layers = sequences.as_sequence(model, x.shape[-2:])
-        assert layers is not None, name
-        return layers, x
-
-    def make_sample(name: str) -> tuple[nn.Sequential, Tensor]:
-        x = torchvision_census.inputs(name, 2)
-        assert isinstance(x, Tensor)
-        return as_layers(name, sequences.build_perturbed(name), x)
-
-    def make_small(name: str) -> tuple[nn.Sequential, Tensor]:
-        make, shape, _ = models.SMALL[name]
-        return as_layers(name, sequences.perturb_constants(make()), torch.randn(2, *shape))
-
-    found: dict[str, MakeModelAndInput] = {
-        f"torchvision: {n}": lambda n=n: make_sample(n) for n in models.SAMPLE
-    }
-    return found | {f"torchvision: {n}": lambda n=n: make_small(n) for n in models.SMALL}
+    return found
 
 
 CONFIGURATIONS = _configurations()
-# Models of torchvision are slow, so they run in two modes only.
-ALL_CONFIGURATIONS = [
-    (mode, name)
-    for mode in MODES
-    for name in CONFIGURATIONS
-    if not name.startswith("torchvision") or mode in ("fp32", "autocast to fp16")
-]
+ALL_CONFIGURATIONS = [(mode, name) for mode in MODES for name in CONFIGURATIONS]
 
 # Operators that eager and functional graphs name differently, mapped to the name of their common kernel.
 _SAME_KERNEL = {
@@ -337,36 +286,6 @@ def _live_nodes(joint: JointGraph) -> list[Any]:
     return found[::-1]
 
 
-# Copies, which lowering may elide. A ReLU may become clamp_min, which is counted as relu below.
-_COPIES = {"clone", "copy", "copy_", "_to_copy", "lift_fresh_copy"}
-
-
-def lowering_differences(joint: JointGraph) -> tuple[str, ...]:
-    """Returns how the operators of a first micro-batch's programs differ from the trace's, ignoring order.
-
-    Also checks that the arena's offsets are aligned for CUDA.
-    """
-    parts = split(joint, NO_RECOMPUTE)
-    graphs = [parts.forward_saving] + ([parts.backward] if parts.backward is not None else [])
-    programs = [lower(graph) for graph in graphs]
-    scratch = [
-        value.index for program in programs for value in program.values if value.storage is StorageKind.ARENA
-    ]
-    assert all(offset % ALIGNMENTS["cuda"] == 0 for offset in scratch), scratch
-    steps = [step for program in programs for step in program.steps]
-    calls = [step.op for step in steps if isinstance(step, Call) and step.when is not ActiveRuns.LATER]
-    ours = Counter(op._schema.name.split("::")[1] for op in calls)
-    ours["relu"] += ours.pop("clamp_min", 0)
-    live = _live_nodes(joint)
-    expected = Counter(node.target._schema.name.split("::")[1] for node in live)
-    expected["relu"] += expected.pop("clamp_min", 0)
-    return tuple(
-        f"{name} x{ours[name] - expected[name]:+}"
-        for name in sorted({*ours, *expected} - _COPIES - _COMPUTES_NOTHING)
-        if ours[name] != expected[name]
-    )
-
-
 def examine(name: str, mode: str) -> Verdict:
     """Compares the operators of one configuration in one mode."""
     how = MODES[mode]
@@ -384,7 +303,7 @@ def examine(name: str, mode: str) -> Verdict:
         for line in difflib.ndiff(getattr(expected, direction), getattr(ours, direction))
         if line[0] in "+-"
     ]
-    return Verdict(name, mode, None, tuple(differs), lowering_differences(joint))
+    return Verdict(name, mode, None, tuple(differs))
 
 
 def main() -> None:

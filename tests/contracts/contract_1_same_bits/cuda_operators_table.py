@@ -55,7 +55,7 @@ class Explanation:
 
 
 _DIRECTIONS = ("forward", "backward")
-_WITH_BATCH_NORM = "BatchNorm|InstanceNorm|batch norm|instance norm|^(paper|torchvision):"
+_WITH_BATCH_NORM = "BatchNorm|InstanceNorm|batch norm|instance norm|^(paper|model):"
 EXPLANATIONS = (
     Explanation(
         frozenset(
@@ -72,13 +72,6 @@ EXPLANATIONS = (
         names=_WITH_BATCH_NORM,
     ),
     Explanation(
-        frozenset({"forward: + _to_copy"}),
-        "An fp32 tensor is added in place to a 16-bit view: the sum is computed in fp32 and rounded when it "
-        "is stored. Out of place this becomes a sum and a cast, which round the same.",
-        modes=frozenset({"autocast to bf16", "autocast to fp16"}),
-        names="MViT",
-    ),
-    Explanation(
         frozenset({"backward: - clone"}),
         "Eager makes the gradient contiguous before it calls `cudnn_batch_norm_backward`; "
         "`batch_norm_backward`, which the trace calls, does so itself.",
@@ -86,9 +79,9 @@ EXPLANATIONS = (
     ),
     Explanation(
         frozenset({"backward: - add"}),
-        "The gradients of both uses of a tied parameter are added to its accumulator, in autograd's order, "
+        "The gradients of several uses of a parameter are added to its accumulator, in autograd's order, "
         "not to each other.",
-        names="tied parameters",
+        names="^layers: weight ",
     ),
     Explanation(
         frozenset({"backward: - addmm", "backward: - gelu", "backward: - _to_copy"}),
@@ -105,18 +98,13 @@ EXPLANATIONS = (
         modes=frozenset({"evaluation", "inference"}),
         names="^RReLU",
     ),
-    Explanation(
-        frozenset({"programs: add x-1"}),
-        "The last sum of a gradient's terms is done by the accumulation.",
-        names="spectral norm",
-    ),
 )
 
 
 def explain(verdict: Verdict) -> dict[str, str | None]:
     """Returns the lines in which a configuration differs, each with its explanation or None."""
-    lines = (*verdict.differs, *(f"programs: {line}" for line in verdict.lowered))
-    return {line: next((e.text for e in EXPLANATIONS if e.applies_to(verdict, line)), None) for line in lines}
+    texts = {line: [e.text for e in EXPLANATIONS if e.applies_to(verdict, line)] for line in verdict.differs}
+    return {line: found[0] if found else None for line, found in texts.items()}
 
 
 def counts(verdicts: Sequence[Verdict]) -> list[tuple[str, int, int, int, int]]:
@@ -146,8 +134,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
         f"torch {torch.__version__.split('+')[0]}; fake tensors on a simulated GPU of compute capability "
         "9.0.",
         "The operators on which outputs, gradients and buffers depend are compared: eager autograd's with",
-        "the trace's, in order, and the trace's with the programs', ignoring order. Views, uninitialised",
-        "memory and constants are omitted.",
+        "the trace's, in order. Views, uninitialised memory and constants are omitted.",
         "",
         "| mode | configurations | equal | differ, explained | not traced |",
         "|---|---|---|---|---|",

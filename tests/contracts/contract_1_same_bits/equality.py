@@ -20,10 +20,9 @@ from gpipe_fast.layers.structure import Replicated
 from gpipe_fast.schedule import SCHEDULES
 from tests import models
 from tests.contracts.contract_1_same_bits import layers as menu
-from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, MODELS, OUTPUTS, TOKENS, Layers
+from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, OUTPUTS, TOKENS, Layers
 from tests.contracts.contract_1_same_bits.torch_layers import RECIPES, inputs_of, model_of
 from tests.internals import inject_delays
-from tests.models.test_paper_models import SMALL
 from tests.reference import gradient_like
 from tests.untraceable import WIDTH
 
@@ -174,65 +173,50 @@ class Subject:
     integers: int = 0
 
 
-def _single_pixels(name: str) -> Subject:
-    """Channels_last models of single pixels, whose strides are ambiguous."""
+def _channels_last(make: Callable[[], nn.Module], size: int) -> Subject:
+    """Convolves square images in channels_last memory format; strides of single pixels are ambiguous."""
 
-    def make() -> nn.Sequential:
+    def make_layers() -> nn.Sequential:
         torch.manual_seed(0)
-        layer = {
-            "batch norm": lambda: nn.BatchNorm2d(48),
-            "group norm": lambda: nn.GroupNorm(4, 48),
-            "instance norm after padding": lambda: nn.Sequential(nn.ZeroPad2d(1), nn.InstanceNorm2d(48)),
-            "average pool": lambda: nn.AvgPool2d(3, 1, 1),
-            "upsampling": lambda: nn.Upsample(scale_factor=2),
-        }[name]()
-        model = nn.Sequential(nn.Conv2d(64, 48, 1, bias=False), layer, nn.Tanh(), nn.Flatten())
+        model = nn.Sequential(nn.Conv2d(16, 12, 1, bias=False), make(), nn.Tanh(), nn.Flatten())
         return model.to(memory_format=torch.channels_last)
 
-    return Subject(make, (64, 1, 1))
+    return Subject(make_layers, (16, size, size))
 
 
 TORCH = {
     f"torch.nn: {name}": Subject(lambda r=r: model_of(r), r.shape, r.integers) for name, r in RECIPES.items()
 }
-OTHERS = {
-    f"model: {name}": Subject(lambda n=name: menu.make_model(n), shape or (6,), 0 if shape else TOKENS)
-    for name, (_, shape) in MODELS.items()
+_IMAGE_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm2d(12),
+    "group norm": lambda: nn.GroupNorm(4, 12),
+    "instance norm after padding": lambda: nn.Sequential(nn.ZeroPad2d(1), nn.InstanceNorm2d(12)),
+    "average pool": lambda: nn.AvgPool2d(3, 1, 1),
+    "upsampling": lambda: nn.Upsample(scale_factor=2),
+    "transposed convolution": lambda: nn.ConvTranspose2d(12, 3, 3, stride=2),
 }
-OTHERS |= {
-    f"channels_last: {name}": Subject(
-        lambda n=name: menu.make_model(n).to(memory_format=torch.channels_last), MODELS[name][1] or ()
-    )
-    for name, (_, shape) in MODELS.items()
-    if shape == menu.IMAGE
+OTHERS = {
+    f"channels_last: {name}, {size} pixels wide": _channels_last(make, size)
+    for name, make in _IMAGE_LAYERS.items()
+    for size in (1, 5)
 }
 OTHERS |= {
     name: Subject(make, tuple(batch(1).shape[1:]), 0 if batch(1).is_floating_point() else TOKENS)
     for name, (make, batch) in models.MODELS.items()
 }
-OTHERS |= {
-    f"single pixels: {name}": _single_pixels(name)
-    for name in ("batch norm", "group norm", "instance norm after padding", "average pool", "upsampling")
-}
-OTHERS |= {
-    f"paper: {name}": Subject(make, tuple(batch().shape[1:]), 0 if batch().is_floating_point() else TOKENS)
-    for name, (make, batch) in SMALL.items()
-}
 SUBJECTS = TORCH | OTHERS
-# Two stages would add the gradients of a tied weight in another order; so do backwards of their own for each
-# micro-batch with those of several uses.
-_ONE_STAGE = ("model: tied parameters",)
-_SEVERAL_USES = {"weight used repeatedly", "weight and its transpose"}
+# A backward of its own for each micro-batch adds up several uses in another order.
+_SEVERAL_USES = {"weight used repeatedly", "weight and its transpose", "tied within", "GRU", "bidirectional"}
+_SEVERAL_USES |= {"sparse gradients"}  # of a row
 
 
 def draw_of(subject: str, seed: int) -> Run:
     """Returns a run of a model: one micro-batch, uneven ones, steps and inference, in other layouts."""
     r = random.Random(f"{subject} {seed}")
-    num_layers = len(list(SUBJECTS[subject].make()))
-    balance = (num_layers,) if subject in _ONE_STAGE else _draw_balance(r, num_layers)
+    balance = _draw_balance(r, len(list(SUBJECTS[subject].make())))
     shares = [_draw_checkpoint(r, len(balance)) for _ in range(3)]
     layouts = [r.choice(LAYOUTS[:3]) for _ in range(4)]
-    ways = ("call",) if subject in _ONE_STAGE else WAYS
+    ways = ("call",) if subject == "spectral norm" else WAYS  # which uses its weight twice
     steps = [
         Step(2, 1, checkpoint=shares[0]),
         Step(7, 4, checkpoint=shares[1], layout=layouts[0], loss=r.choice(["noise", *LOSSES])),
@@ -255,7 +239,7 @@ def draw(seed: int) -> Run:
     outputs = r.choice([*OUTPUTS, "tensor", "tensor"])
     layers, num_layers = _draw_layers(r, len(INPUTS[inputs].layers()) + len(OUTPUTS[outputs]()))
     skips = _draw_skips(random.Random(f"skips of {seed}"), len(layers))
-    in_python = any(name in menu.RUN_IN_PYTHON for name in layers)
+    in_python, is_sparse = any(name in menu.RUN_IN_PYTHON for name in layers), "sparse gradients" in layers
     balance = _draw_balance(r, num_layers + 2 * len(skips))
     hooks = tuple(hook for hook in HOOKS if r.random() < 0.15)
     frozen = r.choice([0.0, 0.0, 0.3, 0.8])
@@ -282,12 +266,12 @@ def draw(seed: int) -> Run:
         balance,
         backend=r.choice(["auto", "auto", "eager"] if in_python else ["auto", "auto", "aten", "eager"]),
         # PyTorch has no kernel that adds sparse bfloat16 tensors.
-        dtype=r.choice(["float32", "float64"] if "sparse" in layers else ["float32", "float32", *DTYPES]),
+        dtype=r.choice(["float32", "float64"] if is_sparse else ["float32", "float32", *DTYPES]),
         autocast=r.choice(["off", "off", *AUTOCAST]),
         input_gradient=r.random() < 0.5,
         frozen=frozen,
         hooks=hooks,
-        optimizer="SGD" if "sparse" in layers else r.choice(["SGD", "AdamW"]),
+        optimizer="SGD" if is_sparse else r.choice(["SGD", "AdamW"]),
         accumulate=r.random() < 0.2,
         delays=r.random() < 0.2,
         steps=tuple(steps),

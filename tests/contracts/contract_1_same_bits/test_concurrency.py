@@ -24,7 +24,6 @@ from tests.reference import (
     leaf,
     loop_step,
     pipeline_step,
-    plain_loop,
     restored,
     unequal,
 )
@@ -42,18 +41,6 @@ def random_delays(*pipes: GPipe, seed: int, max_delay_us: int = 300) -> Iterator
     finally:
         for pipe in pipes:
             remove_faults(pipe)
-
-
-@every_model
-def test_inference_equals_the_plain_loop_at_any_timing(make: Model, batch: Batch) -> None:
-    """There are more micro-batches than slots."""
-    model, x = make().eval(), batch(12)
-    pipe = GPipe(model, uneven_balance(len(model), 3), chunks=12)
-    expected = plain_loop(model, x, 12)
-    with torch.no_grad():
-        for seed in range(4):
-            with random_delays(pipe, seed=seed):
-                assert torch.equal(pipe(x), expected)
 
 
 Forward = Callable[[Tensor], Tensor]
@@ -163,17 +150,3 @@ def test_concurrent_training_repeated_many_times() -> None:
     for _ in range(10):
         check_two_pipelines_at_once(repetitions=100)
         check_one_pipeline_in_two_threads(convolutions, images, repetitions=200)
-
-
-def test_one_pipeline_in_inference_from_two_threads_equals_one_thread() -> None:
-    torch.manual_seed(0)
-    pipe = GPipe(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), [2, 2], chunks=4)
-    inputs = [torch.randn(64, 64) for _ in range(2)]
-
-    @torch.no_grad()
-    def call(x: Tensor, expected: Tensor) -> None:
-        for _ in range(100):
-            assert torch.equal(pipe(x), expected)
-
-    a, b = [(x, pipe(x).detach()) for x in inputs]
-    run_concurrently(lambda: call(*a), lambda: call(*b))

@@ -114,39 +114,3 @@ def test_a_step_that_runs_out_of_memory_leaves_the_pipeline_usable(checkpoint: s
         with pytest.raises(torch.OutOfMemoryError):
             pipe(torch.randn(CHUNKS << 18, 6, device=ONE_GPU[0])).sum().backward()
         assert {name: p.grad for name, p in model.named_parameters()} == before
-
-
-class RejectLargeInputs(nn.Module):
-    """Rejects large inputs; it runs in Python, because it branches on data."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.abs().max()) > 100:
-            raise ValueError("too large")
-        return x.tanh()
-
-
-@pytest.mark.filterwarnings("ignore:stage")
-@captured_or_not
-def test_a_layer_that_raises_leaves_the_pipeline_usable(capture: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), RejectLargeInputs(), nn.Linear(8, 8), nn.Linear(8, 4)).to(
-        ONE_GPU[0]
-    )
-    x = torch.randn(16, 6, device=ONE_GPU[0])
-    pipe = make_pipe(model, capture=capture)
-    for _ in range(4):
-        check_step(pipe, model, x, capture)
-        with pytest.raises(ValueError, match="too large"):
-            pipe(delayed_copy(x * 1e6))
-        torch.cuda._sleep(DELAY_CYCLES)
-    assert all(p.grad is None for p in pipe.parameters())
-
-
-@captured_or_not
-def test_alternating_pipelines_do_not_interfere(capture: bool) -> None:
-    """Each pipeline has its own streams and memory."""
-    pairs = [model_and_batch(name) for name in ("mlp", "convolutions", "dropout")]
-    pipes = [make_pipe(model, capture=capture) for model, _ in pairs]
-    for _ in range(4):
-        for (model, x), pipe in zip(pairs, pipes, strict=True):
-            check_step(pipe, model, x, capture)

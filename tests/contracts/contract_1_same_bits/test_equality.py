@@ -4,7 +4,7 @@ Each run draws from every row, by its own fixed seed; `equality.Run` and `equali
 
 | crossed | values |
 |---|---|
-| layers | every layer of `torch.nn`; small models, channels_last ones; random sequences of 40 other layers |
+| layers | every layer of `torch.nn`; small models; channels_last images; sequences of 50 other layers |
 | values | tensors, tokens, tuples, dicts, several arguments, keywords, whole inputs; skip connections |
 | schedules | a call and its backward; a step by `gpipe`, `1f1b`, `interleaved`, `zb-h1` |
 | cuts | one to four stages; one to nine micro-batches, also uneven ones and fewer than asked for |
@@ -18,9 +18,9 @@ Each run draws from every row, by its own fixed seed; `equality.Run` and `equali
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+import gc
 import warnings
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -53,13 +53,12 @@ from tests.contracts.contract_1_same_bits.layers import (
     INPUTS,
     MENU,
     OUTPUTS,
-    RUN_IN_PYTHON,
     DataDependentBranch,
     return_input,
 )
 from tests.contracts.contract_1_same_bits.torch_layers import OUT_OF_SCOPE, RECIPES
 from tests.contracts.contract_1_same_bits.torch_layers import RUN_IN_PYTHON as TORCH_IN_PYTHON
-from tests.untraceable import WIDTH, FunctionLayer
+from tests.untraceable import WIDTH, FunctionLayer, SignEmbedding
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -128,36 +127,20 @@ def test_a_random_sequence_of_layers(seed: int) -> None:
     check(draw(seed))
 
 
-@pytest.mark.extended
-def test_the_comparison_detects_one_flipped_bit() -> None:
-    ours, expected = train_both(draw(0))
-    name, gradient = next((n, g) for n, g in ours.items() if g is not None and "gradient of" in n)
-    gradient.view(torch.uint8).view(-1)[-1] ^= 1
-    assert differences(ours, expected) == [name]
-    ours[name] = None
-    assert differences(ours, expected) == [name]
-
-
 def test_every_option_is_drawn_several_times() -> None:
     runs = [draw(seed) for seed in range(NUM_RUNS)]
-    assert runs == [draw(seed) for seed in range(NUM_RUNS)]
     steps = [step for run in runs for step in run.steps]
-    tables: dict[str, tuple[list[Any], Any]] = {
-        **{"inputs": (runs, INPUTS), "outputs": (runs, OUTPUTS), "dtype": (runs, DTYPES)},
-        **{"backend": (runs, BACKENDS), "autocast": (runs, AUTOCAST), "way": (steps, WAYS)},
-        **{"layout": (steps, LAYOUTS), "loss": (steps, ("noise", *LOSSES)), "chunks": (steps, range(1, 10))},
+    tables: dict[str, Any] = {
+        **{"inputs": INPUTS, "outputs": OUTPUTS, "dtype": DTYPES, "backend": BACKENDS, "autocast": AUTOCAST},
+        **{"way": WAYS, "layout": LAYOUTS, "loss": ("noise", *LOSSES), "layers": MENU, "hooks": HOOKS},
     }
-    for field, (drawn, table) in tables.items():
-        counts = Counter(getattr(each, field) for each in drawn)
+    for field, table in tables.items():
+        drawn = [getattr(each, field) for each in (steps if hasattr(steps[0], field) else runs)]
+        counts = Counter(name for found in drawn for name in ({found} if type(found) is str else set(found)))
         assert counts.keys() == set(table)
-        assert min(counts.values()) >= 10, counts
-    for names, table in (("layers", MENU), ("hooks", HOOKS)):
-        counts = Counter(name for run in runs for name in set(getattr(run, names)))
-        assert counts.keys() == set(table)
-        assert min(counts.values()) >= 8, counts
+        assert min(counts.values()) >= 5, counts
     assert {step.checkpoint for step in steps} > set(CHECKPOINTS)
     assert {len(run.balance) for run in runs} == {1, 2, 3, 4}
-    assert {sum(name in RUN_IN_PYTHON for name in run.layers) for run in runs} == {0, 1, 2}
     flags = [[len(run.skips) > 0 for run in runs], [step.batch % step.chunks > 0 for step in steps]]
     flags += [[getattr(run, name) for run in runs] for name in ("input_gradient", "accumulate", "delays")]
     flags += [[getattr(s, name) for s in steps] for name in ("training", "grad", "freezes", "fails")]
@@ -229,24 +212,12 @@ def test_hooks_of_a_branch_that_no_micro_batch_takes_are_not_called(checkpoint: 
         assert seen == [taken]
 
 
-_FAILING_BACKWARD = """
-import torch
-from torch import nn
-from gpipe_fast import GPipe
-from tests.untraceable import SignEmbedding
-
-layers = nn.Sequential(nn.Linear(8, 8), SignEmbedding(sparse=True)).bfloat16()
-model = GPipe(layers, [2], chunks=2)
-try:
-    model(torch.randn(4, 8).bfloat16()).sum().backward()
-except NotImplementedError as error:  # raised by PyTorch, which has no such kernel
-    print(error)
-del model
-print("gone")
-"""
-
-
 def test_a_pipeline_whose_backward_failed_in_autograd_can_be_dropped() -> None:
-    command = [sys.executable, "-c", _FAILING_BACKWARD]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1:] == ["gone"], done.stderr
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), SignEmbedding(sparse=True)).bfloat16()
+    model = GPipe(layers, [2], chunks=2)
+    with pytest.raises(NotImplementedError):  # raised by PyTorch, which has no such kernel
+        model(torch.randn(4, WIDTH).bfloat16()).sum().backward()
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None

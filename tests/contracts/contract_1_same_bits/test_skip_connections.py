@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
-from tests.internals import compiler_of
-from tests.reference import loop_step, pipeline_step, restored, unequal
-from tests.untraceable import FunctionLayer
+from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -85,34 +81,6 @@ def test_training_with_skips_equals_the_plain_loop(balance: list[int], backend: 
         for mode in CHECKPOINT_MODES:
             pipe.checkpoint = mode
             assert unequal(pipeline_step(pipe, features(batch)), expected) == [], (batch, mode)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_inference_with_skips_equals_the_plain_loop(balance: list[int]) -> None:
-    model = make_model().eval()
-    pipe = GPipe(model, balance, chunks=M, backend="aten")
-    with torch.no_grad():
-        assert torch.equal(pipe(features()), torch.cat([model(c) for c in features().chunk(M)]))
-
-
-def branch_on_data(f: nn.Module, x: Tensor) -> Any:
-    y = f(x)
-    return y if float(y.detach().sum()) < 1e9 else -y
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("balance", [[8], [3, 3, 2], [1] * 8], ids=str)
-@pytest.mark.parametrize("position", [0, 2, 4, 7])
-def test_skips_across_layers_in_python_equal_the_plain_loop(position: int, balance: list[int]) -> None:
-    """Skip tensors cross segments of lowered layers and of layers in Python."""
-    model = make_model()
-    model[position] = FunctionLayer(branch_on_data, nn.Linear(WIDTH, WIDTH))
-    expected = loop_step(model, features(), M)
-    pipe = GPipe(model, balance, chunks=M)
-    for mode in (*CHECKPOINT_MODES, "always"):
-        pipe.checkpoint = mode
-        assert unequal(pipeline_step(pipe, features()), expected) == [], mode
 
 
 @skippable(stash=["s"])
@@ -218,43 +186,6 @@ def test_the_stages_that_a_skip_bypasses_save_nothing_for_it() -> None:
     assert bytes_with_skip <= 4 * activation
 
 
-def test_a_skip_is_not_passed_to_the_layers_that_it_bypasses() -> None:
-    """Layers between are called with the previous layer's output only."""
-    recorded_calls: list[Any] = []
-
-    def record_call(f: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        recorded_calls.append((args, kwargs))
-        return f(*args)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        StashInput(), *(FunctionLayer(record_call, nn.Linear(WIDTH, WIDTH)) for _ in range(3)), AddSkip()
-    )
-    pipe = GPipe(model, [1] * 5, chunks=M, backend="eager")
-    pipe(features())
-    assert len(recorded_calls) == 3 * M
-    assert all(
-        len(args) == 1 and isinstance(args[0], Tensor) and not kwargs for args, kwargs in recorded_calls
-    )
-
-
-def test_a_second_backward_with_skips_equals_the_plain_loop_at_new_shapes() -> None:
-    model = make_model().eval()
-    pipe = GPipe(model, [2, 2, 2, 2], chunks=M, checkpoint="always", backend="aten")
-    for batch in (8, 12, 20, 8):
-        x = features(batch)
-        with restored(model):
-            torch.cat([model(c) for c in x.chunk(M)]).sum().backward()
-            expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        y = pipe(x)
-        y.sum().backward(retain_graph=True)
-        pipe.zero_grad()
-        y.sum().backward()
-        found = [p.grad for p in pipe.parameters() if p.grad is not None]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        pipe.zero_grad()
-
-
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2], [2, 2]], ids=str)
 def test_an_in_place_change_of_a_stashed_tensor_is_seen_or_rejected(balance: list[int], backend: str) -> None:
@@ -269,20 +200,6 @@ def test_an_in_place_change_of_a_stashed_tensor_is_seen_or_rejected(balance: lis
     else:
         with pytest.raises(RuntimeError, match=r"change an input of shape .* in place.* is also stashed"):
             pipe(features())
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (lambda: [StashInput(), nn.Tanh()], "no module declared 'deep' as poppable but stashed"),
-        (lambda: [AddSkip(), StashInput()], "'0' declared 'deep' as poppable but it was not stashed"),
-    ],
-)
-def test_stashes_and_pops_that_do_not_match_are_rejected(
-    layers: Callable[[], list[nn.Module]], message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        GPipe(nn.Sequential(*layers()), [2])
 
 
 @skippable(stash=["broken"])
@@ -311,23 +228,3 @@ def test_a_missing_stash_fails_one_call_and_leaves_the_pipeline_usable(balance: 
         assert unequal(pipeline_step(pipe, good), loop_step(model, good, 2)) == []
         with pytest.raises(RuntimeError, match="'broken' must be stashed but have not"):
             pipe(torch.cat([good, bad]))
-
-
-def test_a_deep_copy_with_skips_equals_the_original() -> None:
-    model = make_model()
-    pipe = GPipe(model, [2, 2, 2, 2], chunks=M, backend="aten")
-    expected = pipeline_step(pipe, features())
-    assert unequal(pipeline_step(copy.deepcopy(pipe), features()), expected) == []
-
-
-def test_equal_stages_with_skips_share_one_trace() -> None:
-    """Stages that differ only in their namespaces share a program."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        namespace = Namespace()
-        layers += [StashInput().isolate(namespace), nn.Linear(WIDTH, WIDTH), AddSkip().isolate(namespace)]
-    pipe = GPipe(nn.Sequential(*layers), [3, 3, 3], chunks=M, backend="aten")
-    with torch.no_grad():
-        pipe(features())
-    assert compiler_of(pipe).num_traces == 1

@@ -79,27 +79,6 @@ def test_a_step_with_tied_parameters_is_deterministic() -> None:
         assert unequal(pipeline_step(pipe, tokens()), first) == []
 
 
-def test_optimizer_updates_reach_every_use() -> None:
-    """An optimizer, for which the tied parameter appears once, takes three steps."""
-    model, other = language_model(), language_model()
-    pipe = GPipe(other, [1, 2, 2], chunks=M)
-    losses: list[list[float]] = []
-    for module in (model, pipe):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        losses.append([])
-        for _ in range(3):
-            optimizer.zero_grad()
-            parts = tokens().chunk(M)
-            output = module(tokens()) if module is pipe else torch.cat([model(c) for c in parts])
-            loss = output.square().mean()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert other[0].weight is other[4].weight
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[0][2] < losses[0][0]
-
-
 def test_a_use_without_a_gradient_equals_the_plain_loop() -> None:
     """The embedding's use gets no gradient, because its output is detached in the second stage."""
     model = language_model()

@@ -63,95 +63,88 @@ _POINTWISE = (
 )
 
 
-def _add_pointwise() -> None:
-    for name in _POINTWISE.split():
-        _add(name, shape=IMAGE)
-    _add("GELU tanh", approximate="tanh", shape=FEATURES)
-    _add("PReLU per channel", 6, shape=IMAGE)
-    _add("ReLU in place", inplace=True, shape=IMAGE)
-    _add("Dropout in place", inplace=True, shape=IMAGE)
-    _add("ELU in place", inplace=True, shape=IMAGE)
-    _add("RReLU in place", inplace=True, shape=IMAGE)
-    _add("Threshold", 0.1, 20.0, shape=IMAGE)
-    _add("GLU", shape=FEATURES)
-    _add("GLU over channels", 1, shape=IMAGE)
-    for name in ("Softmax", "LogSoftmax", "Softmin"):
-        _add(name, -1, shape=FEATURES)
-        _add(f"{name} over channels", 1, shape=IMAGE)
-    _add("Softmax2d", shape=IMAGE)
-    _add("FeatureAlphaDropout", shape=IMAGE)
-    _add("Dropout1d", shape=SEQUENCE)
-    _add("Dropout2d", shape=IMAGE)
-    _add("Dropout3d", shape=VOLUME)
+for name in _POINTWISE.split():
+    _add(name, shape=IMAGE)
+for name in ("ReLU", "Dropout", "ELU", "RReLU"):
+    _add(f"{name} in place", inplace=True, shape=IMAGE)
+_add("GELU tanh", approximate="tanh", shape=FEATURES)
+_add("PReLU per channel", 6, shape=IMAGE)
+_add("Threshold", 0.1, 20.0, shape=IMAGE)
+_add("GLU", shape=FEATURES)
+_add("GLU over channels", 1, shape=IMAGE)
+for name in ("Softmax", "LogSoftmax", "Softmin"):
+    _add(name, -1, shape=FEATURES)
+    _add(f"{name} over channels", 1, shape=IMAGE)
+_add("Softmax2d", shape=IMAGE)
+_add("FeatureAlphaDropout", shape=IMAGE)
+for name, shape in (("Dropout1d", SEQUENCE), ("Dropout2d", IMAGE), ("Dropout3d", VOLUME)):
+    _add(name, shape=shape)
 
 
-def _add_products() -> None:
-    _add("Linear", 12, 10, shape=FEATURES)
-    _add("Linear on sequences", 9, 10, shape=SEQUENCE)
-    _add("Linear without bias", 9, 10, bias=False, shape=SEQUENCE)
-    _add("LazyLinear", 10, shape=FEATURES)
-    _add("Bilinear", 6, 6, 5, shape=FEATURES, call=lambda f, x: f(*x.chunk(2, -1)))
-    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
-        c = shape[0]
-        _add(f"Conv{d}d", c, 8, 3, padding=1, shape=shape)
-        _add(f"Conv{d}d strided in groups", c, 8, 3, stride=2, dilation=2, padding=3, groups=2, shape=shape)
-        _add(f"Conv{d}d reflected", c, 8, 3, padding=1, padding_mode="reflect", bias=False, shape=shape)
-        _add(f"Conv{d}d depthwise", c, c, 3, groups=c, padding="same", shape=shape)
-        _add(f"Conv{d}d pointwise", c, 8, 1, shape=shape)
-        _add(f"ConvTranspose{d}d", c, 8, 3, stride=2, output_padding=1, shape=shape)
-        _add(f"ConvTranspose{d}d in groups", c, 8, 3, groups=2, shape=shape)
-        _add(f"LazyConv{d}d", 8, 3, shape=shape)
-        _add(f"LazyConvTranspose{d}d", 8, 3, shape=shape)
-    _add("Unfold", 3, shape=IMAGE)
-    _add("Fold", (5, 4), 2, shape=(8, 12))
-    _add("Embedding", 11, 8, shape=(5,), integers=11)
-    _add("Embedding padded", 11, 8, padding_idx=2, shape=(5,), integers=11)
-    _add("Embedding scaled", 11, 8, scale_grad_by_freq=True, shape=(5,), integers=11)
-    _add("Embedding max_norm", 11, 8, max_norm=1.0, shape=(5,), integers=11)
-    _add("Embedding sparse", 11, 8, sparse=True, shape=(5,), integers=11)
-    for mode in ("sum", "mean", "max"):
-        _add(f"EmbeddingBag {mode}", 11, 8, mode=mode, shape=(5,), integers=11)
+_add("Linear", 12, 10, shape=FEATURES)
+_add("Linear on sequences", 9, 10, shape=SEQUENCE)
+_add("Linear without bias", 9, 10, bias=False, shape=SEQUENCE)
+_add("LazyLinear", 10, shape=FEATURES)
+_add("Bilinear", 6, 6, 5, shape=FEATURES, call=lambda f, x: f(*x.chunk(2, -1)))
+for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+    c = shape[0]
+    _add(f"Conv{d}d", c, 8, 3, padding=1, shape=shape)
+    _add(f"Conv{d}d strided in groups", c, 8, 3, stride=2, dilation=2, padding=3, groups=2, shape=shape)
+    _add(f"Conv{d}d reflected", c, 8, 3, padding=1, padding_mode="reflect", bias=False, shape=shape)
+    _add(f"Conv{d}d depthwise", c, c, 3, groups=c, padding="same", shape=shape)
+    _add(f"Conv{d}d pointwise", c, 8, 1, shape=shape)
+    _add(f"ConvTranspose{d}d", c, 8, 3, stride=2, output_padding=1, shape=shape)
+    _add(f"ConvTranspose{d}d in groups", c, 8, 3, groups=2, shape=shape)
+    _add(f"LazyConv{d}d", 8, 3, shape=shape)
+    _add(f"LazyConvTranspose{d}d", 8, 3, shape=shape)
+_add("Unfold", 3, shape=IMAGE)
+_add("Fold", (5, 4), 2, shape=(8, 12))
+_add("Embedding", 11, 8, shape=(5,), integers=11)
+_add("Embedding padded", 11, 8, padding_idx=2, shape=(5,), integers=11)
+_add("Embedding scaled", 11, 8, scale_grad_by_freq=True, shape=(5,), integers=11)
+_add("Embedding max_norm", 11, 8, max_norm=1.0, shape=(5,), integers=11)
+_add("Embedding sparse", 11, 8, sparse=True, shape=(5,), integers=11)
+for mode in ("sum", "mean", "max"):
+    _add(f"EmbeddingBag {mode}", 11, 8, mode=mode, shape=(5,), integers=11)
 
 
-def _add_norms() -> None:
-    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
-        c = shape[0]
-        _add(f"BatchNorm{d}d", c, shape=shape)
-        _add(f"BatchNorm{d}d cumulative", c, momentum=None, shape=shape)
-        _add(f"BatchNorm{d}d untracked", c, affine=False, track_running_stats=False, shape=shape)
-        _add(f"InstanceNorm{d}d", c, shape=shape)
-        _add(f"InstanceNorm{d}d tracked", c, affine=True, track_running_stats=True, shape=shape)
-        _add(f"LazyBatchNorm{d}d", shape=shape)
-        _add(f"LazyInstanceNorm{d}d", shape=shape)
-    _add(
-        "BatchNorm1d of features",
-        12,
-        shape=FEATURES,
-        call=lambda f, x: f(x.unflatten(1, (4, 3)).flatten(0, 1).repeat(1, 4)),
-    )
-    _add("SyncBatchNorm", 6, shape=IMAGE)
-    _add("GroupNorm", 3, 6, shape=IMAGE)
-    _add("LayerNorm", 12, shape=FEATURES)
-    _add("LayerNorm over images", list(IMAGE), shape=IMAGE)
-    _add("RMSNorm", 9, shape=SEQUENCE)
-    _add("LocalResponseNorm", 3, shape=IMAGE)
-    _add("CrossMapLRN2d", 3, shape=IMAGE)
+for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+    c = shape[0]
+    _add(f"BatchNorm{d}d", c, shape=shape)
+    _add(f"BatchNorm{d}d cumulative", c, momentum=None, shape=shape)
+    _add(f"BatchNorm{d}d untracked", c, affine=False, track_running_stats=False, shape=shape)
+    _add(f"InstanceNorm{d}d", c, shape=shape)
+    _add(f"InstanceNorm{d}d tracked", c, affine=True, track_running_stats=True, shape=shape)
+    _add(f"LazyBatchNorm{d}d", shape=shape)
+    _add(f"LazyInstanceNorm{d}d", shape=shape)
+_add(
+    "BatchNorm1d of features",
+    12,
+    shape=FEATURES,
+    call=lambda f, x: f(x.unflatten(1, (4, 3)).flatten(0, 1).repeat(1, 4)),
+)
+_add("SyncBatchNorm", 6, shape=IMAGE)
+_add("GroupNorm", 3, 6, shape=IMAGE)
+_add("LayerNorm", 12, shape=FEATURES)
+_add("LayerNorm over images", list(IMAGE), shape=IMAGE)
+_add("RMSNorm", 9, shape=SEQUENCE)
+_add("LocalResponseNorm", 3, shape=IMAGE)
+_add("CrossMapLRN2d", 3, shape=IMAGE)
 
 
-def _add_pooling() -> None:
-    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
-        _add(f"MaxPool{d}d", 2, shape=shape)
-        _add(f"MaxPool{d}d overlapping", 3, stride=2, padding=1, ceil_mode=True, shape=shape)
-        _add(f"MaxPool{d}d indices", 2, return_indices=True, shape=shape, call=lambda f, x: f(x)[0])
-        _add(f"AvgPool{d}d", 2, shape=shape)
-        _add(f"AvgPool{d}d padded", 3, stride=2, padding=1, count_include_pad=False, shape=shape)
-        _add(f"AdaptiveAvgPool{d}d", 3, shape=shape)
-        _add(f"AdaptiveAvgPool{d}d to one", 1, shape=shape)
-        _add(f"AdaptiveMaxPool{d}d", 3, shape=shape)
-        _add(f"LPPool{d}d", 2, 2, shape=shape, call=lambda f, x: f(x.abs() + 0.1))
-        _add(f"MaxUnpool{d}d", 2, shape=shape, call=lambda f, x, d=d: _unpool(f, x, d))
-    _add("FractionalMaxPool2d", 2, output_size=(4, 3), shape=IMAGE)
-    _add("FractionalMaxPool3d", 2, output_size=(4, 3, 4), shape=VOLUME)
+for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+    _add(f"MaxPool{d}d", 2, shape=shape)
+    _add(f"MaxPool{d}d overlapping", 3, stride=2, padding=1, ceil_mode=True, shape=shape)
+    _add(f"MaxPool{d}d indices", 2, return_indices=True, shape=shape, call=lambda f, x: f(x)[0])
+    _add(f"AvgPool{d}d", 2, shape=shape)
+    _add(f"AvgPool{d}d padded", 3, stride=2, padding=1, count_include_pad=False, shape=shape)
+    _add(f"AdaptiveAvgPool{d}d", 3, shape=shape)
+    _add(f"AdaptiveAvgPool{d}d to one", 1, shape=shape)
+    _add(f"AdaptiveMaxPool{d}d", 3, shape=shape)
+    _add(f"LPPool{d}d", 2, 2, shape=shape, call=lambda f, x: f(x.abs() + 0.1))
+    _add(f"MaxUnpool{d}d", 2, shape=shape, call=lambda f, x, d=d: _unpool(f, x, d))
+_add("FractionalMaxPool2d", 2, output_size=(4, 3), shape=IMAGE)
+_add("FractionalMaxPool3d", 2, output_size=(4, 3, 4), shape=VOLUME)
 
 
 def _unpool(layer: nn.Module, x: Tensor, d: int) -> Tensor:
@@ -160,62 +153,60 @@ def _unpool(layer: nn.Module, x: Tensor, d: int) -> Tensor:
     return layer(pooled, indices, output_size=x.shape[2:])
 
 
-def _add_shapes() -> None:
-    for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
-        for kind in ("Circular", "Reflection", "Replication", "Zero"):
-            _add(f"{kind}Pad{d}d", 2, shape=shape)
-        _add(f"ConstantPad{d}d", 2, 0.5, shape=shape)
-    _add("ChannelShuffle", 3, shape=IMAGE)
-    _add("PixelShuffle", 2, shape=(8, 5, 3))
-    _add("PixelUnshuffle", 2, shape=(3, 6, 4))
-    _add("Flatten", shape=IMAGE)
-    _add("Unflatten", 1, (3, 4), shape=FEATURES)
-    _add("UpsamplingNearest2d", scale_factor=2, shape=IMAGE)
-    _add("UpsamplingBilinear2d", scale_factor=2, shape=IMAGE)
-    for mode, shape in (
-        *(("nearest", s) for s in (SEQUENCE, IMAGE, VOLUME)),
-        *(("nearest-exact", s) for s in (SEQUENCE, IMAGE, VOLUME)),
-        ("linear", SEQUENCE),
-        ("bilinear", IMAGE),
-        ("bicubic", IMAGE),
-        ("trilinear", VOLUME),
-    ):
-        _add(f"Upsample {mode} {len(shape) - 1}d", scale_factor=1.7, mode=mode, shape=shape)
-    _add("Upsample aligned", size=(13, 5), mode="bilinear", align_corners=True, shape=IMAGE)
+for d, shape in ((1, SEQUENCE), (2, IMAGE), (3, VOLUME)):
+    for kind in ("Circular", "Reflection", "Replication", "Zero"):
+        _add(f"{kind}Pad{d}d", 2, shape=shape)
+    _add(f"ConstantPad{d}d", 2, 0.5, shape=shape)
+_add("ChannelShuffle", 3, shape=IMAGE)
+_add("PixelShuffle", 2, shape=(8, 5, 3))
+_add("PixelUnshuffle", 2, shape=(3, 6, 4))
+_add("Flatten", shape=IMAGE)
+_add("Unflatten", 1, (3, 4), shape=FEATURES)
+_add("UpsamplingNearest2d", scale_factor=2, shape=IMAGE)
+_add("UpsamplingBilinear2d", scale_factor=2, shape=IMAGE)
+for mode, shape in (
+    *(("nearest", s) for s in (SEQUENCE, IMAGE, VOLUME)),
+    *(("nearest-exact", s) for s in (SEQUENCE, IMAGE, VOLUME)),
+    ("linear", SEQUENCE),
+    ("bilinear", IMAGE),
+    ("bicubic", IMAGE),
+    ("trilinear", VOLUME),
+):
+    _add(f"Upsample {mode} {len(shape) - 1}d", scale_factor=1.7, mode=mode, shape=shape)
+_add("Upsample aligned", size=(13, 5), mode="bilinear", align_corners=True, shape=IMAGE)
 
 
-def _add_attention() -> None:
-    sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
-    tokens = (5, 8)
-    self_attention = {"shape": tokens, "call": lambda f, x: f(x, x, x)[0]}
-    _add("MultiheadAttention", 8, 2, batch_first=True, **self_attention)
-    _add("MultiheadAttention dropout", 8, 2, dropout=0.2, batch_first=True, **self_attention)
-    _add(
-        "MultiheadAttention unweighted",
-        8,
-        2,
-        dropout=0.2,
-        batch_first=True,
-        shape=tokens,
-        call=lambda f, x: f(x, x, x, need_weights=False)[0],
-    )
-    _add("TransformerEncoderLayer", **sizes, shape=tokens)
-    _add("TransformerEncoderLayer norm first", **sizes, norm_first=True, activation="gelu", shape=tokens)
-    source_and_target = {"shape": tokens, "call": lambda f, x: f(x, x.flip(1))}
-    _add("TransformerDecoderLayer", **sizes, **source_and_target)
-    RECIPES["TransformerEncoder"] = Recipe(
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2), tokens
-    )
-    RECIPES["TransformerDecoder"] = Recipe(
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2), **source_and_target
-    )
-    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
-    _add("Transformer", **sizes, **layers, **source_and_target)
-    for name in ("RNN", "GRU", "LSTM"):
-        _add(name, 8, 6, batch_first=True, shape=tokens, call=lambda f, x: f(x)[0])
-    _add("RNNCell", 12, 6, shape=FEATURES)
-    _add("GRUCell", 12, 6, shape=FEATURES)
-    _add("LSTMCell", 12, 6, shape=FEATURES, call=lambda f, x: torch.cat(f(x), -1))
+sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
+tokens = (5, 8)
+self_attention = {"shape": tokens, "call": lambda f, x: f(x, x, x)[0]}
+_add("MultiheadAttention", 8, 2, batch_first=True, **self_attention)
+_add("MultiheadAttention dropout", 8, 2, dropout=0.2, batch_first=True, **self_attention)
+_add(
+    "MultiheadAttention unweighted",
+    8,
+    2,
+    dropout=0.2,
+    batch_first=True,
+    shape=tokens,
+    call=lambda f, x: f(x, x, x, need_weights=False)[0],
+)
+_add("TransformerEncoderLayer", **sizes, shape=tokens)
+_add("TransformerEncoderLayer norm first", **sizes, norm_first=True, activation="gelu", shape=tokens)
+source_and_target = {"shape": tokens, "call": lambda f, x: f(x, x.flip(1))}
+_add("TransformerDecoderLayer", **sizes, **source_and_target)
+RECIPES["TransformerEncoder"] = Recipe(
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2), tokens
+)
+RECIPES["TransformerDecoder"] = Recipe(
+    lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 2), **source_and_target
+)
+layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+_add("Transformer", **sizes, **layers, **source_and_target)
+for name in ("RNN", "GRU", "LSTM"):
+    _add(name, 8, 6, batch_first=True, shape=tokens, call=lambda f, x: f(x)[0])
+_add("RNNCell", 12, 6, shape=FEATURES)
+_add("GRUCell", 12, 6, shape=FEATURES)
+_add("LSTMCell", 12, 6, shape=FEATURES, call=lambda f, x: torch.cat(f(x), -1))
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,16 +268,7 @@ def _ctc(f: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-for _group in (
-    _add_pointwise,
-    _add_products,
-    _add_norms,
-    _add_pooling,
-    _add_shapes,
-    _add_attention,
-    _add_losses,
-):
-    _group()
+_add_losses()
 
 _CONTAINER = "a container: it has no forward of its own"
 OUT_OF_SCOPE = {

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.reference import SEED, loop_step, pipeline_step, unequal
-from tests.untraceable import WIDTH, M, features, model, without_warnings
+from tests.reference import SEED
+from tests.untraceable import M
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,27 +37,3 @@ def test_dropout_draws_the_same_under_every_share_pytorch_190758() -> None:
     for output, gradient in found:
         assert torch.equal(output, found[0][0])
         assert torch.equal(gradient, found[0][1])
-
-
-def test_a_recompute_draws_the_same_numbers_from_a_layers_own_generator() -> None:
-    class DrawsFromOwnGenerator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x * torch.randn(x.shape, generator=self.generator))
-
-    drawing_layer = DrawsFromOwnGenerator()
-    layers = model(drawing_layer)
-
-    def step(run: Callable[[], dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-        drawing_layer.generator.manual_seed(5)
-        result = run()
-        return {**result, "next": torch.randn(3, generator=drawing_layer.generator)}
-
-    expected = step(lambda: loop_step(layers, features(), M))
-    for checkpoint in CHECKPOINT_MODES:
-        pipe = GPipe(layers, [2, 5], chunks=M, checkpoint=checkpoint)
-        with without_warnings():
-            assert unequal(step(lambda pipe=pipe: pipeline_step(pipe, features())), expected) == []  # type: ignore[misc]

@@ -20,6 +20,7 @@ from gpipe_fast.runtime.stage_memory import StageBytes
 from gpipe_fast.schedule import SCHEDULES
 from tests.models.test_paper_models import SMALL
 from tests.reference import SEED, Result, loop_step, pipeline_step, unequal
+from tests.untraceable import FunctionLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,27 +72,17 @@ def test_calls_within_a_memory_equal_the_plain_loop(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_within_a_memory_has_the_bits_of_any_step(schedule: str) -> None:
-    found = []
     call = {"loss_fn": mean, "normalizer": 8}
-    ends = []
-    for checkpoint in ("always", "never"):
-        pipe, x = gpt(balance=[3, 4], schedule=schedule, checkpoint=checkpoint)
-        ends.append(needed(pipe, x, **call))
-    limit = sum(ends) // 2
+    same = {"balance": [3, 4], "schedule": schedule}
+    ends = [needed(*gpt(checkpoint=checkpoint, **same), **call) for checkpoint in ("always", "never")]
+    limit, found = sum(ends) // 2, []
     for options in ({"memory": limit}, {"checkpoint": "never"}):
-        pipe, x = gpt(balance=[3, 4], schedule=schedule, **options)
+        pipe, x = gpt(**same, **options)
         torch.manual_seed(SEED)
         loss = pipe.step(x, **call)
         found.append(Result({"loss": loss} | {name: p.grad for name, p in pipe.named_parameters()}))
-        if "memory" in options:
-            assert needed(pipe, x, **call) <= limit
-            (trainer, *_) = next(iter(pipe._trainers.values()))
-            shares = {
-                share
-                for row in next(iter(trainer._planner.within.values())).checkpoint.stages
-                for share in row
-            }
-            assert shares - {0.0, 1.0}, "the memory lets stages save something, but not everything"
+        if "memory" in options:  # lets stages save something, but not everything
+            assert ends[0] < needed(pipe, x, **call) <= limit
     assert unequal(*found) == []
 
 
@@ -108,29 +99,19 @@ def test_more_memory_saves_more_and_a_limit_may_be_set_and_lifted() -> None:
     assert sum(own.saved for own in pipe.memory(x).stages if own is not None) == kept[-1]
 
 
-def test_the_balance_is_chosen_within_the_memory() -> None:
-    pipe, x = gpt(checkpoint="always")
-    pipe(x).sum().backward()
-    limit = int(1.5 * needed(pipe, x))
-    pipe, x = gpt(memory=limit)
-    pipe(x).sum().backward()
-    assert sum(pipe.balance) == 7
-    assert needed(pipe, x) <= limit
-
-
 def test_tune_returns_settings_within_a_memory() -> None:
-    pipe, x = gpt(balance=[3, 4])
+    pipe, x = wide(balance=[4, 4])
     before = list(pipe.balance)
     pipe.chunks = "auto"
-    found = tune(pipe, x, memory="8MiB")
+    found = tune(pipe, x, memory="1MiB")
     assert 1 <= len(found.choices) <= 3
     assert pipe.balance == before
     seconds = [each.seconds for each in found.choices]
     assert seconds == sorted(seconds)
-    assert all(sum(each.bytes) <= 8 << 20 for each in found.choices)
-    assert str(found).count("model.memory_limit = '8MiB'") == len(found.choices)
+    assert all(sum(each.bytes) <= 1 << 20 for each in found.choices)
+    assert str(found).count("model.memory_limit = '1MiB'") == len(found.choices)
     exec(found.code, {"model": pipe})
-    assert needed(pipe, x) <= 8 << 20
+    assert needed(pipe, x) <= 1 << 20
 
 
 def test_what_is_predicted_is_what_a_recording_counts() -> None:
@@ -177,14 +158,15 @@ def test_a_memory_that_is_enough_is_accepted_and_used(chunks: int) -> None:
         pipe(x)
 
 
-def test_the_plan_decides_what_fits_where_estimates_do_not() -> None:
+def test_a_balance_is_chosen_that_fits() -> None:
+    """Where estimates of layers alone would refuse all balances, the plan decides."""
+
     def small(**options: object) -> tuple[GPipe, Tensor]:
         torch.manual_seed(SEED)
         layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 8))
         return GPipe(layers, devices=["cpu"] * 2, chunks=8, **options), torch.ones(16, 8)  # type: ignore[arg-type]
 
-    pipe, x = small(balance=[3, 1], checkpoint="always")
-    limit = needed(pipe, x)
+    limit = needed(*small(balance=[3, 1], checkpoint="always"))
     pipe, x = small(memory=limit)
     pipe(x).sum().backward()
     assert needed(pipe, x) <= limit
@@ -193,9 +175,6 @@ def test_the_plan_decides_what_fits_where_estimates_do_not() -> None:
     with pytest.raises(ValueError, match=r"at least .* is needed"):
         pipe(x)
     assert pipe.balance == before
-    pipe.memory_limit = "1MiB"
-    pipe(x).sum().backward()
-    assert needed(pipe, x) <= 1 << 20
 
 
 def test_the_balance_of_a_step_is_chosen_for_its_schedule() -> None:
@@ -209,37 +188,6 @@ def test_the_balance_of_a_step_is_chosen_for_its_schedule() -> None:
     assert needed(pipe, x, **call) <= limit
     pipe, x = wide(chunks=32, memory=limit)
     with pytest.raises(ValueError, match=r"at least .* is needed"):
-        pipe(x)
-
-
-def test_an_empty_batch_and_another_device_within_a_memory() -> None:
-    pipe, x = wide(balance=[4, 4], chunks=2, memory="100MiB")
-    assert pipe(x[:0]).shape == (0, 64)
-    assert len(pipe.explain(x, device="cuda").stages) == 2
-
-
-@pytest.mark.parametrize(
-    ("make", "per_element"),
-    [
-        (torch.optim.AdamW, 8),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), 12),
-        (lambda p: torch.optim.Adam(p, fused=True), 8),
-        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 4),
-        (lambda p: torch.optim.SGD(p, 0.1), 0),
-    ],
-)
-def test_the_state_of_an_optimizer_is_counted(make, per_element: int) -> None:
-    pipe, x = wide(balance=[4, 4], chunks=2)
-    report = pipe.memory(x, optimizer=make(list(pipe.parameters())))
-    elements = 4 * (64 * 64 + 64)
-    assert all(0 <= size - per_element * elements <= 8 * 8 for size in report.optimizer)
-
-
-def test_what_layers_in_python_need_is_not_known() -> None:
-    pipe, x = wide(balance=[4, 4], chunks=2, memory="100MiB", backend="eager")
-    with pytest.raises(
-        RuntimeError, match="every layer runs in Python, and what it needs is not known: backend"
-    ):
         pipe(x)
 
 
@@ -265,81 +213,30 @@ def test_memory_on_gpus_that_the_machine_lacks() -> None:
 
 
 def test_layers_in_python_are_known_after_a_run() -> None:
-    class Branches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > -1e9 else -x
-
-    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), Branches()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    branch = FunctionLayer(lambda f, x: x if x.sum() > -1e9 else -x)
+    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), branch), [1, 1], devices=["cpu"] * 2, chunks=2)
     x = torch.randn(8, 6)
-    for has_run in (False, True):
+    for _ in range(2):  # before and after a run
         report = pipe.memory(x)
         assert report.stages == (None, None)
         assert report.totals == {"cpu": None}
         assert report.unknown[0] == "depends on the tensors of stage 1"
-        assert re.match(r"layer 1 \(Branches\) .*: .*Data-dependent branching", report.unknown[1]), has_run
+        assert re.match(r"layer 1 \(FunctionLayer\) .*: .*Data-dependent branching", report.unknown[1])
         assert report.unknown[1] in str(report)
-        assert "layer 1 (Branches)" in report._repr_html_()
+        assert "layer 1 (FunctionLayer)" in report._repr_html_()
         pipe(x)
-    with_eager = wide(balance=[4, 4], chunks=2, backend="eager")
-    assert with_eager[0].memory(with_eager[1]).unknown == ("all layers run in Python: backend='eager'",) * 2
-    assert wide(balance=[4, 4], chunks=2)[0].memory(with_eager[1]).unknown == ()
-
-
-class Scaled(nn.Module):
-    def __init__(self, is_buffer: bool) -> None:
-        super().__init__()
-        self.scale: Tensor
-        if is_buffer:
-            self.register_buffer("scale", torch.ones(64))
-        else:
-            self.scale = torch.ones(64)
-
-    def forward(self, output: Tensor, *target: Tensor) -> Tensor:
-        scaled = output * self.scale
-        return (scaled - target[0]).square().sum() if target else scaled
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a constant may then be on the GPU")
-def test_constants_on_the_cpu_do_not_run_on_gpus_that_the_machine_lacks() -> None:
-    x = torch.randn(64, 64)
-    for is_buffer in (False, True):
-        pipe = GPipe(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), [1, 1], chunks=8)
-        report = pipe.memory(x, target=x, loss_fn=Scaled(is_buffer), normalizer=1, device="cuda")
-        assert (None in report.stages) is not is_buffer
-        assert is_buffer or re.search(
-            r"layer 2 \(Loss\).*tensors on cuda:0 and cpu; .*register them as buffers", report.unknown[1]
-        )
-        layers = GPipe(nn.Sequential(nn.Linear(64, 64), Scaled(is_buffer)), [1, 1], chunks=8)
-        assert (
-            "on cuda:0 and cpu" in " ".join(str(layers.explain(x, device="cuda")).split())
-        ) is not is_buffer
-
-
-def test_the_state_of_an_optimizer_on_a_gpu_takes_whole_blocks() -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 200)), [1, 1], chunks=8)
-    x = torch.randn(8, 3)
-
-    def sizes(make: Any, **options: Any) -> tuple[int, ...]:
-        return pipe.memory(x, optimizer=make, **options).optimizer
-
-    own = 2 * (2 * 512), 2 * (2560 + 1024)  # of 9, 3, 600 and 200 elements; two moments of each
-    assert sizes(torch.optim.AdamW, device="cuda") == own
-    fused = torch.optim.AdamW(pipe.parameters(), fused=True)
-    assert sizes(fused, device="cuda") == tuple(size + 2 * 512 for size in own)  # and counters of steps
-    assert sizes(torch.optim.AdamW) == (8 * 12 + 2 * 4, 8 * 800 + 2 * 4)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
 def test_layers_in_python_save_nothing_with_a_share_below_1(share: float) -> None:
     phases: list[bool] = []
 
-    class Asking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            phases.append(is_recomputing())
-            return x.tanh()
+    def ask(f: nn.Module, x: Tensor) -> Tensor:
+        phases.append(is_recomputing())
+        return x.tanh()
 
     torch.manual_seed(SEED)
-    model, x = nn.Sequential(nn.Linear(6, 6), Asking(), nn.Linear(6, 3)), torch.randn(8, 6)
+    model, x = nn.Sequential(nn.Linear(6, 6), FunctionLayer(ask), nn.Linear(6, 3)), torch.randn(8, 6)
     expected = loop_step(model, x, CHUNKS)
     phases.clear()
     pipe = GPipe(model, [3], chunks=CHUNKS, checkpoint=share, backend="eager")

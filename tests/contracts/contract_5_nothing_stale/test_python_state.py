@@ -7,23 +7,16 @@ after one warning (contract 5).
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
 import configparser
 import ctypes
 import dataclasses
-import datetime
-import decimal
-import enum
-import fractions
 import functools
 import itertools
 import logging
 import math
-import operator
 import os
-import pathlib
 import queue
 import random
 import re
@@ -33,7 +26,6 @@ import time
 import types
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -54,8 +46,8 @@ TENSOR = torch.ones(6)
 NUMBERS: set[float] = set()
 
 
-def read_scale(x: Tensor) -> Tensor:
-    return x * SCALE
+def read_scale() -> float:
+    return SCALE
 
 
 def backward_scale(gradient: Tensor) -> Tensor:
@@ -85,14 +77,6 @@ class Config:
         self.scale = scale
 
 
-class OtherConfig(Config):
-    pass
-
-
-class Color(enum.Enum):
-    RED = 1
-
-
 class Computed:
     @property
     def scale(self) -> float:
@@ -111,35 +95,7 @@ class Descriptor:
 
 COMPUTED = Computed()
 SETTINGS = types.ModuleType("settings_of_changed_python_state")
-
-
-class Sentinel:
-    """Has nothing but its identity."""
-
-
-AUTO, OTHER = Sentinel(), Sentinel()
-SCALES = {AUTO: 2.0, OTHER: 5.0}
-ORDER = OrderedDict(first=2.0, second=5.0)
-
-
-class Base:
-    gain = 2.0
-
-
-class OtherBase:
-    gain = 5.0
-
-
-class Derived(Base):
-    pass
-
-
-class Held(nn.Module):
-    """A module that is not registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = 2.0
+AUTO, OTHER = object(), object()
 
 
 class Layer(nn.Module):
@@ -152,7 +108,7 @@ class Layer(nn.Module):
         self.config = Config(2.0)
         self.number = 2.0
         self.nested = {"list": [1.0, {"value": 2.0}]}
-        self.table = {"module": Held(), "tensor": torch.arange(36.0).view(6, 6)}
+        self.table = {"module": nn.Dropout(2 / 3), "tensor": torch.arange(36.0).view(6, 6)}
         self.mode, self.zero, self.pair = AUTO, 0.0, (1,)
         self.calls, self.held = 0, None
 
@@ -165,20 +121,6 @@ def branch_on_elements(layer: Layer, x: Tensor) -> Tensor:
     return x * scale
 
 
-def catch_a_lookup(layer: Any, x: Tensor) -> Tensor:
-    try:
-        return x * layer.late
-    except AttributeError:
-        return x * 2
-
-
-def catch_a_key(layer: Any, x: Tensor) -> Tensor:
-    try:
-        return x * STATE["late"]
-    except KeyError:
-        return x * 2
-
-
 def hook_in_forward(layer: Layer, x: Tensor) -> Tensor:
     y = x * layer.weight
     if y.requires_grad:
@@ -186,225 +128,184 @@ def hook_in_forward(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
-def match_config(layer: Layer, x: Tensor) -> Tensor:
+def catch_a_lookup(layer: Any) -> float:
+    try:
+        found: float = layer.late
+    except AttributeError:
+        return 2.0
+    return found
+
+
+def catch_a_key(layer: Layer) -> float:
+    try:
+        found: float = STATE["late"]
+    except KeyError:
+        return 2.0
+    return found
+
+
+def match_config(layer: Layer) -> float:
     match layer.config:
         case Config(scale=scale):
-            return x * scale
-    return x
+            return scale
+    return 1.0
 
 
-def import_in_forward(layer: Layer, x: Tensor) -> Tensor:
+def import_in_forward(layer: Layer) -> float:
     from settings_of_changed_python_state import value  # type: ignore[import-not-found]
 
-    return x * value
+    found: float = value
+    return found
 
 
-def count_calls(layer: Layer, x: Tensor) -> Tensor:
+def count_calls(layer: Layer) -> int:
     layer.calls += 1
-    return x * layer.calls
+    return layer.calls
 
 
-def replace_plain_tensor(layer: Layer, x: Tensor) -> Tensor:
+def replace_plain_tensor(layer: Layer) -> Tensor:
     layer.plain = layer.plain + 1
-    return x * layer.plain
+    return layer.plain
 
 
-def change_plain_tensor(layer: Layer, x: Tensor) -> Tensor:
+def change_plain_tensor(layer: Layer) -> Tensor:
     layer.plain.add_(1)
-    return x * layer.plain.clone()
+    return layer.plain.clone()
 
 
 SCALE_FORMAT = "{.scale}"
 
 
-def format_scale(config: Config) -> str:
-    return SCALE_FORMAT.format(config)
-
-
-def with_default(layer: Layer, x: Tensor, scale: float = 2.0) -> Tensor:
-    return x * scale
+def with_default(layer: Layer, scale: float = 2.0) -> float:
+    return scale
 
 
 def set_global(name: str, value: object) -> None:
     globals()[name] = value
 
 
+def sets(path: str, value: object) -> Callable[[Any], object]:
+    """Returns a function that sets an attribute of a layer, by its path."""
+    *parents, name = path.split(".")
+    return lambda layer: setattr(functools.reduce(getattr, parents, layer), name, value)
+
+
+def sets_global(name: str, value: object) -> Callable[[Any], object]:
+    return lambda layer: set_global(name, value)
+
+
 def nothing(layer: Layer) -> None:
     pass
 
 
-Forward = Callable[..., Tensor]
-KINDS: dict[str, tuple[Forward, Callable[[Layer], object]]] = {
+Change = Callable[[Any], object]
+# What the forward does with its input.
+FORWARDS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     "exception at elements": (branch_on_elements, nothing),
-    "attribute of a parameter": (
-        lambda layer, x: x * getattr(layer.weight, "scale", 1.0),
-        lambda layer: setattr(layer.weight, "scale", 5.0),
-    ),
-    "class of a parameter": (
-        lambda layer, x: x * (2.0 if isinstance(layer.weight, nn.Parameter) else 3.0),
-        lambda layer: (layer._parameters.pop("weight"), setattr(layer, "weight", torch.ones(6))),
-    ),
-    "data of a tensor": (
-        lambda layer, x: x * layer.plain,
-        lambda layer: setattr(layer.plain, "data", torch.full((6,), 9.0)),
-    ),
-    "data of a parameter": (
-        lambda layer, x: x,
-        lambda layer: setattr(layer.weight, "data", torch.full((6,), 9.0)),
-    ),
-    "a pattern": (match_config, lambda layer: setattr(layer.config, "scale", 3.0)),
-    "attrgetter": (
-        lambda layer, x: x * operator.attrgetter("config.scale")(layer),
-        lambda layer: setattr(layer.config, "scale", 3.0),
-    ),
-    "partial of getattr": (
-        lambda layer, x: x * functools.partial(getattr, layer.config)("scale"),
-        lambda layer: setattr(layer.config, "scale", 3.0),
-    ),
-    "str.format": (
-        lambda layer, x: x * float(format_scale(layer.config)),
-        lambda layer: setattr(layer.config, "scale", 3.0),
-    ),
-    "another configuration": (
-        lambda layer, x: x * (2.0 if type(layer.config) is Config else 5.0),
-        lambda layer: setattr(layer.config, "__class__", OtherConfig),
-    ),
-    "identity": (
-        lambda layer, x: x * (id(layer.config) % 1000),
-        lambda layer: setattr(layer, "config", Config(2.0)),
-    ),
-    "import in forward": (import_in_forward, lambda layer: setattr(SETTINGS, "value", 5.0)),
-    "sys.modules": (
-        lambda layer, x: x * sys.modules[SETTINGS.__name__].value,
-        lambda layer: setattr(SETTINGS, "value", 5.0),
-    ),
-    "hook in forward": (hook_in_forward, lambda layer: set_global("SCALE", 9.0)),
-    "helper of a backward": (
-        lambda layer, x: ScaledBackward.apply(x),
-        lambda layer: set_global("SCALE", 9.0),
-    ),
-    "another helper of a backward": (
-        lambda layer, x: ScaledBackward.apply(x),
-        lambda layer: set_global("backward_scale", lambda gradient: gradient * 7),
-    ),
-    "cached function": (
-        lambda layer, x: x * cached("scale"),
-        lambda layer: (STATE.update(scale=8.0), cached.cache_clear()),
-    ),
-    "globals()": (lambda layer, x: x * globals()["SCALE"], lambda layer: set_global("SCALE", 4.0)),
-    "code of a function": (
-        lambda layer, x: read_scale(x),
-        lambda layer: setattr(read_scale, "__code__", (lambda x: x * 5).__code__),
-    ),
-    "attribute of an enum": (
-        lambda layer, x: x * Color.RED.weight,  # type: ignore[attr-defined]
-        lambda layer: setattr(Color.RED, "weight", 6.0),
-    ),
-    "nested containers": (
-        lambda layer, x: x * layer.nested["list"][1]["value"],
-        lambda layer: layer.nested["list"][1].update(value=5.0),
-    ),
-    "length of a list": (
-        lambda layer, x: x * len(layer.nested["list"]),
-        lambda layer: layer.nested["list"].append(3.0),
-    ),
-    "sum of a set": (lambda layer, x: x * sum(NUMBERS), lambda layer: NUMBERS.add(5.0)),
-    "os.environ": (
-        lambda layer, x: x * float(os.environ.get("GPIPE_FAST_TEST_SCALE", "2")),
-        lambda layer: os.environ.update(GPIPE_FAST_TEST_SCALE="4"),
-    ),
-    "os.getenv": (
-        lambda layer, x: x * float(os.getenv("GPIPE_FAST_TEST_SCALE", "2")),
-        lambda layer: os.environ.update(GPIPE_FAST_TEST_SCALE="4"),
-    ),
+    "hook in forward": (hook_in_forward, sets_global("SCALE", 9.0)),
+    "helper of a backward": (lambda layer, x: ScaledBackward.apply(x), sets_global("SCALE", 9.0)),
     "forward of the class": (
         lambda layer, x: x,
-        lambda layer: setattr(type(layer), "forward", lambda layer, x: x * layer.weight * 11),
+        sets("__class__.forward", lambda layer, x: x * layer.weight * 11),
     ),
     "forward of the object": (
         lambda layer, x: x,
         lambda layer: setattr(layer, "forward", lambda x: x * layer.weight * 8),
     ),
-    "default argument": (
-        with_default,
-        lambda layer: setattr(type(layer).own, "__defaults__", (9.0,)),  # type: ignore[attr-defined]
-    ),
-    "array of 0 dimensions": (
-        lambda layer, x: x * float(getattr(layer, "array", 2.0)),
-        lambda layer: setattr(layer, "array", np.array(3.0)),
-    ),
-    "vars": (lambda layer, x: x * vars(layer)["number"], lambda layer: setattr(layer, "number", 6.0)),
-    "hasattr": (
-        lambda layer, x: x * (5.0 if hasattr(layer, "late") else 2.0),
-        lambda layer: setattr(layer, "late", 1),
-    ),
-    "attribute of the class": (
-        lambda layer, x: x * getattr(type(layer), "gain", 2.0),
-        lambda layer: setattr(type(layer), "gain", 5.0),
-    ),
-    "requires_grad": (
-        lambda layer, x: x * (2.0 if layer.weight.requires_grad else 3.0),
-        lambda layer: layer.weight.requires_grad_(False),
-    ),
-    "number of parameters": (
-        lambda layer, x: x * len(list(layer.parameters())),
-        lambda layer: layer.register_parameter("other", nn.Parameter(torch.ones(6))),
-    ),
-    "training": (lambda layer, x: x * (1.0 if layer.training else 2.0), lambda layer: layer.eval()),
-    "property": (lambda layer, x: x * COMPUTED.scale, lambda layer: set_global("SCALE", 11.0)),
-    "__getattr__": (lambda layer, x: x * COMPUTED.anything, lambda layer: STATE.update(scale=6.0)),
-    "descriptor": (lambda layer, x: x * layer.computed, lambda layer: STATE.update(scale=6.0)),
-    "another global tensor": (
-        lambda layer, x: x * TENSOR,
-        lambda layer: set_global("TENSOR", torch.full((6,), 5.0)),
-    ),
-    "elements of a global tensor": (lambda layer, x: x * TENSOR, lambda layer: TENSOR.fill_(3.0)),
-    "identity of an object": (
-        lambda layer, x: x * (2.0 if layer.mode is AUTO else 5.0),
-        lambda layer: setattr(layer, "mode", OTHER),
-    ),
-    "key by identity": (
-        lambda layer, x: x * SCALES[layer.mode],
-        lambda layer: setattr(layer, "mode", OTHER),
-    ),
-    "minus zero": (
-        lambda layer, x: x * math.copysign(2.0, layer.zero),
-        lambda layer: setattr(layer, "zero", -0.0),
-    ),
-    "type in a tuple": (
-        lambda layer, x: x * (2.0 if isinstance(layer.pair[0], float) else 3.0),
-        lambda layer: setattr(layer, "pair", (1.0,)),
-    ),
-    "order of a dictionary": (
-        lambda layer, x: x * next(iter(ORDER.values())),
-        lambda layer: ORDER.move_to_end("first"),
-    ),
-    "absent attribute": (catch_a_lookup, lambda layer: setattr(layer, "late", 5.0)),
-    "absent key": (catch_a_key, lambda layer: STATE.update(late=5.0)),
-    "module in a dictionary": (
-        lambda layer, x: x * layer.table["module"].gain,
-        lambda layer: setattr(layer.table["module"], "gain", 5.0),
-    ),
-    "tensor in a dictionary": (
-        lambda layer, x: x @ layer.table["tensor"],
-        lambda layer: layer.table["tensor"].t_(),
-    ),
-    "bases of a class": (
-        lambda layer, x: x * Derived.gain,
-        lambda layer: setattr(Derived, "__bases__", (OtherBase,)),
-    ),
     "patched torch.relu": (
         lambda layer, x: nn.functional.relu(x),
         lambda layer: setattr(torch, "relu", torch.neg),
     ),
-    "shadowed built-in": (
-        lambda layer, x: x * sum([1.0, 2.0]),
-        lambda layer: set_global("sum", lambda values: 9.0),
+}
+# By what the forward multiplies its input.
+FACTORS: dict[str, tuple[Callable[[Any], Any], Change]] = {
+    "attribute of a parameter": (
+        lambda layer: getattr(layer.weight, "scale", 1.0),
+        sets("weight.scale", 5.0),
     ),
+    "class of a parameter": (
+        lambda layer: 2.0 if isinstance(layer.weight, nn.Parameter) else 3.0,
+        lambda layer: (layer._parameters.pop("weight"), setattr(layer, "weight", torch.ones(6))),
+    ),
+    "data of a tensor": (lambda layer: layer.plain, sets("plain.data", torch.full((6,), 9.0))),
+    "a pattern": (match_config, sets("config.scale", 3.0)),
+    "str.format": (lambda layer: float(SCALE_FORMAT.format(layer.config)), sets("config.scale", 3.0)),
+    "identity": (
+        lambda layer: id(layer.config) % 1000,
+        lambda layer: setattr(layer, "config", Config(2.0)),
+    ),
+    "import in forward": (import_in_forward, lambda layer: setattr(SETTINGS, "value", 5.0)),
+    "cached function": (
+        lambda layer: cached("scale"),
+        lambda layer: (STATE.update(scale=8.0), cached.cache_clear()),
+    ),
+    "globals()": (lambda layer: globals()["SCALE"], sets_global("SCALE", 4.0)),
+    "code of a function": (
+        lambda layer: read_scale(),
+        lambda layer: setattr(read_scale, "__code__", (lambda: 5.0).__code__),
+    ),
+    "nested containers": (
+        lambda layer: layer.nested["list"][1]["value"],
+        lambda layer: layer.nested["list"][1].update(value=5.0),
+    ),
+    "sum of a set": (lambda layer: sum(NUMBERS), lambda layer: NUMBERS.add(5.0)),
+    "os.environ": (
+        lambda layer: float(os.environ.get("GPIPE_FAST_TEST_SCALE", "2")),
+        lambda layer: os.environ.update(GPIPE_FAST_TEST_SCALE="4"),
+    ),
+    "default argument": (with_default, lambda layer: setattr(with_default, "__defaults__", (9.0,))),
+    "array of 0 dimensions": (
+        lambda layer: float(getattr(layer, "array", 2.0)),
+        sets("array", np.array(3.0)),
+    ),
+    "vars": (lambda layer: vars(layer)["number"], sets("number", 6.0)),
+    "hasattr": (lambda layer: 5.0 if hasattr(layer, "late") else 2.0, sets("late", 1)),
+    "attribute of the class": (
+        lambda layer: getattr(type(layer), "gain", 2.0),
+        sets("__class__.gain", 5.0),
+    ),
+    "requires_grad": (
+        lambda layer: 2.0 if layer.weight.requires_grad else 3.0,
+        sets("weight.requires_grad", False),
+    ),
+    "number of parameters": (
+        lambda layer: len(list(layer.parameters())),
+        lambda layer: layer.register_parameter("other", nn.Parameter(torch.ones(6))),
+    ),
+    "training": (lambda layer: 1.0 if layer.training else 2.0, lambda layer: layer.eval()),
+    "property": (lambda layer: COMPUTED.scale, sets_global("SCALE", 11.0)),
+    "__getattr__": (lambda layer: COMPUTED.anything, lambda layer: STATE.update(scale=6.0)),
+    "descriptor": (lambda layer: layer.computed, lambda layer: STATE.update(scale=6.0)),
+    "another global tensor": (lambda layer: TENSOR, sets_global("TENSOR", torch.full((6,), 5.0))),
+    "elements of a global tensor": (lambda layer: TENSOR, lambda layer: TENSOR.fill_(3.0)),
+    "identity of an object": (lambda layer: 2.0 if layer.mode is AUTO else 5.0, sets("mode", OTHER)),
+    "minus zero": (lambda layer: math.copysign(2.0, layer.zero), sets("zero", -0.0)),
+    "type in a tuple": (
+        lambda layer: 2.0 if isinstance(layer.pair[0], float) else 3.0,
+        sets("pair", (1.0,)),
+    ),
+    "absent attribute": (catch_a_lookup, sets("late", 5.0)),
+    "absent key": (catch_a_key, lambda layer: STATE.update(late=5.0)),
+    "module in a dictionary": (
+        lambda layer: layer.table["module"].p,
+        lambda layer: setattr(layer.table["module"], "p", 5.0),
+    ),
+    "tensor in a dictionary": (
+        lambda layer: layer.table["tensor"][0],
+        lambda layer: layer.table["tensor"].t_(),
+    ),
+    "shadowed built-in": (lambda layer: sum([1.0, 2.0]), sets_global("sum", lambda values: 9.0)),
     "counted calls": (count_calls, nothing),
     "replaced tensor": (replace_plain_tensor, nothing),
     "tensor changed in place": (change_plain_tensor, nothing),
 }
+
+
+def forward_of(kind: str) -> tuple[Callable[[Any, Tensor], Tensor], Change]:
+    if kind in FORWARDS:
+        return FORWARDS[kind]
+    read, change = FACTORS[kind]
+    return lambda layer, x: x * read(layer), change
 
 
 class Slotted:
@@ -419,21 +320,6 @@ class Data:
     scale: float = 1.0
 
 
-class HasCachedProperty:
-    @functools.cached_property
-    def scale(self) -> float:
-        return 1.5
-
-
-class Pair(NamedTuple):
-    scale: float
-    other: float
-
-
-class Level(enum.Enum):
-    HIGH = 1.5
-
-
 class CountingSchedule:
     """A schedule with a side effect: it counts its calls."""
 
@@ -442,16 +328,6 @@ class CountingSchedule:
     def step(self) -> float:
         self.calls += 1
         return 1.0 + self.calls / 8
-
-
-@functools.singledispatch
-def half_of(value: float) -> float:
-    return value / 2
-
-
-@functools.lru_cache
-def cached_half(value: float) -> float:
-    return value / 2
 
 
 class Read(NamedTuple):
@@ -474,10 +350,10 @@ def attribute(make: Callable[[], Any], name: str = "scale") -> Read:
     return Read(lambda held: getattr(held, name), make, lambda held: setattr(held, name, 2.0))
 
 
-def config_file() -> configparser.ConfigParser:
+def section_of_a_file() -> configparser.SectionProxy:
     found = configparser.ConfigParser()
     found.read_dict({"a": {"scale": "1.0"}})
-    return found
+    return found["a"]
 
 
 def closure() -> dict[str, Callable[..., Any]]:
@@ -493,8 +369,7 @@ def closure() -> dict[str, Callable[..., Any]]:
     return {"read": read, "change": change}
 
 
-GENERATOR, NUMPY, COUNTER, LOG = random.Random(0), np.random.default_rng(0), 0, list[int]()
-ALIVE, PLAIN = Config(1.0), Config(1.0)
+NUMPY, COUNTER = np.random.default_rng(0), 0
 
 
 def read_under_lock(lock: Any) -> float:
@@ -508,26 +383,11 @@ def count_in_global() -> float:
     return 1.0 + COUNTER / 8
 
 
-def append_to_global_list() -> float:
-    LOG.append(1)
-    return 1.0 + len(LOG) / 8
-
-
-def count_in_function_attribute() -> float:
-    count_in_function_attribute.calls = getattr(count_in_function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
-    return 1.0 + count_in_function_attribute.calls / 8  # type: ignore[attr-defined]
-
-
-def numbers_to_get() -> queue.Queue[float]:
-    return queue.Queue()
-
-
 # Guards see changes of these; reads that catch errors of lookups are not guarded.
 READS = {
     "slots": attribute(Slotted),
     "dataclass": attribute(Data),
     "namespace": attribute(lambda: types.SimpleNamespace(scale=1.0)),
-    "arguments": attribute(lambda: argparse.Namespace(scale=1.0)),
     "ctypes": attribute(lambda: ctypes.c_double(1.0), "value"),
     "closure": Read(lambda held: held["read"](), closure, lambda held: held["change"]()),
     "partial": Read(
@@ -538,17 +398,9 @@ READS = {
     "deque": Read(
         lambda held: held[-1], lambda: collections.deque([1.0], maxlen=3), lambda held: held.append(2.0)
     ),
-    "chain of dicts": Read(
-        lambda held: held["scale"],
-        lambda: collections.ChainMap({"scale": 1.0}, {"unread": 0.0}),
-        lambda held: held.__setitem__("scale", 2.0),
-    ),
-    "configuration file": Read(
-        lambda held: float(held["a"]["scale"]), config_file, lambda held: held.set("a", "scale", "2.0"), True
-    ),
     "section of a configuration file": Read(
         lambda held: held.getfloat("scale"),
-        lambda: config_file()["a"],
+        section_of_a_file,
         lambda held: held.parser.set("a", "scale", "2.0"),
         True,
     ),
@@ -557,88 +409,44 @@ READS = {
         lambda: (types.MappingProxyType(own := {"scale": 1.0}), own),
         lambda held: held[1].update(scale=2.0),
     ),
-    "set that other code fills": Read(
-        lambda held: 1.0 + len(held), weakref.WeakSet, lambda held: held.add(ALIVE)
-    ),
     "event": Read(lambda held: 1.0 + held.is_set(), threading.Event, lambda held: held.set()),
-    "weak reference": Read(
-        lambda held: held().scale, lambda: weakref.ref(PLAIN), lambda held: setattr(PLAIN, "scale", 2.0)
-    ),
-    "decimal context": Read(
-        lambda held: held.prec / 8, decimal.Context, lambda held: setattr(held, "prec", 16)
-    ),
     # Objects that do not change what the layers compute. PyTorch's tracer knows no model of some.
-    "lock": Read(read_under_lock, threading.Lock, warns=None),
-    "reentrant lock": Read(read_under_lock, threading.RLock, warns=None),
+    "lock": Read(read_under_lock, threading.RLock, warns=None),
     "logger": Read(lambda held: 1.0 + held.isEnabledFor(0), lambda: logging.getLogger("test"), warns=None),
     "pattern": Read(lambda held: float(held.match("1.5 x")[0]), lambda: re.compile(r"[\d.]+")),
-    "path": Read(lambda held: len(held.parts) / 2, lambda: pathlib.PurePath("a/b/c"), warns=None),
-    "fraction": Read(float, lambda: fractions.Fraction(3, 2)),
-    "decimal number": Read(float, lambda: decimal.Decimal("1.5"), warns=None),
-    "duration": Read(lambda held: held.total_seconds(), lambda: datetime.timedelta(seconds=1.5), warns=None),
-    "attribute getter": Read(
-        lambda held: held(COMPUTED), lambda: operator.attrgetter("anything"), warns=None
-    ),
-    "function of a table": Read(lambda held: half_of(3.0), warns=None),
-    "cached function": Read(lambda held: cached_half(3.0), warns=None),
-    "cached property": Read(lambda held: held.scale, HasCachedProperty, warns=None),
-    "module of a library": Read(lambda held: held.sqrt(2.25), lambda: math),
     "NumPy number": Read(float, lambda: np.float32(1.5), warns=None),
-    "named tuple": Read(lambda held: Pair(1.0, 2.5).scale),
-    "enumeration": Read(lambda held: held.value, lambda: Level.HIGH),
-    "range": Read(lambda held: held.stop / 2, lambda: range(3)),
-    "size": Read(lambda held: held.numel() / 2, lambda: torch.Size([3])),
     # State that the tracer cannot read or guard, or that forward changes.
     **{
         f"NumPy array of shape {np.shape(made())}": Read(
             lambda held: float(held.sum()), made, lambda held: held.__imul__(2), None
         )
-        for made in (lambda: np.array(2.0), lambda: np.array([2.0]), lambda: np.full((2, 1), 2.0))
+        for made in (lambda: np.array(2.0), lambda: np.full((2, 1), 2.0))
     },
     "array": Read(
         lambda held: held[0], lambda: array.array("d", [1.0]), lambda h: h.__setitem__(0, 2.0), True
     ),
-    "random": Read(lambda held: 1 + random.random(), warns=True),
-    "gauss": Read(lambda held: random.gauss(1, 0.1), warns=True),
-    "generator": Read(lambda held: 1 + GENERATOR.random(), warns=True),
-    "NumPy": Read(lambda held: 1 + np.random.rand(), warns=True),
+    "random": Read(lambda held: random.gauss(1, 0.1), warns=True),
     "NumPy generator": Read(lambda held: 1 + NUMPY.random(), warns=True),
     "clock": Read(lambda held: 1.0 + 0 * time.time(), warns=True),
-    "date": Read(lambda held: 1.0 + 0 * datetime.datetime.now().year, warns=True),
     "counter": Read(lambda held: count_in_global(), warns=True),
-    "list": Read(lambda held: append_to_global_list(), warns=True),
-    "function's attribute": Read(lambda held: count_in_function_attribute(), warns=True),
     "schedule": Read(lambda held: held.step(), CountingSchedule, warns=True),
-    "iterator": Read(lambda held: 1.0 + next(held) / 8, itertools.count, warns=True),
-    "queue": Read(lambda held: held.get(timeout=60), numbers_to_get, warns=True),
-    "view of memory": Read(lambda held: held[0], lambda: memoryview(array.array("d", [1.0])), warns=True),
-    "list of a tensor": Read(lambda held: held.tolist()[0], lambda: torch.ones(2), warns=True),
+    "queue": Read(lambda held: held.get(timeout=60), queue.Queue, warns=True),
     "array of a tensor": Read(lambda held: float(held.numpy()[0]), lambda: torch.ones(2), warns=True),
-    "array that NumPy makes of a tensor": Read(
-        lambda held: float(np.asarray(held)[0]), lambda: torch.ones(2), warns=True
-    ),
     "print": Read(lambda held: print(end="") or 1.0, warns=True),
 }
 
 
 def reset(layer: Layer) -> None:
     """Resets counters and generators, so that the pipeline and the loop start from the same state."""
-    global COUNTER
+    set_global("COUNTER", 0)
     random.seed(1)
-    np.random.seed(1)
-    GENERATOR.seed(1)
     NUMPY.bit_generator.state = np.random.default_rng(1).bit_generator.state
-    COUNTER = 0
-    LOG.clear()
-    vars(count_in_function_attribute).clear()
     if isinstance(layer.held, CountingSchedule):
         layer.held.calls = 0
     if isinstance(layer.held, queue.Queue):
         layer.held.queue.clear()
         for microbatch in range(2):
             layer.held.put(1.0 + microbatch / 8)
-    if isinstance(layer.held, itertools.count):
-        layer.held = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -652,13 +460,11 @@ def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_global("TENSOR", torch.ones(6))
     set_global("NUMBERS", {1.0, 2.0})
     monkeypatch.setattr(read_scale, "__code__", read_scale.__code__)
-    monkeypatch.setattr(Color.RED, "weight", 2.0, raising=False)
+    monkeypatch.setattr(with_default, "__defaults__", with_default.__defaults__)
     monkeypatch.setattr(torch, "relu", torch.relu)
     STATE.clear()
     STATE.update(scale=2.0)
     cached.cache_clear()
-    ORDER.move_to_end("second")
-    Derived.__bases__ = (Base,)
     yield
     globals().pop("sum", None)
 
@@ -676,14 +482,15 @@ def step(run: Callable[[Tensor], Tensor], model: nn.Module, layer: Any, x: Tenso
 
 
 def compare(
-    forward: Forward, change: Callable[[Any], object], checkpoint: str, position: int, held: Any = None
+    forward: Callable[..., Tensor],
+    change: Callable[[Any], object],
+    checkpoint: str,
+    position: int,
+    held: Any = None,
 ) -> list[str]:
     """Compares steps before and after a change; returns the warnings of layers that run in Python."""
-    own = types.FunctionType(
-        forward.__code__, globals(), forward.__name__, forward.__defaults__, forward.__closure__
-    )
     forward_of_class = lambda self, x: self.own(x) * self.weight  # noqa: E731
-    layer = type("ChangedLayer", (Layer,), {"own": own, "forward": forward_of_class})()
+    layer = type("ChangedLayer", (Layer,), {"own": forward, "forward": forward_of_class})()
     layer.held = held
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 6)]
@@ -709,24 +516,20 @@ every_mode_and_position = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(14)
 @every_mode_and_position
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*FORWARDS, *FACTORS])
 def test_a_change_between_calls_is_seen(kind: str, checkpoint: str, position: int) -> None:
-    compare(*KINDS[kind], checkpoint, position)
+    compare(*forward_of(kind), checkpoint, position)
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(14)
 @every_mode_and_position
 @pytest.mark.parametrize("name", READS)
 def test_a_number_is_read_anew_or_in_python(name: str, checkpoint: str, position: int) -> None:
     read, make, change, warns = READS[name]
     found = compare(
-        lambda layer, x: x * read(layer.held),
-        lambda layer: change(layer.held),
-        checkpoint,
-        position,
-        make(),
+        lambda layer, x: x * read(layer.held), lambda layer: change(layer.held), checkpoint, position, make()
     )
     assert len(found) <= 1
     assert warns is None or warns == bool(found)
@@ -764,12 +567,6 @@ class AsksForLayout(torch.autograd.Function):
         return gradient * (2 if gradient.is_contiguous() else 7)
 
 
-class AsksForStrides(AsksForLayout):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * gradient.stride(0)
-
-
 class WithoutZeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -781,7 +578,7 @@ class WithoutZeros(torch.autograd.Function):
         return first * 5 if second is None else first * 2 + second * 3
 
 
-@pytest.mark.parametrize("function", [AsksForLayout, AsksForStrides, WithoutZeros])
+@pytest.mark.parametrize("function", [AsksForLayout, WithoutZeros])
 def test_backwards_that_depend_on_the_gradient_that_arrives(function: type[torch.autograd.Function]) -> None:
     class Calling(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

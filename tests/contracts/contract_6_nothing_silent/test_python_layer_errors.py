@@ -21,13 +21,11 @@ from tests.reference import (
 from tests.untraceable import (
     WIDTH,
     FunctionLayer,
-    M,
     Recurrent,
     branch_on_data,
     features,
     model,
     segments_by_stage,
-    without_warnings,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,12 +48,6 @@ def test_one_warning_names_stage_layer_and_reason() -> None:
     )
     assert any("stage 1, layer 6 (Recurrent) runs in Python: GRU inner: recurrent" in m for m in messages)
     assert {warning.filename for warning in caught} == {__file__}
-
-
-def test_backend_aten_rejects_a_layer_that_cannot_be_traced() -> None:
-    pipe = GPipe(model(Recurrent(nn.GRU)), [2, 5], chunks=2, backend="aten")
-    with pytest.raises(RuntimeError, match=r"stage 1, layer 2 \(Recurrent\) cannot be traced faithfully"):
-        pipe(features())
 
 
 def about_python(caught: Sequence[warnings.WarningMessage]) -> list[str]:
@@ -90,17 +82,6 @@ def test_an_invalid_call_leaves_every_layer_lowered(function: Callable[..., Any]
     assert about_python(caught) == []
 
 
-def test_an_invalid_call_beside_a_layer_in_python_leaves_the_others_lowered() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionLayer(branch_on_data), nn.Linear(WIDTH, WIDTH))
-    pipe = GPipe(layers, [1, 2], chunks=2)
-    with without_warnings():
-        for batch in (4, 4, 6, 6):
-            with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                pipe(torch.zeros(batch, 2, WIDTH + 1))
-            assert unequal(pipeline_step(pipe, features(batch)), loop_step(layers, features(batch), 2)) == []
-    assert segments_by_stage(pipe) == [[(0, 1, True)], [(0, 1, False), (1, 2, True)]]
-
-
 def test_a_layer_that_rejects_its_first_inputs_is_not_yet_warned_about() -> None:
     def reject_large_values(f: nn.Module, x: Tensor) -> Tensor:
         if float(x.max()) > 1e3:
@@ -119,36 +100,3 @@ def test_a_layer_that_rejects_its_first_inputs_is_not_yet_warned_about() -> None
         pipe(features())
     (message,) = about_python(caught)
     assert "stage 0, layer 0 (FunctionLayer) runs in Python: " in message
-
-
-def test_a_tensor_from_outside_whose_gradient_would_be_lost_is_rejected() -> None:
-    outside = torch.ones(WIDTH, requires_grad=True)
-
-    def scaled_by_outside_tensor(f: nn.Module, x: Tensor) -> Tensor:
-        float(x.sum())
-        return f(x) * outside
-
-    with (
-        without_warnings(),
-        pytest.raises(
-            RuntimeError, match=r"layer 2 \(FunctionLayer\) uses a tensor of shape \[8\] that needs"
-        ),
-    ):
-        GPipe(model(FunctionLayer(scaled_by_outside_tensor)), [2, 5], chunks=M)(features())
-
-
-def test_replacing_a_parameters_data_before_its_recompute_is_rejected() -> None:
-    layers = model(FunctionLayer(branch_on_data))
-    pipe = GPipe(layers, [2, 5], chunks=M, checkpoint="always")
-    with without_warnings():
-        output = pipe(features())
-        layers[2].held.weight.data = layers[2].held.weight.data.clone()
-        with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
-            output.sum().backward()
-
-
-@pytest.mark.parametrize("backend", ["auto", "eager", "aten"])
-def test_lazy_layers_without_parameters_are_rejected(backend: str) -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3)), [1, 1], backend=backend)
-    with pytest.raises(RuntimeError, match=r"layer 1 \(LazyLinear\).*run one batch through the module first"):
-        pipe(features())

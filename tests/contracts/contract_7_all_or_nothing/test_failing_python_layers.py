@@ -76,21 +76,3 @@ def test_an_exception_of_a_layer_is_raised_unchanged(when: str, error: BaseExcep
         assert raised.value is error
         assert all(p.grad is None for p in layers.parameters())
         assert unequal(pipeline_step(pipe, features()), expected) == []
-
-
-@pytest.mark.parametrize(
-    ("when", "location"),
-    [({"forward": 2}, "stage 1, layer 2 (RaisesInGivenCall)"), ({"backward": 1}, "stage 1, layers 2 to 6")],
-    ids=["forward", "backward"],
-)
-def test_an_exception_has_a_note_that_names_the_action(when: dict[str, int], location: str) -> None:
-    """The note has a native layer's format; in a backward the exact layer is unknown."""
-    error = UserError("planted")
-    with without_warnings(), pytest.raises(UserError):
-        pipe = GPipe(
-            model(RaisesInGivenCall(error, **when)), [2, 5], chunks=M, checkpoint="never", backend="eager"
-        )
-        pipe(features()).sum().backward()
-    if hasattr(error, "__notes__"):
-        action = "1F2" if "forward" in when else "1I2"
-        assert error.__notes__ == [f"in action {action}: {location}, micro-batch 2"]
