@@ -19,18 +19,16 @@ inline Shape draw_shape(Random& random, int32_t num_stages) {
   const int32_t num_groups = random() % 2 ? 1 + random_below(random, num_stages) : 0;
   return {num_stages, 1 + random_below(random, 8), 1 + random_below(random, 4), num_groups};
 }
-inline Order draw_order(Random& random) { return static_cast<Order>(random() % 3); }
 
 // Checks a run without failures; sometimes as two runs that share data, like the forward and backward of a step.
 inline void check_complete_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Order order = draw_order(random);
   std::vector<Actions> runs;
   if (random() % 2) {
-    runs.push_back(ScheduleGenerator(shape, order, true, true).generate(random));
+    runs.push_back(ScheduleGenerator(shape, true, true).generate(random));
   } else {
-    runs.push_back(ScheduleGenerator(shape, order, true, false).generate(random));
-    runs.push_back(ScheduleGenerator(shape, order, false, true).generate(random));
+    runs.push_back(ScheduleGenerator(shape, true, false).generate(random));
+    runs.push_back(ScheduleGenerator(shape, false, true).generate(random));
   }
   NumberWork number_work(shape, std::max(runs.front().num_slots(), runs.back().num_slots()), random);
   std::vector<const Actions*> pointers;
@@ -44,8 +42,7 @@ inline void check_complete_run(Random& random, Engine& engine) {
 // Checks that a failing run returns the failure of lowest rank, whatever the timing.
 inline void check_failing_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions =
-      ScheduleGenerator(shape, draw_order(random), true, random() % 4 != 0).generate(random);
+  const Actions actions = ScheduleGenerator(shape, true, random() % 4 != 0).generate(random);
   int64_t total = 0;
   for (int32_t k = 0; k < shape.num_stages; ++k) total += static_cast<int64_t>(actions.of(k).size());
   PlannedFailures planned;
@@ -67,7 +64,7 @@ inline void check_failing_run(Random& random, Engine& engine) {
 // Checks that an exception from `poll` cancels an endless action.
 inline void check_throwing_poll(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions = ScheduleGenerator(shape, draw_order(random), true, true).generate(random);
+  const Actions actions = ScheduleGenerator(shape, true, true).generate(random);
   const auto& list = actions.of(random_below(random, shape.num_stages));
   PlannedFailures planned;
   planned.endless_rank = list[random() % list.size()].rank;
@@ -92,7 +89,7 @@ inline void check_throwing_poll(Random& random, Engine& engine) {
 // begin or after its end.
 inline void check_interrupted_run(Random& random, Engine& engine) {
   const Shape shape = draw_shape(random, engine.num_stages());
-  const Actions actions = ScheduleGenerator(shape, draw_order(random), true, true).generate(random);
+  const Actions actions = ScheduleGenerator(shape, true, true).generate(random);
   PlannedFailures planned;
   if (random() % 2) planned.endless_rank = actions.of(0).back().rank;
   if (random() % 4 == 0) planned.failing_ranks.insert(0);

@@ -67,10 +67,6 @@ def run(binary: Path, *arguments: str, timeout: float) -> None:
     assert "0 failed" in done.stdout
 
 
-def test_every_cpp_file_has_a_program() -> None:
-    assert {path.stem for path in (ROOT / "tests" / "cpp").glob("test_*.cpp")} == PROGRAMS.keys()
-
-
 @pytest.mark.parametrize(
     ("name", "sanitizer"), [(name, s) for name, program in PROGRAMS.items() for s in program.sanitizers]
 )

@@ -26,19 +26,6 @@ def mlp() -> tuple[nn.Sequential, Tensor]:
     return model, torch.randn(12, 6)
 
 
-def convolutions() -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
-        *(nn.Dropout(0.3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)),
-        *(nn.AlphaDropout(0.1), nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3)),
-    )
-    return model, torch.randn(12, 3, 6, 6)
-
-
-MODELS = {"mlp": mlp, "convolutions": convolutions}
-
-
 @dataclass
 class PipelineUnderTest:
     """A pipeline, an input, and the expected results of one training step."""

@@ -17,13 +17,9 @@ from tests.stages import trace_joint
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_the_cpu_launches_no_kernels() -> None:
+def test_only_gpus_are_fused_and_absent_ones_without_compiling() -> None:
     assert loader_of(CPU) is None
-    assert fusion_of(CPU) is None
-    assert fusion_of(CPU, is_absent=True) is None
-
-
-def test_a_gpu_that_is_absent_is_fused_without_compiling() -> None:
+    assert fusion_of(CPU) is fusion_of(CPU, is_absent=True) is None
     found = fusion_of(GPU, is_absent=True)
     assert found is not None
     assert fusion_of(GPU, is_absent=True) is found

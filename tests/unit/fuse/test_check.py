@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_fast.fuse import check, left_out
 from gpipe_fast.fuse.accuracy import error_ratio
@@ -17,7 +16,7 @@ from gpipe_fast.fuse.check import ReplacementCheck, has_passed, results_of
 from gpipe_fast.fuse.launchers import launches_in, trace_launcher
 from gpipe_fast.kernels.launch import Config, launch
 from gpipe_fast.lower.launch import is_launch
-from tests.unit.fuse.triton_kernels import double, products
+from tests.unit.fuse.triton_kernels import products
 
 CPU = torch.device("cpu")
 ROWS, COLS, PROGRAMS = 4, 8, 1
@@ -103,11 +102,6 @@ def test_right_results_pass_once() -> None:
         case.check(case.inputs, results)
 
 
-def spoiled(results: list[Tensor], index: int, spoil: Callable[[Tensor], object]) -> list[Tensor]:
-    spoil(results[index])
-    return results
-
-
 def one(value: float) -> Callable[[Tensor], None]:
     def spoil(tensor: Tensor) -> None:
         tensor.view(-1)[5] = value
@@ -118,12 +112,8 @@ def one(value: float) -> Callable[[Tensor], None]:
 SPOIL: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "all of the product": (0, lambda t: t.copy_(t + 0.125)),
     "an element of the product": (0, one(9.0)),
-    "a NaN in the product": (0, one(float("nan"))),
-    "infinity in the product": (0, one(float("inf"))),
-    "a sum": (1, one(9.0)),
     "a NaN in a sum": (1, one(float("nan"))),
     "infinity in a sum in bf16": (2, one(float("-inf"))),
-    "a sum in bf16": (2, one(9.0)),
     "nothing written": (1, lambda t: t.zero_()),
     "a flag": (3, lambda t: t.logical_not_()),
 }
@@ -131,31 +121,19 @@ SPOIL: dict[str, tuple[int, Callable[[Tensor], object]]] = {
 
 @pytest.mark.parametrize("spoil", SPOIL)
 def test_wrong_results_are_replaced_and_the_kernel_is_left_out(spoil: str) -> None:
-    case = Products()
-    results = spoiled(case.right(), *SPOIL[spoil])
-    case.check(case.inputs, results)
-    module = fx.GraphModule(nn.Module(), case.reference())
-    expected = module(*case.inputs)
-    for found, wanted in zip(case.outputs(results), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
+    case, (index, change) = Products(), SPOIL[spoil]
+    expected = fx.GraphModule(nn.Module(), case.reference())(*case.inputs)
+    for _ in range(2):  # the next micro-batch is checked as well
+        results = case.right()
+        change(results[index])
+        assert not case.check(case.inputs, results)
+        for found, wanted in zip(case.outputs(results), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
     assert "its error was" in (left_out.reason_of(case.launch) or "")
     assert not has_passed(case.launch, CPU)
     (message,) = left_out.pending
     assert message.startswith("the fused kernel triton_kernels.products is left out")
     assert "on cpu its error was" in message
-    results = spoiled(case.right(), *SPOIL[spoil])
-    assert not case.check(case.inputs, results), "the next micro-batch is checked as well"
-    for found, wanted in zip(case.outputs(results), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6 if wanted.dtype == FP32 else 0, atol=1e-6)
-    assert len(left_out.pending) == 1, "one warning per kernel"
-
-
-def test_several_wrong_results() -> None:
-    case = Products()
-    results = [torch.full_like(t, 1) for t in case.right()]
-    case.check(case.inputs, results)
-    for found, wanted in zip(case.outputs(results), case.outputs(case.right()), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01)
 
 
 def test_overflow_is_no_error() -> None:
@@ -206,11 +184,8 @@ INF, NAN = float("inf"), float("nan")
     [
         ([1.0, 2.0], [1.0, 2.0], [1.5, 2.5], (0, 0)),  # the same bits are right
         ([1.5], [1.25], [1.0], (1, 1)),  # twice PyTorch's error
-        ([1.5625], [1.25], [1.0], (1.1, 1.2)),
         ([1.0 + 2**-22], [1.0], [1.0], (0.9, 1)),  # two roundings
-        ([1.0 + 2**-21], [1.0], [1.0], (1.9, 2.1)),
         ([1.0, 2.0**-22], [1.0, 0.0], [1.0, 0.0], (0.9, 1)),  # of the largest element
-        ([0.0], [0.0], [0.0], (0, 0)),
         ([-0.0], [0.0], [0.0], (0, 0)),
         ([2.0**-149], [0.0], [0.0], (INF, INF)),  # zero, whatever the inputs are
         ([NAN], [1.0], [1.0], (INF, INF)),
@@ -221,7 +196,7 @@ INF, NAN = float("inf"), float("nan")
         ([1.5, INF], [1.0, INF], [1.0, INF], (1e5, 1e7)),
         ([], [], [], (0, 0)),
     ],
-)  # fmt: skip
+)
 def test_error_ratios(found: Any, expected: Any, exact: Any, bounds: tuple[float, float]) -> None:
     assert bounds[0] <= ratio(found, expected, exact) <= bounds[1]
 
@@ -231,44 +206,3 @@ def test_a_result_that_cancels_may_have_the_error_of_a_rounded_input() -> None:
     assert ratio([3e-8], [0.0], [0.0]) == INF
     assert ratio([3e-8], [0.0], [0.0], [1e-8]) <= 1
     assert ratio([1e-7], [0.0], [0.0], [1e-8]) > 1
-
-
-def test_gradients_of_zero_pass() -> None:
-    case = Products()
-    for tensor in case.inputs:
-        tensor.zero_()
-    case.check(case.inputs, case.right())
-    assert has_passed(case.launch, CPU)
-
-
-class AsOnCuda(TorchDispatchMode):
-    """Computes the log-softmax of fp16 in fp32, as only CUDA does, which refuses other dtypes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._log_softmax.default and args[2]:
-            assert args[0].dtype is torch.float16
-            args = (args[0].float(), args[1], False)
-        return func(*args, **kwargs or {})
-
-
-def test_a_log_softmax_of_fp16_in_fp32_is_checked() -> None:
-    x = torch.randn(ROWS, COLS).half()
-
-    def launcher(x: Tensor) -> tuple[Tensor, ...]:
-        y = torch.empty_like(x, dtype=FP32)
-        launch(double, (1,), CONFIG, x, y, 32)
-        return (y,)
-
-    reference = fx.Graph()
-    operator = torch.ops.aten._log_softmax.default
-    reference.output((reference.call_function(operator, (reference.placeholder("x"), 1, True)),))
-    check_ = ReplacementCheck(reference, trace_launcher(launcher, [x]), CPU)
-    with AsOnCuda():
-        assert check_([x], [x.float().log_softmax(1)])
-    assert not left_out.pending
-
-
-def test_integers_and_flags_are_equal_or_wrong() -> None:
-    truth, wrong = torch.tensor([True, False]), torch.tensor([True, True])
-    assert error_ratio(truth, truth.clone(), truth, truth) == 0
-    assert error_ratio(wrong, truth, truth, truth) == INF

@@ -139,56 +139,40 @@ def test_the_helper_compiles_and_survives_what_kernels_do_to_it(
     assert cubins.cubins([source(), source(tuned)], HOPPER) == [double, also]
 
 
-def test_every_cubin_is_compiled_once(compiled: list[KernelSource], folder: Path) -> None:
-    asked = [source(), source(block=128), source()]
+OTHERS = (
+    source(block=128),
+    dataclasses.replace(source(), divisible=("p_x",)),
+    dataclasses.replace(source(), num_warps=8),
+    dataclasses.replace(source(), num_stages=2),
+    dataclasses.replace(source(), contracts=False),
+    dataclasses.replace(source(), signature=(*source().signature[:2], ("size", "i64"))),
+)
+
+
+def test_every_cubin_is_compiled_once(
+    compiled: list[KernelSource], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory and the disk tell apart sources, devices, compilers, and versions of a file."""
+    asked = [source(), *OTHERS, source()]
     found = cubins.cubins(asked, HOPPER)
     assert all(isinstance(each, Cubin) for each in found)
-    assert len(compiled) == len(entries(folder)) == 2
+    assert len(compiled) == len(entries(folder)) == len(asked) - 1
     assert cubins.cubins(asked, HOPPER) == found
     cubins.forget()
-    assert cubins.cubins(asked, HOPPER) == found
-    assert len(compiled) == 2
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(source(triton_kernels.wrong), id="kernel"),
-        pytest.param(source(block=64.0), id="type of a constant"),
-        pytest.param(dataclasses.replace(source(), divisible=("p_x",)), id="divisible"),
-        pytest.param(dataclasses.replace(source(), num_warps=8), id="warps"),
-        pytest.param(dataclasses.replace(source(), num_stages=2), id="stages"),
-        pytest.param(dataclasses.replace(source(), contracts=False), id="contraction"),
-        pytest.param(
-            dataclasses.replace(source(), signature=(*source().signature[:2], ("size", "i64"))), id="types"
-        ),
-    ],
-)
-def test_sources_that_differ_are_compiled_apart(other: KernelSource, compiled: list[KernelSource]) -> None:
-    for asked in (source(), other):
-        cubins.cubins([asked], HOPPER)
-        cubins.forget()  # the disk must tell them apart, too
-    assert len(compiled) == 2
-
-
-def test_devices_and_compilers_that_differ_have_own_entries(
-    compiled: list[KernelSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cubins.cubins([source()], HOPPER)
+    assert [cubins.cubins([each], HOPPER)[0] for each in asked] == found
+    assert len(compiled) == len(asked) - 1
+    compiled.clear()
+    assert isinstance(cubins.cubins([source(block=64.0)], HOPPER)[0], CompileFailure), "the type differs"
     cubins.cubins([source()], (8, 0))
     cubins.forget()
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton compiles other code
-    cubins.cubins([source()], HOPPER)
+    with monkeypatch.context() as patched:
+        patched.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton compiles other code
+        cubins.cubins([source()], HOPPER)
     assert len(compiled) == 3
-
-
-def test_a_kernel_of_an_edited_file_has_an_own_entry(
-    tmp_path: Path, compiled: list[KernelSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
     for text in (KERNEL, KERNEL.replace("+ 1", "+ 20")):
         kernel = module(tmp_path, "edited_kernels", text, monkeypatch).kernel
         cubins.cubins([source(kernel)], HOPPER)
-    assert len(compiled) == 2
+    assert len(compiled) == 5
 
 
 def test_a_kernel_that_triton_cannot_hash_is_a_reason(
@@ -203,6 +187,7 @@ def test_a_kernel_that_triton_cannot_hash_is_a_reason(
     assert not compiled
 
 
+@pytest.mark.usefixtures("compiled")
 def test_arguments_of_every_type_have_the_sizes_of_the_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,134 +221,76 @@ def test_a_kernel_without_a_name_is_compiled_in_this_process() -> None:
 
     assert job_of(source(local)) is None
     [made] = cubins.cubins([source(local)], HOPPER)
-    if triton.knobs.runtime.interpret:
-        assert isinstance(made, CompileFailure)
-    else:
-        assert isinstance(made, Cubin)
-        assert made.name == "local"
+    assert isinstance(made, CompileFailure if triton.knobs.runtime.interpret else Cubin)
 
 
-def test_jobs_lead_to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = module(tmp_path, "named_kernels", KERNEL, monkeypatch).kernel
-    job = job_of(source(kernel))
+def test_a_job_finds_no_other_version_of_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(source(module(tmp_path, "named_kernels", KERNEL, monkeypatch).kernel))
     assert job is not None
-    found = job.find()
-    assert found is not None
-    assert found.kernel is kernel
-    # Another version of it, which must not be taken for this one.
+    assert job.find() is not None
     monkeypatch.delitem(sys.modules, "named_kernels")
-    (tmp_path / "named_kernels.py").write_text(
-        (tmp_path / "named_kernels.py").read_text() + "    tl.store(p_y, 1)\n"
-    )
+    file = tmp_path / "named_kernels.py"
+    file.write_text(f"{file.read_text()}    tl.store(p_y, 1)\n")
     importlib.invalidate_caches()
     assert job.find() is None
-    # A module that only this process can import.
-    monkeypatch.delitem(sys.modules, "named_kernels")
-    sys.path.remove(str(tmp_path))
-    assert job.find() is None
-
-
-SCRIPT = """
-    import sys
-    import triton
-    import triton.language as tl
-    from gpipe_fast.fuse.cubins import Cubin, KernelSource, cubins
-    from tests.unit.fuse.test_cubins import source
-    print("run", flush=True)
-
-    @triton.jit
-    def kernel(p_x, p_y, size, BLOCK: tl.constexpr):
-        tl.store(p_y, tl.load(p_x) + 1)
-
-    print([isinstance(each, Cubin) for each in cubins([source(kernel), source()], (9, 0))])
-"""
-
-
-@pytest.mark.extended
-def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
-    """It defines one kernel itself and imports another, which the helper compiles."""
-    done = started(tmp_path, SCRIPT)
-    assert done.communicate()[0].splitlines() == ["run", "[True, True]"]
 
 
 # Triton's disk cache
 
 
-def only(folder: Path, suffix: str) -> Path:
-    [path] = folder.glob(f"*/double.{suffix}")
-    return path
+DAMAGES: tuple[tuple[str, Callable[[Path], object]], ...] = (
+    ("cubin", lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])),
+    ("cubin", lambda path: path.unlink()),
+    ("json", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+)
 
 
-def rewrite(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = only(folder, suffix)
-        path.write_bytes(change(path.read_bytes()))
-
-    return damage
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "an empty image": rewrite("cubin", lambda c: b""),
-    "a truncated image": rewrite("cubin", lambda c: c[: len(c) // 2]),
-    "no image": lambda folder: only(folder, "cubin").unlink(),
-    "an empty description": rewrite("json", lambda c: b""),
-    "a truncated description": rewrite("json", lambda c: c[:-1]),
-    "no description": lambda folder: only(folder, "json").unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_entry_is_made_anew(
-    damage: Callable[[Path], object], compiled: list[KernelSource], folder: Path
-) -> None:
+def test_a_damaged_entry_is_made_anew(compiled: list[KernelSource], folder: Path) -> None:
     made = cubins.cubins([source()], HOPPER)
-    damage(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            cubins.forget()
-            assert cubins.cubins([source()], HOPPER) == made
-    assert len(compiled) == 2
+    for count, (suffix, damage) in enumerate(DAMAGES, start=2):
+        [path] = folder.glob(f"*/double.{suffix}")
+        damage(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                cubins.forget()
+                assert cubins.cubins([source()], HOPPER) == made
+        assert len(compiled) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("{tmp_path}/file/cubins", ""), ("~/kernels", r" in ~.* no home folder")]
+)
 def test_a_folder_that_cannot_be_written_warns_once(
-    compiled: list[KernelSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    reason: str,
+    compiled: list[KernelSource],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A container may run as a user that its system does not know."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv(cubin.FOLDER_VARIABLE, str(tmp_path / "file" / "cubins"))
-    with pytest.warns(UserWarning, match="cannot be kept") as caught:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv(cubin.FOLDER_VARIABLE, name.format(tmp_path=tmp_path))
+    with (
+        mock.patch.object(pwd, "getpwuid", side_effect=KeyError),
+        pytest.warns(UserWarning, match=f"cannot be kept{reason}") as caught,
+    ):
         made = [cubins.cubins([source(block=block)], HOPPER)[0] for block in (64, 128)]
     assert all(isinstance(each, Cubin) for each in made)
     assert len(caught) == 1
     assert len(compiled) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_the_folder_is_a_variables_or_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/user")
     monkeypatch.setenv(cubin.FOLDER_VARIABLE, "~/kernels")
-    assert cubin.cache_folder() == str(tmp_path / "kernels")
-
-
-def test_without_a_variable_the_folder_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cubin.cache_folder() == "/home/of/user/kernels"
     monkeypatch.delenv(cubin.FOLDER_VARIABLE)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/kernels/of/triton")
     assert cubin.cache_folder() == "/kernels/of/triton"
-
-
-def test_without_a_home_folder_nothing_is_kept(
-    compiled: list[KernelSource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A container may run as a user that its system does not know."""
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setenv(cubin.FOLDER_VARIABLE, "~/kernels")
-    monkeypatch.chdir(tmp_path)
-    with (
-        mock.patch.object(pwd, "getpwuid", side_effect=KeyError),
-        pytest.warns(UserWarning, match="cannot be kept in ~.* no home folder"),
-    ):
-        [made] = cubins.cubins([source()], HOPPER)
-    assert isinstance(made, Cubin)
-    assert not list(tmp_path.iterdir())
 
 
 # The processes
@@ -386,15 +313,13 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-def started(tmp_path: Path, text: str, *words: str) -> subprocess.Popen[str]:
+def started(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     """Starts a script that compiles with one worker."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     environment |= {cubins.WORKERS_VARIABLE: "1", "GPIPE_FAST_PROGRESS": "0"}
-    return subprocess.Popen(
-        [sys.executable, script, *words], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,23 +347,12 @@ def test_without_a_helper_this_process_compiles(
 
 
 COMPILE = """
-    import sys
     from gpipe_fast.fuse.cubins import Cubin, cubins
     from tests.unit.fuse.test_cubins import source
     print("started", flush=True)
-    made = cubins([source(block=64 << i) for i in range(int(sys.argv[1]))], (9, 0))
+    made = cubins([source(block=64 << i) for i in range(8)], (9, 0))
     print(sum(isinstance(each, Cubin) for each in made))
 """
-
-
-@pytest.mark.extended
-def test_two_processes_fill_one_cache(tmp_path: Path, folder: Path, compiled: list[KernelSource]) -> None:
-    both = [started(tmp_path, COMPILE, "3") for _ in range(2)]
-    assert [process.communicate()[0].split()[-1] for process in both] == ["3", "3"]
-    assert len(entries(folder)) == len(list(folder.iterdir())) == 3
-    found = cubins.cubins([source(block=64 << i) for i in range(3)], HOPPER)
-    assert all(isinstance(each, Cubin) for each in found)
-    assert not compiled
 
 
 @pytest.mark.extended
@@ -446,7 +360,7 @@ def test_two_processes_fill_one_cache(tmp_path: Path, folder: Path, compiled: li
 def test_a_process_that_ends_leaves_no_helper_and_a_usable_cache(
     tmp_path: Path, number: int, folder: Path, compiled: list[KernelSource]
 ) -> None:
-    process = started(tmp_path, COMPILE, "8")
+    process = started(tmp_path, COMPILE)
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     while not entries(folder):

@@ -1,128 +1,100 @@
-"""What is replaced in small stages: RMSNorm, rotary embeddings, activations and packed projections."""
+"""Fusion of a stage: kernels that do not compile, nodes that decide, and kernels of large tensors."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.fake_cuda.build import can_build
-from tests.fake_cuda.process import run
+from gpipe_fast.fuse import check, left_out
+from gpipe_fast.fuse.fuse import Fusion, decisive_positions, fuse
+from gpipe_fast.lower.launch import KernelLaunch
+from gpipe_fast.lower.split import JOINT_POSITION, split
+from gpipe_fast.runtime.compile import Compiler, TracedStage
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.trace.symbolic import Instance
+from tests.unit.fuse.graphs import Function, stage_of
 
-pytestmark = pytest.mark.skipif(
-    not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers"
-)
+CPU = torch.device("cpu")
 
-NORM, BACK, BOTH = "norm", "norm backward", "norm and norm backward"
-ROTARY, ROTATED, COPIED = "rotary", "rotary, cast", "rotary backward, copy"
-PRODUCT, ADD = "sum in a product", "add"
-# By stage: what is replaced in the forward and in the backward, by the norms of each region. In one dtype, a
-# layer of "torch" is left: nothing is added to its input, so PyTorch's fused operator moves as many bytes.
-IN_ONE_DTYPE = {
-    "torch": ([NORM] * 2, [NORM, BOTH, BACK, BACK]),
-    "heads": ([NORM], [BOTH]),
-    "transformers": ([NORM] * 3, [NORM, NORM, BOTH, BACK, BACK]),
-    "frozen": ([NORM, NORM, PRODUCT], [NORM, BOTH, BACK]),
-    "projection": ([NORM], [BOTH]),
-    "rotary": ([ROTARY] * 2, [*[ROTARY] * 2, *[COPIED] * 2, *[PRODUCT] * 4]),
+
+class Loader:
+    """Stands in for a loader, for which the first kernels that it sees do not compile."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def failures(self, launches: Sequence[KernelLaunch]) -> list[str]:
+        self.asked.append([launch.name for launch in launches])
+        return ["it does not compile" if len(self.asked) == 1 else ""] * len(launches)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_out() -> Iterator[None]:
+    left_out.forget()
+    yield
+    left_out.forget()
+
+
+def test_kernels_that_do_not_compile_are_left_out() -> None:
+    _, *graphs = stage_of([Function(lambda x: F.layer_norm(x + x.sin(), (64,)))], torch.randn(32, 64))
+    assert all(each.launches() for each in Fusion(None).fuse(*graphs)), "absent devices compile nothing"
+    loader: Any = Loader()
+    found = Fusion(loader).fuse(*graphs)
+    first, second = loader.asked
+    assert first
+    assert not set(first) & set(second)
+    assert sorted(set(first)) == left_out.names()
+    assert all("it does not compile" in warning for warning in left_out.pending)
+    assert {launch.name for each in found for launch in each.launches()} == set(second)
+
+
+DECISIONS: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
+    "comparison": (lambda x: torch.where(x.sin() > 0, x.cos(), x.exp()), {"sin"}),
+    "cast to integers": (lambda x: x.exp() * x.sin().long(), {"sin"}),
+    "choice of elements": (lambda x: x.exp() + x.sin().topk(1).values, {"sin"}),
+    "chain": (lambda x: x.cos() * (x.sin().tanh() > 0), {"sin", "tanh"}),
+    "rounding alone": (lambda x: x.sin().exp() + x.cos(), set()),
+    "gradient of relu": (lambda x: F.relu(x.sin()), {"sin"}),
 }
-UNDER_AUTOCAST = {
-    "torch": ([NORM] * 3, [NORM, NORM, BOTH, BACK, BACK]),
-    "heads": ([NORM], [BOTH, ADD]),
-    "transformers": ([NORM] * 3, [NORM, NORM, BOTH, BACK, BACK]),
-    "frozen": ([NORM, NORM], [NORM, BOTH, BACK]),
-    "projection": ([NORM], [BOTH]),
-    "rotary": ([ROTATED] * 2, [*[ROTATED] * 2, *[COPIED] * 2, PRODUCT, PRODUCT, ADD]),
-}
-# Products, attention, casts of parameters and of single tensors.
-MAY_BE_LEFT = {"mm", "addmm", "_unsafe_view", "_to_copy"}
-# Two tensors are added, and one operator normalizes a tensor: no kernel moves fewer bytes.
-ALSO_LEFT = {"heads": {"add"}, "frozen": {"add"}, "torch": {"_fused_rms_norm"}}
 
 
-def kind(name: str) -> str:
-    """Returns what a replacement computes: a region's norms, or what else its name says."""
-    operators = set(name.split(", "))
-    forward = not operators.isdisjoint({"mean", "_fused_rms_norm"})
-    backward = not operators.isdisjoint({"div", "_fused_rms_norm_backward"})
-    if forward or backward:
-        return BOTH if forward and backward else NORM if forward else BACK
-    return ADD if operators <= {"add", "_to_copy"} else name
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_leads_to_a_decision_is_found(name: str) -> None:
+    """A rounding error in these nodes may change more than a rounding error."""
+    function, expected = DECISIONS[name]
+    _, forward, backward = stage_of([Function(function)], torch.randn(4, 3))
+    graph = backward if name == "gradient of relu" else forward
+    positions = decisive_positions(graph)
+    found = {
+        node.target.__name__.partition(".")[0]
+        for node in graph.module.graph.nodes
+        if node.op == "call_function" and node.meta.get(JOINT_POSITION) in positions
+    }
+    assert found & {"sin", "cos", "exp", "tanh"} == expected
 
 
-def check_norms(
-    precision: str, expected: dict[str, tuple[list[str], list[str]]], libraries: tuple[Path, Path]
-) -> None:
-    (line,) = run("replaced_cases.py", libraries, precision)
-    found = json.loads(line)
-    assert {
-        name: tuple(sorted(map(kind, replaced)) for replaced, _ in graphs) for name, graphs in found.items()
-    } == {f"{name}, {precision}": tuple(map(sorted, names)) for name, names in expected.items()}
-    for name in expected:
-        left = {operator for _, operators in found[f"{name}, {precision}"] for operator in operators}
-        left = {operator for operator in left if "attention" not in operator}
-        assert left <= MAY_BE_LEFT | ALSO_LEFT.get(name, set()), name
+def test_a_length_whose_offsets_exceed_int32_has_a_kernel_of_its_own() -> None:
+    """It is checked on first use, although a template gives its graph and shorter lengths have passed."""
+    layers = [nn.Linear(8, 57_344), Function(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])]
+    compiler, stage = Compiler(), Stage(layers, 0, CPU)
 
+    def launch_at(length: int) -> KernelLaunch:
+        x = torch.empty(length, 8, requires_grad=True)
+        traced = compiler.trace(stage, BoundarySpec((TensorSpec.of(x, True),)), ())
+        assert isinstance(traced, TracedStage)
+        assert isinstance(traced.graph, Instance) == (length > 7)
+        (launch,) = fuse(split(traced.joint, 0.0).forward_saving).launches()
+        return launch
 
-@pytest.mark.extended
-def test_norms_and_rotary_embeddings_are_replaced_under_autocast(libraries: tuple[Path, Path]) -> None:
-    check_norms("autocast", UNDER_AUTOCAST, libraries)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_norms_and_rotary_embeddings_are_replaced(precision: str, libraries: tuple[Path, Path]) -> None:
-    check_norms(precision, IN_ONE_DTYPE, libraries)
-
-
-SUMS = "column sums"
-NEW_GELU = "mul, pow, mul, add, mul, tanh, add, mul"
-NEW_GELU_BACKWARD = "pow, mul, mul, mul, tanh_backward, mul, mul, mul, add, mul, add"
-DROPOUT = "keyed_bernoulli, mul, mul"
-# By stage: what is replaced in the forward and in the backward, which recomputes. Regions have the names of
-# their operators; the sum is the gradient of a bias.
-ACTIVATIONS: dict[str, tuple[list[str], list[str]]] = {
-    "gelu": ([], ["gelu, gelu_backward, sum"]),
-    "gelu, last": ([], ["gelu_backward, sum"]),
-    "relu of rows": ([], ["relu, threshold_backward, sum"]),
-    "relu, dropout": (
-        [f"relu, {DROPOUT}"], [f"relu, {DROPOUT}, native_dropout_backward, threshold_backward, sum"],
-    ),
-    "silu, dropout of rows": (
-        [f"silu, {DROPOUT}"], [f"silu, {DROPOUT}, native_dropout_backward, silu_backward, sum"],
-    ),
-    "relu of images": ([], ["relu, threshold_backward"]),
-    "new gelu": ([NEW_GELU], [f"{NEW_GELU}, {NEW_GELU_BACKWARD}, sum"]),
-    "new gelu of rows": ([NEW_GELU], [f"{NEW_GELU}, {NEW_GELU_BACKWARD}, sum"]),
-    "quick gelu": (["mul, sigmoid, mul"], ["mul, sigmoid, mul, mul, mul, sigmoid_backward, mul, add, sum"]),
-    "chunks": (["silu, mul"], ["silu, mul, mul, mul, silu_backward"]),
-    "chunks, up first": (["gelu, mul"], ["gelu, mul, mul, mul, gelu_backward"]),
-    # The gradients of slices are tensors of zeros into which one half is written; a region adds them.
-    "slices": (["silu, mul"], ["silu, mul, mul, mul, silu_backward", "add, sum"]),
-    "chunks of rows": (["relu, mul"], ["relu, mul, mul, mul, threshold_backward"]),
-    "unbind": ([], [f"gradients of unbind, {SUMS}"]),
-    "indices": ([], [f"gradients of indices, {SUMS}"]),
-    "indices in heads": ([], [f"gradients of indices in each head, {SUMS}"]),
-}  # fmt: skip
-
-
-def check_activations(libraries: tuple[Path, Path], *precisions: str) -> None:
-    (line,) = run("activation_cases.py", libraries, *precisions)
-    found = {name: tuple(map(_without_casts, graphs)) for name, graphs in json.loads(line).items()}
-    assert found == {f"{name}, {how}": names for name, names in ACTIVATIONS.items() for how in precisions}
-
-
-def _without_casts(replaced: list[str]) -> list[str]:
-    """Returns names that do not depend on autocast, whose casts are in the same kernels."""
-    return [", ".join(o for o in name.split(", ") if o != "_to_copy") for name in replaced]
-
-
-@pytest.mark.extended
-def test_activations_and_packed_projections_are_replaced_under_autocast(libraries: tuple[Path, Path]) -> None:
-    check_activations(libraries, "autocast")
-
-
-@pytest.mark.extended
-def test_activations_and_packed_projections_are_replaced(libraries: tuple[Path, Path]) -> None:
-    check_activations(libraries, "bf16", "fp32")
+    short, _, long, too_long = (launch_at(length) for length in (5, 7, 37_450, 37_451))
+    with mock.patch.object(check, "_passed", {(CPU, short.specialization)}):
+        assert check.has_passed(long, CPU)
+        assert not check.has_passed(too_long, CPU)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from gpipe_fast.fuse.patterns import (
     BATCH,
-    CLASS_WEIGHT,
     COLUMNS,
-    LENGTH,
     TARGET_WEIGHT,
     Graph,
     Match,
@@ -48,15 +46,10 @@ def norm(x: Tensor, eps: float = TARGET_WEIGHT) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def test_tracing_a_pattern_needs_no_gpu() -> None:
-    pattern = trace_pattern(norm, ROWS)
-    assert pattern.inputs[0].meta["val"].device.type == "cuda"
-    assert not torch.cuda.is_initialized()
-
-
 def test_a_match_returns_sizes_numbers_and_nodes() -> None:
     graph = graph_of(lambda x: norm(x.tanh(), 1e-6).exp(), (2, 32))
     traced = trace_pattern(norm, ROWS)
+    assert not torch.cuda.is_initialized()
     (match,) = Graph(graph).matches(traced)
     assert match.sizes == {BATCH: 2, COLUMNS: 32}
     assert match.numbers == {"target_weight": 1e-6}
@@ -64,9 +57,28 @@ def test_a_match_returns_sizes_numbers_and_nodes() -> None:
     assert match.nodes[traced.outputs[0]] is calls(graph, aten.exp.default)[0].args[0]
 
 
-def test_every_occurrence_matches() -> None:
-    found = matches(norm, ROWS, lambda x, y: norm(norm(x, 1e-6), 1e-5) + norm(y, 1e-6), (2, 3), (2, 3))
-    assert Counter(m.numbers["target_weight"] for m in found) == {1e-6: 2, 1e-5: 1}
+def selected(position: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: aten.native_layer_norm(x, [x.shape[-1]], None, None, 0.5)[position].exp()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other"),
+    [
+        (lambda x: x.pow(3), lambda x: x.pow(2)),
+        (lambda x: x.clamp(max=float("inf")), lambda x: x.clamp(max=2.0)),
+        (lambda x: x.log_softmax(1), lambda x: x.log_softmax(0)),
+        (selected(1), selected(2)),
+        (lambda x, y: x.exp() - y, lambda x, y: y - x.exp()),
+        (lambda x, y: torch.add(x.exp(), y, alpha=2), lambda x, y: torch.add(y, x.exp(), alpha=2)),
+        (lambda x, y: (x.exp() + y) * y.sin(), lambda x, y: (x.exp() + y) * x.sin()),
+        (lambda x: (x + TARGET_WEIGHT).tanh() + TARGET_WEIGHT, lambda x: (x + 0.5).tanh() + 0.25),
+    ],
+    ids=["number", "infinity", "dimension", "result", "difference", "scaled", "summand", "one number"],
+)
+def test_a_pattern_matches_itself_and_no_other(pattern: Any, other: Any) -> None:
+    count = len(inspect.signature(pattern).parameters)
+    assert matches(pattern, TWO[:count], pattern, *[(3, 3)] * count)
+    assert matches(pattern, TWO[:count], other, *[(3, 3)] * count) == []
 
 
 @pytest.mark.parametrize(
@@ -75,46 +87,14 @@ def test_every_occurrence_matches() -> None:
         (norm, [(2, 3, 32)], [FP32]),
         (norm, [(32,)], [FP32]),
         (norm, [(2, 32)], [BF16]),
-        (norm, [(2, 32)], [torch.float64]),
-        (lambda x: x * torch.rsqrt((x * x).mean(0, keepdim=True) + 1e-6), [(4, 4)], [FP32]),
-        (lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) - 1e-6), [(2, 32)], [FP32]),
         (lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6), [(2, 32)], [FP32]),
         (lambda x, y: y * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6), [(2, 32)] * 2, [FP32] * 2),
-        (lambda x, y: x * torch.rsqrt((x * y).mean(-1, keepdim=True) + 1e-6), [(2, 32)] * 2, [FP32] * 2),
         (lambda x, e: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + e), [(2, 32), ()], [FP32] * 2),
     ],
-    ids=["more dimensions", "fewer dimensions", "bf16", "fp64", "another dimension", "another operator",
-         "another reduction", "another factor", "another square", "a tensor for a number"],
-)  # fmt: skip
+    ids=["more dimensions", "fewer dimensions", "dtype", "reduction", "factor", "a tensor for a number"],
+)
 def test_what_differs_does_not_match(function: Any, shapes: Any, dtypes: Any) -> None:
     assert matches(norm, ROWS, function, *shapes, dtypes=dtypes) == []
-
-
-def test_one_size_of_the_pattern_is_one_size_of_the_graph() -> None:
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-    assert matches(product, TWO, product, (2, 3), (2, 3))
-    assert matches(product, TWO, product, (4, 4), (4, 4))
-    assert matches(product, TWO, product, (2, 3), (1, 3)) == []
-    assert matches(product, [((BATCH, 1), FP32), ((BATCH, COLUMNS), FP32)], product, (2, 3), (2, 3)) == []
-
-
-def test_numbers_without_a_name_are_compared() -> None:
-    assert matches(lambda x: x.pow(3).tanh(), ROWS, lambda x: x.pow(3).tanh(), (2, 3))
-    assert matches(lambda x: x.pow(3).tanh(), ROWS, lambda x: x.pow(2).tanh(), (2, 3)) == []
-    assert matches(lambda x: x.clamp(max=float("inf")), ROWS, lambda x: x.clamp(max=2.0), (2, 3)) == []
-
-
-def test_one_named_number_has_one_value() -> None:
-    def twice(a: float, b: float) -> Callable[[Tensor], Tensor]:
-        return lambda x: (x + a).tanh() + b
-
-    same = twice(TARGET_WEIGHT, TARGET_WEIGHT)
-    assert matches(same, ROWS, twice(0.5, 0.5), (2, 3))
-    assert matches(same, ROWS, twice(0.5, 0.25), (2, 3)) == []
-    (match,) = matches(twice(TARGET_WEIGHT, CLASS_WEIGHT), ROWS, twice(0.5, 0.25), (2, 3))
-    assert match.numbers == {"target_weight": 0.5, "class_weight": 0.25}
 
 
 def test_a_number_that_is_a_size_is_the_graphs_size() -> None:
@@ -127,31 +107,19 @@ def test_a_number_that_is_a_size_is_the_graphs_size() -> None:
     assert matches(mean(COLUMNS + 0.5), ROWS, mean(32), (2, 32)) == []
 
 
-def test_sums_and_products_commute() -> None:
+def test_sums_products_and_dimensions_have_several_forms() -> None:
     def ours(x: Tensor, y: Tensor) -> Tensor:
         return (x.exp() + y) * y.sin()
 
-    for function in (
-        ours,
-        lambda x, y: (y + x.exp()) * y.sin(),
-        lambda x, y: y.sin() * (x.exp() + y),
-        lambda x, y: y.sin() * (y + x.exp()),
-    ):
+    for function in (lambda x, y: (y + x.exp()) * y.sin(), lambda x, y: y.sin() * (x.exp() + y)):
         assert len(matches(ours, TWO, function, (2, 3), (2, 3))) == 1
-    assert matches(ours, TWO, lambda x, y: (x.exp() + y) * x.sin(), (2, 3), (2, 3)) == []
+    assert matches(lambda x: x.log_softmax(1), ROWS, lambda x: x.log_softmax(-1), (2, 3))
 
 
-def test_differences_and_scaled_sums_do_not_commute() -> None:
-    def difference(x: Tensor, y: Tensor) -> Tensor:
-        return x.exp() - y
-
-    assert matches(difference, TWO, lambda x, y: y - x.exp(), (2, 3), (2, 3)) == []
-
-    def scaled(x: Tensor, y: Tensor) -> Tensor:
-        return torch.add(x.exp(), y, alpha=2)
-
-    assert matches(scaled, TWO, scaled, (2, 3), (2, 3))
-    assert matches(scaled, TWO, lambda x, y: torch.add(y, x.exp(), alpha=2), (2, 3), (2, 3)) == []
+def test_one_size_of_the_pattern_is_one_size_of_the_graph() -> None:
+    assert matches(torch.mul, TWO, torch.mul, (4, 4), (4, 4))
+    assert matches(torch.mul, TWO, torch.mul, (2, 3), (1, 3)) == []
+    assert matches(torch.mul, [((BATCH, 1), FP32), ROWS[0]], torch.mul, (2, 3), (2, 3)) == []
 
 
 def test_what_changes_nothing_is_stripped() -> None:
@@ -160,25 +128,11 @@ def test_what_changes_nothing_is_stripped() -> None:
 
     def with_views(x: Tensor) -> Tensor:
         h = x.detach().exp()
-        return (h.view(h.shape).detach() + 1).reshape(2, 3).tanh().detach()
+        return (h.view(h.shape).detach() + 1).view(x.shape).tanh().detach()
 
     assert len(matches(plain, ROWS, with_views, (2, 3))) == 1
-    assert len(matches(with_views_of_pattern, ROWS, plain, (2, 3))) == 1
+    assert len(matches(with_views, ROWS, plain, (2, 3))) == 1
     assert matches(plain, ROWS, lambda x: (x.exp().view(3, 2) + 1).view(2, 3).tanh(), (2, 3)) == []
-
-
-def with_views_of_pattern(x: Tensor) -> Tensor:
-    return (x.exp().detach().view(BATCH, COLUMNS) + 1).tanh().detach()
-
-
-def test_views_of_another_shape_are_compared_by_their_results() -> None:
-    def flat(x: Tensor) -> Tensor:
-        return x.exp().view(-1, x.shape[-1]).sum([0], True)
-
-    arguments = [((BATCH, LENGTH, COLUMNS), FP32)]
-    (match,) = matches(flat, arguments, flat, (2, 3, 4))
-    assert match.sizes[BATCH * LENGTH] == 6
-    assert matches(flat, arguments, lambda x: x.exp().view(x.shape[0], -1).sum([0], True), (2, 3, 4)) == []
 
 
 def test_all_outputs_belong_to_one_match() -> None:
@@ -196,29 +150,11 @@ def test_all_outputs_belong_to_one_match() -> None:
     assert matches(two, TWO, lambda x, y: ((x.exp() * y).sin(), y.exp().sum(0)), (2, 3), (2, 3)) == []
 
 
-def test_inner_nodes_may_have_other_users() -> None:
-    found = matches(norm, ROWS, lambda x: (norm(x, 1e-6), (x * x).sum()), (2, 3))
-    assert len(found) == 1
-
-
 def test_patterns_with_constant_tensors_match_nothing() -> None:
     def scaled(x: Tensor) -> Tensor:
         return x.exp() * torch.tensor(2.0)
 
     assert matches(scaled, ROWS, scaled, (2, 3)) == []
-
-
-def test_selected_results_are_those_of_the_same_position() -> None:
-    def norms(position: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: aten.native_layer_norm(x, [x.shape[-1]], None, None, 0.5)[position].exp()
-
-    assert matches(norms(1), ROWS, norms(1), (2, 3))
-    assert matches(norms(1), ROWS, norms(2), (2, 3)) == []
-
-
-def test_a_dimension_may_be_counted_from_the_back() -> None:
-    assert matches(lambda x: x.log_softmax(1), ROWS, lambda x: x.log_softmax(-1), (2, 3))
-    assert matches(lambda x: x.log_softmax(1), ROWS, lambda x: x.log_softmax(0), (3, 3)) == []
 
 
 def test_graphs_without_an_operator_are_told_apart_without_a_search() -> None:

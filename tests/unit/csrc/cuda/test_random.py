@@ -19,30 +19,21 @@ KEYS = [(0, 0, 0), (-(2**63), 2**32 - 1, 0), (0x0123456789ABCDEF, 7, 12), (-1, 1
 # Sizes around a block of words, a block of threads, and one pass of all threads.
 SIZES = (0, 1, 3, 4, 5, 1023, 1025, 100_003, 3_000_001)
 
-Draw = Callable[..., Tensor]
+Draw, Key = Callable[..., Tensor], tuple[int, int, int]
 
 
-def cpu_and_cuda_draws(
-    op: Draw, size: int, key: tuple[int, int, int], layer: int, *arguments: float, dtype: torch.dtype
-):
-    """Returns the same draw on the CPU and on the GPU."""
-    host_key = make_key(*key)
-    return (
-        op(host_key, layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cpu")),
-        op(host_key.cuda(), layer, 3, [size], *arguments, dtype=dtype, device=torch.device("cuda", 0)),
-    )
-
-
-def check_equal(
-    op: Draw, size: int, key: tuple[int, int, int], layer: int, *arguments: float, dtype: torch.dtype
-) -> None:
-    expected, found = cpu_and_cuda_draws(op, size, key, layer, *arguments, dtype=dtype)
+def check_equal(op: Draw, size: int, key: Key, layer: int, *arguments: float, dtype: torch.dtype) -> None:
+    host_key, place = make_key(*key), (layer, 3, [size], *arguments)
+    expected = op(host_key, *place, dtype=dtype, device=torch.device("cpu"))
+    found = op(host_key.cuda(), *place, dtype=dtype, device=torch.device("cuda", 0))
     assert found.is_cuda
     if dtype == torch.float64 and op in (keyed.keyed_normal, keyed.keyed_exponential):
         # CUDA's math library rounds logarithms and sines differently.
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-13, atol=1e-15)
     else:
         assert torch.equal(found.cpu(), expected)
+    with_key_on_gpu = op(host_key.cuda(), *place, dtype=dtype, device=torch.device("cpu"))
+    assert torch.equal(with_key_on_gpu, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -67,12 +58,3 @@ def test_cuda_integer_draws_equal_those_on_the_cpu(dtype: torch.dtype) -> None:
         check_equal(keyed.keyed_integer, 4097, KEYS[2], 5, smallest, largest, dtype=dtype)
     if dtype == torch.int64:
         check_equal(keyed.keyed_integer, 4097, KEYS[2], 5, -(2**63), 2**63 - 1, dtype=dtype)
-
-
-def test_a_draw_on_the_cpu_accepts_a_key_on_the_gpu() -> None:
-    expected, _ = cpu_and_cuda_draws(keyed.keyed_uniform, 100, KEYS[2], 5, 0.0, 1.0, dtype=torch.float32)
-    found = keyed.keyed_uniform(
-        make_key(*KEYS[2]).cuda(), 5, 3, [100], 0.0, 1.0, dtype=torch.float32, device=torch.device("cpu")
-    )
-    assert found.device.type == "cpu"
-    assert torch.equal(found, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -44,28 +44,18 @@ NUMERIC_SETTINGS: dict[str, tuple[Callable[[], object], Callable[[bool], object]
 }
 
 
-@pytest.fixture
-def before_change(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, bytes]]:
-    """Changes a setting during the test; yields both values from before."""
-    get, set_to = (OPERATOR_SETTINGS | NUMERIC_SETTINGS)[request.param]
+@pytest.mark.parametrize("name", OPERATOR_SETTINGS | NUMERIC_SETTINGS)
+def test_settings_that_select_operators_affect_traces_and_all_affect_graphs(name: str) -> None:
+    """A trace is valid for both values of the others; a captured graph is not."""
+    get, set_to = (OPERATOR_SETTINGS | NUMERIC_SETTINGS)[name]
     before, on = (operator_settings(), all_settings()), bool(get())
     set_to(not on)
-    yield before
-    set_to(on)
+    try:
+        assert (operator_settings() != before[0]) == (name in OPERATOR_SETTINGS)
+        assert all_settings() != before[1]
+    finally:
+        set_to(on)
     assert operator_settings() == before[0]
-
-
-@pytest.mark.parametrize("before_change", OPERATOR_SETTINGS, indirect=True)
-def test_settings_that_select_operators_affect_traces_and_graphs(before_change: tuple[bytes, bytes]) -> None:
-    assert operator_settings() != before_change[0]
-    assert all_settings() != before_change[1]
-
-
-@pytest.mark.parametrize("before_change", NUMERIC_SETTINGS, indirect=True)
-def test_settings_of_numerics_affect_only_graphs(before_change: tuple[bytes, bytes]) -> None:
-    """A trace is valid for both values; a captured graph is not."""
-    assert operator_settings() == before_change[0]
-    assert all_settings() != before_change[1]
 
 
 def test_the_order_of_attention_kernels_affects_traces() -> None:

@@ -38,9 +38,10 @@ def check_against_loop(accumulators, gradients):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
-def test_cpu_accumulate_equals_a_loop_bit_for_bit(accumulator_dtype, gradient_dtype):
-    check_against_loop(*random_pairs(SIZES, accumulator_dtype, gradient_dtype))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_accumulate_equals_a_loop_bit_for_bit(dtypes, device):
+    check_against_loop(*random_pairs(SIZES, *dtypes, device))
 
 
 def test_empty_scalar_and_strided_tensors_are_accumulated():
@@ -64,6 +65,11 @@ base = torch.zeros(8)
     [
         ([torch.zeros(2)], [], "1 accumulators, but 0 gradients"),
         ([torch.zeros(2, 3)], [torch.zeros(3)], r"accumulator 0 has shape \[2, 3\], but its gradient \[3\]"),
+        (
+            [torch.zeros(3, device="meta")],
+            [torch.zeros(4, device="meta")],
+            r"shape \[3\], but its gradient \[4\]",
+        ),
         ([torch.zeros(2)], [torch.zeros(2, device="meta")], "accumulator 0 is on cpu, its gradient on meta"),
         (
             [torch.zeros(2).long()],
@@ -83,26 +89,12 @@ base = torch.zeros(8)
 def test_invalid_pairs_are_refused_before_any_work(accumulators, gradients, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         accumulate_(accumulators, gradients)
-    assert all(not a.any() for a in accumulators)
+    assert all(a.is_meta or not a.any() for a in accumulators)
 
 
 def test_accumulate_passes_opcheck():
     accumulators, gradients = random_pairs((4, 9), torch.float32, torch.bfloat16)
     torch.library.opcheck(accumulate_, (accumulators, gradients))
-
-
-def test_meta_kernel_checks_shapes():
-    accumulate_([torch.empty(3, device="meta")], [torch.empty(3, device="meta")])
-    with pytest.raises(
-        (ValueError, RuntimeError), match=r"accumulator 0 has shape \[3\], but its gradient \[4\]"
-    ):
-        accumulate_([torch.empty(3, device="meta")], [torch.empty(4, device="meta")])
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("accumulator_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)))
-def test_cuda_accumulate_equals_a_loop_bit_for_bit(accumulator_dtype, gradient_dtype):
-    check_against_loop(*random_pairs(SIZES, accumulator_dtype, gradient_dtype, "cuda"))
 
 
 @pytest.mark.cuda
@@ -130,34 +122,3 @@ def test_cuda_unaligned_and_strided_tensors_are_accumulated(shift):
     (untouched,), _ = random_pairs([10_000], torch.float32, torch.bfloat16, "cuda")
     assert torch.equal(accumulator[:shift], untouched[:shift])
     assert torch.equal(accumulator[9000:], untouched[9000:])
-
-
-@pytest.mark.cuda
-def test_cuda_error_against_float64_is_at_most_twice_that_of_add():
-    """Adds sixteen bf16 gradients to a float32 accumulator; the reference is the float64 sum."""
-    (accumulator,), _ = random_pairs([100_003], torch.float32, torch.bfloat16, "cuda")
-    reference, loop = accumulator.double(), accumulator.clone()
-    for _ in range(16):
-        gradient = torch.randn(100_003, device="cuda", dtype=torch.bfloat16)
-        accumulate_([accumulator], [gradient])
-        loop.add_(gradient)
-        reference += gradient.double()
-    assert (accumulator.double() - reference).abs().max() <= 2 * (loop.double() - reference).abs().max()
-
-
-@pytest.mark.cuda
-def test_cuda_accumulate_runs_on_the_current_stream():
-    """Captures the operator on a side stream: it must enqueue work there and nowhere else."""
-    accumulator, gradient = torch.zeros(1000, device="cuda"), torch.ones(1000, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        accumulate_([accumulator], [gradient])
-    for _ in range(3):
-        graph.replay()
-    assert torch.equal(accumulator, torch.full_like(accumulator, 3.0))
-
-
-@pytest.mark.cuda
-def test_cuda_accumulate_refuses_tensors_on_different_devices():
-    with pytest.raises((ValueError, RuntimeError), match="accumulator 0 is on cuda:0, its gradient on cpu"):
-        accumulate_([torch.zeros(2, device="cuda")], [torch.zeros(2)])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena
-from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
@@ -49,19 +47,14 @@ def test_outputs_are_not_overwritten_by_the_next_run() -> None:
     assert unequal(first, kept) == []
 
 
-def test_gradients_are_not_overwritten_by_the_next_mini_batch() -> None:
-    layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
-    joint = trace_joint(layers, x)
-    runner = Runner(backward_of(layers, x), layers)
-    first = runner(input_values(layers, joint, x, seed=0))
-    kept = {port: value.clone() for port, value in first.items()}
-    runner(input_values(layers, joint, x, seed=1))
-    assert unequal(first, kept) == []
+class Concatenation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], 1)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
-    layers = [*mlp(), nn.Flatten(0), nn.Unflatten(0, (4, 4))]
+    layers = [*mlp(), nn.Flatten(0), nn.Unflatten(0, (4, 4)), Concatenation()]
     x = torch.randn(4, 6, requires_grad=True)
     joint = trace_joint(layers, x)
     parts = split(joint, fraction)
@@ -69,32 +62,12 @@ def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
     forward, backward = Runner(parts.forward_saving, layers), Runner(parts.backward, layers)
     values = input_values(layers, joint, x)
     values |= saved(forward(values))
-    inputs = [
-        v
-        for p, v in values.items()
-        if p.role in (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT, GraphRole.KEY)
-    ]
+    roles = (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT, GraphRole.KEY)
+    inputs = [value for port, value in values.items() if port.role in roles]
     before = [num_references(v) for v in inputs]
-    results = backward(values)
-    del results
+    backward(values)
+    forward(values)
     assert [num_references(v) for v in inputs] == before
-
-
-class Concatenation(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x], 1)
-
-
-def test_a_program_run_keeps_no_tensor_of_a_list_alive() -> None:
-    layers, x = [Concatenation()], torch.randn(4, 6)
-    joint = trace_joint(layers, x)
-    values = input_values(layers, joint, x)
-    storage = values[INPUT].untyped_storage()
-    runner = Runner(split(joint, 1.0).forward, layers)
-    runner(values)
-    del values, x
-    gc.collect()
-    assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 def test_an_operator_error_keeps_no_input_alive_and_the_next_run_is_correct() -> None:
@@ -179,20 +152,6 @@ def test_saved_tensors_may_have_another_size_than_in_the_trace(fraction: float) 
     assert unequal(Runner(parts.backward, layers)(values | saved(ours)), backward) == []
 
 
-def test_a_program_refuses_to_add_to_a_missing_gradient() -> None:
-    layers, x = mlp(), torch.randn(4, 6)
-    joint = trace_joint(layers, x)
-    runner = Runner(backward_of(layers, x), layers)
-    with pytest.raises(RuntimeError, match="first backward made no gradient of parameter"):
-        runner(input_values(layers, joint, x), first=False)
-
-
-def test_a_program_refuses_an_operator_with_missing_arguments() -> None:
-    native = NativeProgram(Arena(), CPU)
-    with pytest.raises(ValueError, match=r"aten::relu\. takes 1 arguments, got 0"):
-        native.add_operator("aten::relu", "", [], None)
-
-
 def test_programs_share_an_arena() -> None:
     """A larger program makes the arena grow while a smaller one uses it, too."""
     small, large = mlp(), mlp()
@@ -213,7 +172,7 @@ def test_programs_share_an_arena() -> None:
 def test_a_growing_arena_frees_the_smaller_block() -> None:
     """Programs of other sizes hold the arena until they run again; they must not keep its old block alive."""
     arena = Arena()
-    sizes = (2**18, 2**19)  # rows of 64 bytes
+    sizes = (2**15, 2**16)  # rows of 64 bytes
     layers = [nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)]
     runners, others = [], []
     for rows in sizes:
@@ -224,7 +183,7 @@ def test_a_growing_arena_frees_the_smaller_block() -> None:
         del values, x
         gc.collect()
         others.append(heap_bytes() - arena.bytes)
-    assert arena.bytes == runners[1].program.arena_bytes > runners[0].program.arena_bytes >= 2**25
+    assert arena.bytes == runners[1].program.arena_bytes > runners[0].program.arena_bytes >= 2**22
     assert others[1] - others[0] < runners[0].program.arena_bytes // 2
 
 
@@ -245,40 +204,3 @@ def test_a_program_reads_updated_and_rebound_parameters() -> None:
     runner.native.bind([p.detach() for p in parameters])
     assert torch.equal(runner(input_values(layers, joint, x))[OUTPUT], model(x))
     assert num_references(old) == num_references(torch.ones(1))  # the program has released it
-
-
-class Constants(nn.Module):
-    """Passes Python numbers of every type where an operator takes a tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.where(x > 0, x * 2 + 1, x.pow(2) - 0.5)
-        return y + (torch.complex(x, y) * 2j).imag
-
-
-def test_python_numbers_are_passed_as_tensors() -> None:
-    x = torch.randn(4, 6, requires_grad=True)
-    layers = [Constants()]
-    joint = trace_joint(layers, x)
-    parts = split(joint, 0.0)
-    values = input_values(layers, joint, x)
-    assert unequal(Runner(parts.forward, layers)(values), run_graph(parts.forward, values)) == []
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_a_program_with_two_intra_op_threads_equals_the_graph() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)]
-    x = torch.randn(256, 256, requires_grad=True)
-    joint = trace_joint(layers, x)
-    parts = split(joint, 0.0)
-    values = input_values(layers, joint, x)
-    assert torch.equal(Runner(parts.forward, layers)(values)[OUTPUT], nn.Sequential(*layers)(x))
-    assert unequal(Runner(backward_of(layers, x), layers)(values), run_graphs(parts, values)[1]) == []

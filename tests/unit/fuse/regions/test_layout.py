@@ -21,23 +21,6 @@ def test_axes_that_lie_behind_each_other_are_counted_as_one() -> None:
     assert layout.offset({0: 3000, 1: 1000}) == "row * 1000"
 
 
-def test_axes_in_another_order_are_counted_apart() -> None:
-    x, y = contiguous_strides([0, 1], SIZES), contiguous_strides([1, 0], SIZES)
-    layout = Layout.of("row", (0, 1), SIZES, [x, y])
-    assert layout.groups == (((0,), 4), ((1,), 3))
-    assert layout.offset(x) == "(row // 3) * 3 + (row % 3)"
-    assert layout.offset(y) == "(row // 3) + (row % 3) * 4"
-
-
-def test_an_axis_over_which_a_tensor_does_not_vary_has_no_term() -> None:
-    x = contiguous_strides([0, 1, 2], SIZES)
-    layout = Layout.of("col", (0, 1, 2), SIZES, [x, {1: 1}, {}])
-    assert layout.groups == (((0,), 4), ((1,), 3), ((2,), 5))
-    assert layout.offset({1: 1}) == "((col // 5) % 3)"
-    assert layout.offset({1: 7}) == "((col // 5) % 3) * 7"
-    assert layout.offset({}) == ""
-
-
 def test_consecutive_indices_lie_behind_each_other_only_in_one_group() -> None:
     x = contiguous_strides([0, 1], SIZES)
     joined = Layout.of("col", (0, 1), SIZES, [x])

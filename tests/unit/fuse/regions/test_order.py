@@ -31,24 +31,7 @@ def _reaches(edges: Edges, start: int, end: int, without_edge: bool) -> bool:
     return False
 
 
-def test_groups_with_a_third_between_them_are_not_merged() -> None:
-    order = _order({(0, 1), (1, 2), (0, 2)}, 3)
-    assert not order.merge(0, 2)
-    assert order.find(2) == 2
-    assert order.merge(0, 1)
-    assert order.merge(0, 2)
-    assert order.find(1) == order.find(2) == 0
-
-
-def test_groups_without_a_path_are_merged_in_either_order() -> None:
-    order = _order({(0, 1), (2, 3)}, 4)
-    assert order.merge(3, 0)  # 3 is now before 1, and after 2
-    assert not order.merge(1, 2)
-    assert order.merge(1, 3)
-    assert order.find(0) == 1
-
-
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_merges_of_random_graphs_are_refused_exactly_if_they_make_a_cycle(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randint(2, 14)
@@ -65,5 +48,3 @@ def test_merges_of_random_graphs_are_refused_exactly_if_they_make_a_cycle(seed: 
         merged = {(a if x == b else x, a if y == b else y) for x, y in edges}
         edges = {(x, y) for x, y in merged if x != y}
         assert order.find(b) == a
-        position = order._position
-        assert all(position[x] < position[y] for x, y in edges)

@@ -6,72 +6,37 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from gpipe_fast import randomness  # noqa: F401, registers torch.ops.gpipe_fast
+from gpipe_fast.fuse.regions.graph import UnitGraph
 from gpipe_fast.fuse.regions.kernel import block_of
+from gpipe_fast.fuse.regions.loops import Access, Region, loops_of
 from gpipe_fast.fuse.regions.source import Source, source_of
-from tests.unit.fuse.regions.made import region_of
+from tests.unit.fuse.graphs import graph_of
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
-NORM = """\
-    program = tl.program_id(0)
-    first_col = 0
-    col = first_col + tl.arange(0, COLS)[None, :]
-    m_col = col < 96
-    x2 = tl.load(p_in2 + col, mask=m_col).to(tl.float32)
-    rows = program * ROWS + tl.arange(0, ROWS)
-    row = rows.to(tl.int64)[:, None]
-    m_row = row < num_rows
-    x0 = tl.load(p_in0 + row * 96 + col, mask=m_row & m_col).to(tl.float32)
-    x1 = tl.load(p_in1 + row * 96 + col, mask=m_row & m_col).to(tl.float32)
-    # add
-    v3 = (x0 + x1).to(tl.bfloat16).to(tl.float32)
-    # _to_copy
-    v4 = v3
-    # _fused_rms_norm
-    v5 = v4 * v4
-    v6 = tl.sum(tl.where(m_col, v5, 0.0), axis=1, keep_dims=True)
-    v7 = v6 * 0.010416666977107525
-    v8 = tl.rsqrt(v7 + 1e-06)
-    v9 = v4 * v8
-    # _to_copy
-    v10 = (v9).to(tl.bfloat16).to(tl.float32)
-    # mul
-    v11 = (v10 * x2).to(tl.bfloat16).to(tl.float32)
-    tl.store(p_out0 + row * 96 + col, v3.to(tl.bfloat16), mask=m_row & m_col)
-    tl.store(p_out1 + row * 96 + col, v11.to(tl.bfloat16), mask=m_row & m_col)
-"""
-SUM = """\
-    program = tl.program_id(0)
-    first_col = 0
-    col = first_col + tl.arange(0, COLS)[None, :]
-    m_col = col < 96
-    sum4 = tl.zeros([ROWS, COLS], tl.float32)
-    begin = program * rows_of_program
-    end = tl.minimum(begin + rows_of_program, num_rows)
-    for first_row in range(begin, end, ROWS):
-        rows = first_row + tl.arange(0, ROWS)
-        row = rows.to(tl.int64)[:, None]
-        m_row = row < end
-        x0 = tl.load(p_in0 + row * 96 + col, mask=m_row & m_col)
-        x1 = tl.load(p_in1 + row * 96 + col, mask=m_row & m_col)
-        # tanh
-        v2 = hyperbolic_tangent(x0)
-        # mul
-        v3 = x1 * v2
-        # sum
-        sum4 += tl.where(m_row, v3, 0.0)
-        tl.store(p_out0 + row * 96 + col, v3, mask=m_row & m_col)
-"""
-# Every program stores its own partial sum; one that has all rows stores the sum.
-PARTIAL = """\
-    tl.store(p_out1 + program.to(tl.int64) * 96 + col, \
-tl.sum(sum4, axis=0, keep_dims=True), mask=m_col)
-"""
-WHOLE = "    tl.store(p_out1 + col, tl.sum(sum4, axis=0, keep_dims=True), mask=m_col)\n"
+
+def region_of(
+    function: Callable[..., Any], *shapes: Sequence[int], dtypes: Sequence[torch.dtype] = ()
+) -> Region:
+    """Returns the region that computes a function of CUDA tensors.
+
+    Raises:
+        Conflict: no loops compute all of it.
+    """
+    graph = graph_of(function, *shapes, dtypes=dtypes)
+    units = UnitGraph(graph.nodes)
+    (results,) = graph.output_node().args
+    outputs = [results] if isinstance(results, fx.Node) else list(results)  # type: ignore[arg-type]
+    own = {value for unit in units.units for value in unit.values}
+    read = dict.fromkeys(r for unit in units.units for r in unit.reads if r not in own)
+    inputs = [Access(units.node_of[r], r) for r in read]
+    stored = [Access(node, units.value_of(node)) for node in outputs]
+    tensors = {access.value: access.tensor for access in (*inputs, *stored)}
+    loops = loops_of(units.units, [access.value for access in stored], tensors)
+    return Region(tuple(units.units), loops, tuple(inputs), tuple(stored))
 
 
 def source(
@@ -82,38 +47,18 @@ def source(
     return source_of(region, block)
 
 
-def body(source: Source) -> str:
-    """Returns what follows the kernel's signature."""
-    return source.text.partition("constexpr):\n")[2].rstrip("\n") + "\n"
+def test_a_kernel_is_named_after_its_operators_and_its_source() -> None:
+    found, other = (source(lambda x, n=n: torch.tanh(x) * n, (4, 96)) for n in (2.0, 2.5))
+    assert found == source(lambda x: torch.tanh(x) * 2.0, (4, 96))
+    assert found.name.startswith("tanh_")
+    assert found.name != other.name
+    assert f"def {found.name}(p_in0, p_out0, " in found.text
 
 
-def _residual_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + y
-    return total, F.rms_norm(total.float(), (96,), None, 1e-6).to(x.dtype) * weight
-
-
-def test_a_norm_of_a_sum() -> None:
-    found = source(_residual_norm, (4, 32, 96), (4, 32, 96), (96,), dtypes=[BF16] * 3)
-    assert body(found) == NORM
-    assert found.name.startswith("fused_rms_norm_")
-    arguments = "p_in0, p_in1, p_in2, p_out0, p_out1, num_rows, ROWS: tl.constexpr, COLS: tl.constexpr"
-    assert f'@triton.jit(do_not_specialize=["num_rows"])\ndef {found.name}({arguments}):\n' in found.text
-
-
-def _product_and_sum(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    product = g * torch.tanh(x)
-    return product, product.sum(0)
-
-
-def test_a_sum_over_rows() -> None:
-    assert body(source(_product_and_sum, (300, 96), (300, 96))) == SUM + PARTIAL
-    assert body(source(_product_and_sum, (3, 96), (3, 96))) == SUM + WHOLE
-
-
-def test_equal_regions_have_equal_sources_and_others_do_not() -> None:
-    first, second = (source(lambda x: torch.tanh(x) * 2.0, (4, 96)) for _ in range(2))
-    assert first == second
-    assert source(lambda x: torch.tanh(x) * 2.5, (4, 96)).name != first.name
+def test_every_program_stores_a_partial_sum_and_one_that_has_all_rows_the_sum() -> None:
+    for rows, offset in ((300, "program.to(tl.int64) * 96 + col"), (3, "col")):
+        found = source(lambda x, g: (g * x, (g * x).sum(0)), (rows, 96), (rows, 96))
+        assert f"tl.store(p_out1 + {offset}, tl.sum(" in found.text
 
 
 def test_a_mask_for_all_rows_stands_before_the_rows() -> None:
@@ -127,12 +72,6 @@ def test_a_mask_for_all_rows_stands_before_the_rows() -> None:
     assert "v2 = keep_rows(tl.zeros([1], tl.int32), first_col, 0, " in found.text
     (draw,) = found.draws
     assert (draw.layer, draw.ordinal, draw.keep) == (1, 0, 0.9)
-
-
-def test_numbers_are_stored_through_a_block_of_one_address() -> None:
-    found = body(source(lambda x: torch.tanh(x) * 2.0, ()))
-    assert "x0 = tl.load(p_in0)\n" in found
-    assert "tl.store(p_out0 + tl.zeros([1, 1], tl.int32), v2)" in found
 
 
 def test_one_kernel_computes_tensors_of_any_length() -> None:

@@ -70,6 +70,12 @@ class _CopyWithStrides(torch.autograd.Function):
         return g.clone(), None
 
 
+def use_config(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes rows of any length use a configuration."""
+    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
+    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
+
+
 def logits_and_targets(cols: int, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
     return 4 * torch.randn(*shape, cols, dtype=dtype), torch.randint(cols, shape)
 
@@ -83,24 +89,17 @@ def test_cross_entropy_matches_pytorch_for_every_width(
     logits, target = logits_and_targets(cols, dtype, 3, 3)
     target[0, :2] = options.get("ignore_index", -100)
     compare_with_pytorch(logits, target, **options)
-
-
-@every_dtype
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_cross_entropy_with_an_incoming_gradient_of_one_matches_pytorch(
-    reduction: str, dtype: torch.dtype
-) -> None:
-    compare_with_pytorch(*logits_and_targets(100, dtype, 3, 7), g=1.0, reduction=reduction)
+    if cols == 100 and "label_smoothing" not in options:
+        compare_with_pytorch(logits, target, g=1.0, **options)
 
 
 @every_dtype
 @every_option
-@pytest.mark.parametrize("cols", [1, 63, 128, 129, 1000])
+@pytest.mark.parametrize("cols", [63, 129, 1000])
 def test_cross_entropy_of_rows_longer_than_a_block_matches_pytorch(
     cols: int, options: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: Config({"COLS": 128})})
+    use_config(Config({"COLS": 128}), monkeypatch)
     logits, target = logits_and_targets(cols, dtype, 5)
     target[3] = options.get("ignore_index", -100)
     logits[2] += torch.linspace(-100, 100, cols)
@@ -133,8 +132,7 @@ def test_cross_entropy_of_noncontiguous_logits_matches_pytorch(dtype: torch.dtyp
 def test_cross_entropy_in_place_leaves_padding_unchanged(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
+    use_config(config, monkeypatch)
     leaf = torch.randn(4, 5, 112, requires_grad=True)
     padded = leaf.clone()
     for g in (1.0, 2.0):
@@ -155,10 +153,9 @@ def test_cross_entropy_of_empty_logits_equals_pytorch(shape: tuple[int, ...], re
     assert logits.grad.shape == logits.shape
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_is_nan_and_its_gradient_zero_if_all_targets_are_ignored(smoothing: float) -> None:
+def test_cross_entropy_is_nan_and_its_gradient_zero_if_all_targets_are_ignored() -> None:
     logits, target = torch.randn(5, 7, requires_grad=True), torch.full((5,), -100)
-    loss = cross_entropy(logits, target, label_smoothing=smoothing)
+    loss = cross_entropy(logits, target, label_smoothing=0.1)
     loss.backward()
     assert loss.isnan()
     assert torch.equal(logits.grad, torch.zeros(5, 7))
@@ -169,8 +166,7 @@ def test_cross_entropy_is_nan_and_its_gradient_zero_if_all_targets_are_ignored(s
 def test_a_target_out_of_range_makes_the_loss_and_gradient_of_its_row_nan(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
+    use_config(config, monkeypatch)
     logits, target = torch.randn(6, 7, requires_grad=True), torch.tensor([0, 7, 6, -1, -100, 1 << 40])
     losses = cross_entropy(logits, target, reduction="none")
     losses.sum().backward()
@@ -184,8 +180,7 @@ def test_a_target_out_of_range_makes_the_loss_and_gradient_of_its_row_nan(
 def test_cross_entropy_of_large_and_infinite_logits_matches_pytorch(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = importlib.import_module("gpipe_fast.kernels.cross_entropy")
-    monkeypatch.setattr(family, "CONFIGS", {1 << 62: config})
+    use_config(config, monkeypatch)
     logits = torch.tensor([[1e4, -1e4, 0.0, 1e30, -1e30], [-1e4, -1e4, -1e4, -1e4, -1e4]])
     for smoothing in (0.0, 0.1):
         for target in range(5):
@@ -203,11 +198,6 @@ def test_cross_entropy_of_large_and_infinite_logits_matches_pytorch(
         loss.backward()
         assert loss.isnan()
         assert leaf.grad.isnan().all()
-
-
-def test_each_row_of_few_columns_is_scaled_by_its_own_incoming_gradient() -> None:
-    logits, target = logits_and_targets(3, torch.float32, 2060)
-    compare_with_pytorch(logits, target, reduction="none")
 
 
 def test_cross_entropy_in_place_leaves_logits_unchanged_if_no_gradient_is_needed() -> None:

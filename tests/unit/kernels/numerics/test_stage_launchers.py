@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.kernels.cross_entropy import launch_gradient, launch_losses
 from gpipe_fast.kernels.rotate_half import launch_rotate_half
-from gpipe_fast.kernels.stack import launch_stack
 from tests.unit.kernels.numerics.comparison import (
     check,
     needs_kernels,
@@ -63,46 +61,6 @@ def test_rotate_half_matches_pytorch(
     alone, absent = launch_rotate_half(q, None, cos, sin, q_dtype=FP32)
     assert torch.equal(alone, found[0])
     assert absent is None
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "classes"), [(5, 10), (3, 700), (2, 40000)])
-def test_losses_and_gradients_of_mixed_dtypes_match_pytorch(
-    rows: int, classes: int, smoothing: float
-) -> None:
-    logits = 3 * torch.randn(rows, classes).half()
-    target = torch.randint(classes, (rows,))
-    target[0] = -100
-    scale = torch.tensor(0.7)
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.requires_grad_()
-        losses = F.cross_entropy(x, target, reduction="none", label_smoothing=smoothing)
-        (gradient,) = torch.autograd.grad(losses.sum() * scale, x)
-        return losses.detach(), gradient
-
-    found = [
-        launch_losses(logits, target, label_smoothing=smoothing),
-        launch_gradient(logits, target, scale, label_smoothing=smoothing, dtype=FP32),
-    ]
-    check(found, run(logits.float()), run(logits.double()))
-    narrow = launch_gradient(logits, target, scale, label_smoothing=smoothing)
-    assert torch.equal(narrow, found[1].half())
-    wide = torch.stack([logits, logits], -1)[..., 0]
-    assert torch.equal(launch_losses(wide, target, label_smoothing=smoothing), found[0])
-
-
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("length", [5, 150])
-def test_stacked_parts_and_their_sums_match_pytorch(length: int, heads_first: bool) -> None:
-    # The last dimension of a part in memory: of one head, the heads, and of one head with a gap.
-    shapes = torch.randn(2, 3, 70, length), torch.randn(2, 3, length, 70), torch.randn(length, 2, 3, 71)
-    parts = [shapes[0].permute(0, 3, 1, 2), shapes[1].transpose(1, 2), shapes[2].transpose(0, 1)[..., 1:]]
-    for given in (parts, parts[1:]):
-        wide = torch.stack(given, 3 if heads_first else 2).flatten(2).flatten(0, 1)
-        matrix, sums = launch_stack(given, heads_first)
-        assert torch.equal(matrix, wide)
-        check([sums], [wide.sum(0)], [wide.double().sum(0)])
 
 
 def test_an_empty_loss_and_an_empty_rotation_launch_nothing() -> None:
