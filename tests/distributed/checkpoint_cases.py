@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from gpipe_fast import GPipe, keyed_rng
 from tests.distributed.cases import TIMEOUT, tied
 from tests.distributed.model_cases import LENGTH, numbers, small_gpt
-from tests.models import features, gpt, tokens
+from tests.models import features, tokens
 
 CHUNKS, STEPS = 4, 3
 
@@ -45,7 +45,6 @@ def with_ties() -> nn.Sequential:
 # By name: model, batch, balances by number of stages. Each stage has parameters, as its optimizer needs some.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict[int, list[int]]]] = {
     "norms": (normed, features, {1: [7], 2: [4, 3], 3: [2, 2, 3], 4: [1, 2, 2, 2]}),
-    "gpt": (gpt, tokens, {1: [5], 2: [1, 4], 3: [1, 2, 2], 4: [1, 1, 2, 1]}),
     "ties": (with_ties, tokens, {1: [6], 2: [3, 3], 3: [1, 2, 3], 4: [1, 2, 2, 1]}),
     "from_model": (small_gpt, ids, {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}),
 }
@@ -58,8 +57,8 @@ class Run:
     def __init__(self, name: str, kind: str, seed: int, folder: Path) -> None:
         """Makes the model ``name`` with weights of a seed.
 
-        Its ``kind`` is 'mesh', 'pipeline' in one process, 'plain', or 'on meta': a mesh that gets memory only
-        when it loads the weights in the folder.
+        Its ``kind`` is 'mesh', 'plain', or 'on meta': a mesh that gets memory only when it loads the weights
+        in the folder.
         """
         warnings.simplefilter("ignore")
         make, batch, balances = MODELS[name]
@@ -74,15 +73,12 @@ class Run:
         self.model: Any = layers
         if kind in ("mesh", "on meta"):
             self.model = self._pipeline(balances[size], mesh=dist.group.WORLD, timeout=TIMEOUT)
-        elif kind == "pipeline":
-            self.model = self._pipeline(balances[3], devices=["cpu"] * 3)
-            self.model.threads_per_stage = 1
         if kind == "on meta":
             state = {"model": get_model_state_dict(self.model)}
             dcp.load(state, checkpoint_id=folder)
             set_model_state_dict(self.model, state["model"])
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if not p.is_meta], lr=0.01)
-        self.is_last = kind in ("pipeline", "plain") or dist.get_rank() == size - 1
+        self.is_last = kind == "plain" or dist.get_rank() == size - 1
 
     def _pipeline(self, balance: list[int], **options: Any) -> Any:
         if isinstance(self.model, nn.Sequential):
@@ -130,19 +126,14 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     } | {"random": state["random"].tolist()}
 
 
-def saved(name: str, kind: str, folder: Path, in_background: bool = False) -> list[Any]:
+def saved(name: str, kind: str, folder: Path) -> list[Any]:
     """Trains, saves and goes on: returns the state that was saved, that of the end, and the outputs."""
     run = Run(name, kind, seed=1, folder=folder)
     run.train()
     state = run.state()
     at_save = copied(state)
-    if in_background:  # the training does not wait
-        future = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
-        outputs = run.train()
-        future.result()
-    else:
-        dcp.save(state, checkpoint_id=folder)
-        outputs = run.train()
+    dcp.save(state, checkpoint_id=folder)
+    outputs = run.train()
     return [at_save, copied(run.state()), outputs]
 
 

@@ -15,23 +15,11 @@ from gpipe_fast.command import main
 from gpipe_fast.reports import network
 
 
-def _variables(port: int, size: int) -> dict[str, str]:
-    """Returns what torchrun sets, whose store is in another process."""
-    return {
-        "RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def doctor(port: int, size: int, seconds: float = 20.0) -> tuple[int, Any, str]:
     """Returns the exit status, the report of rank 0, and what was written to stderr."""
-    with (
-        mock.patch.dict(os.environ, _variables(port, size)),
-        mock.patch("builtins.print") as printed,
-    ):
+    torchrun = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    torchrun |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with mock.patch.dict(os.environ, torchrun), mock.patch("builtins.print") as printed:
         status = main(["doctor", "--json", f"--timeout={seconds}"])
     texts = {call.kwargs.get("file") is not None: call.args[0] for call in printed.call_args_list}
     return status, json.loads(texts.get(False, "null")), texts.get(True, "")

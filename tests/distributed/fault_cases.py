@@ -1,13 +1,13 @@
-"""Training that is killed, stopped or delayed at a moment that is counted, not timed; and that goes on."""
+"""Training that is killed or stopped at a moment that is counted, not timed; and that goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,6 +25,7 @@ from tests.models import features
 
 STEPS, EVERY, CHUNKS = 6, 2, 4
 BALANCES = {2: [4, 3], 3: [2, 2, 3]}
+WRITES = {"write": (filesystem, "_write_item"), "finish": (FileSystemWriter, "finish")}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -33,9 +34,9 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: the rank.
-        how: 'kill', 'stop' or 'delay'.
+        how: 'kill' or 'stop'.
         step: the step, from 1.
-        place: an action such as '0F1'; or 'store', 'optimizer', 'write' or 'finish'.
+        place: an action such as '0F1'; or 'store', 'write' or 'finish'.
         count: the operator of the action, the call of the store, or the write, at which it happens, from 0.
     """
 
@@ -47,25 +48,25 @@ class Fault(NamedTuple):
 
     @classmethod
     def of_seed(cls, seed: int, size: int) -> Fault:
-        """Returns a random fault of one of ``size`` ranks; every seventh is a delay."""
+        """Returns a random fault of one of ``size`` ranks."""
         draw = random.Random(seed)
         rank, step = draw.randrange(size), draw.randint(1, STEPS)
-        how = "delay" if seed % 7 == 6 else draw.choice([*SIGNALS])
-        place = draw.choice(["action"] * 4 + ["store"] * 3 + ["optimizer", "write", "finish"])
+        how = draw.choice([*SIGNALS])
+        place = draw.choice(["action"] * 4 + ["store"] * 3 + ["write", "finish"])
         if place == "action":
             kinds = ["F", "R"] + (["B"] if rank == 0 else ["I", "W", "SEND_B", "RECV_F"])
             kinds += ["SEND_F", "RECV_B"] if rank < size - 1 else []
             kind = draw.choice(kinds)
             place = f"{rank}{kind}{draw.randrange(CHUNKS - (kind == 'R'))}"  # the last is not recomputed
-        if place in ("write", "finish"):
+        if place in WRITES:
             step = EVERY * draw.randint(1, STEPS // EVERY)
         if place == "finish":
             rank = 0  # it alone writes what makes a checkpoint complete
         return cls(rank, how, step, place, draw.randrange(4))
 
 
-@contextmanager
-def happening(fault: Fault, model: GPipe, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+@contextlib.contextmanager
+def happening(fault: Fault, model: GPipe) -> Iterator[None]:
     """Lets a fault happen in the block, which is the step of the fault."""
     left = fault.count
 
@@ -85,23 +86,13 @@ def happening(fault: Fault, model: GPipe, optimizer: torch.optim.Optimizer) -> I
 
     plain = TimedStore.call
     counted_call = before(plain)
-    if fault.how == "delay":
-        model._pipeline.inject_faults(fault.step, max_delay_us=50_000)
-        yield
-        model._pipeline.inject_faults()
-    elif fault.place == "store":
+    if fault.place == "store":
         with mock.patch.object(TimedStore, "call", call):
             yield
-    elif fault.place == "optimizer":
-        left = 0
-        with mock.patch.object(optimizer, "step", before(optimizer.step)):
-            yield
-    elif fault.place == "write":
-        with mock.patch.object(filesystem, "_write_item", before(filesystem._write_item)):
-            yield
-    elif fault.place == "finish":
-        left = 0
-        with mock.patch.object(FileSystemWriter, "finish", before(FileSystemWriter.finish)):
+    elif fault.place in WRITES:
+        owner, name = WRITES[fault.place]
+        left = left if fault.place == "write" else 0
+        with mock.patch.object(owner, name, before(getattr(owner, name))):
             yield
     else:
         model._pipeline.inject_faults(faults=[(fault.place, fault.count, SIGNALS[fault.how].name)])
@@ -123,10 +114,8 @@ def train(folder: Path, fault: Fault | None = None, timeout: float = 20.0) -> tu
         if first:
             load(model, optimizer, folder / str(first))
         for step in range(first + 1, STEPS + 1):
-            if fault is not None and (fault.step, fault.rank) == (step, dist.get_rank()):
-                with happening(fault, model, optimizer):
-                    losses[step] = _train_step(model, optimizer, step, folder)
-            else:
+            is_now = fault is not None and (fault.step, fault.rank) == (step, dist.get_rank())
+            with happening(fault, model) if fault and is_now else contextlib.nullcontext():
                 losses[step] = _train_step(model, optimizer, step, folder)
     except Exception as error:
         return losses, f"{type(error).__name__}: {error}"

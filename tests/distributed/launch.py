@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import shlex
 import subprocess
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.compare.network import Host
 from tests.programs import ROOT, run_python
 
 needs_gloo = pytest.mark.skipif(
@@ -40,7 +38,6 @@ def run_ranks(
     backend: str = "gloo",
     timeout: float = 60.0,
     has_store: bool = False,
-    hosts: Sequence[Host] = (),
 ) -> list[Any]:
     """Returns what ``case(*args)`` returns in each of several processes; None for a process that ended early.
 
@@ -52,7 +49,6 @@ def run_ranks(
         backend: of the group.
         timeout: of the group, in seconds.
         has_store: whether the store of the group is in the process of rank 0, which may then not end early.
-        hosts: the host of each process; if none, this one.
 
     Raises:
         RankFailed: a process has raised an error, or hangs.
@@ -68,7 +64,7 @@ def run_ranks(
         here, there = context.Pipe(duplex=False)
         process = context.Process(
             target=_enter,
-            args=(rank, number, backend, store.port, timeout, has_store, hosts, there, case, args),
+            args=(rank, number, backend, store.port, timeout, has_store, there, case, args),
             daemon=True,
         )
         process.start()
@@ -79,7 +75,7 @@ def run_ranks(
         results = [("", None) if rank in hangs else _result(end) for rank, end in enumerate(ends)]
         errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(results) if error]
         if errors:
-            raise RankFailed("\n".join([*errors, by_hand(number, case, args)]))
+            raise RankFailed("\n".join(errors))
         return [value for _, value in results]
     finally:
         for process in processes:
@@ -124,12 +120,6 @@ def run_as_torchrun(number: int, *arguments: str, cwd: Path = ROOT) -> str:
     return "".join(rank.stdout for rank in ranks)
 
 
-def by_hand(number: int, case: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Returns the line of a shell that runs a case again."""
-    names = f"from pathlib import *; from {case.__module__} import *; from {__name__} import run_ranks"
-    return shlex.join(["python", "-c", f"{names}; print(run_ranks({number}, {case.__name__}, *{args!r}))"])
-
-
 def _result(end: Connection) -> tuple[str, Any]:
     if not wait([end], MAX_SECONDS):
         return "it hangs", None
@@ -147,17 +137,12 @@ def _enter(
     port: int,
     timeout: float,
     has_store: bool,
-    hosts: Sequence[Host],
     end: Connection,
     case: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    if hosts:  # which the store of the parent process is not on
-        hosts[rank].enter()
-        store = dist.TCPStore(hosts[0].address, port, number, is_master=rank == 0)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if has_store and rank == 0:
         own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store.set("port", str(own.port))

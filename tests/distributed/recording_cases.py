@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import time
 import warnings
 from typing import Any
@@ -17,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Event, Recording
-from tests.distributed.cases import LOST, MODELS, TIMEOUT, _error_of
+from tests.distributed.cases import MODELS, TIMEOUT, _error_of
 from tests.models import features
 
 
@@ -36,12 +34,13 @@ def step(pipe: GPipe) -> None:
     pipe.step(x, target=x[:, :4], loss_fn=F.mse_loss)
 
 
-def two_lines(pipe: GPipe) -> None:
-    pipe(features(12)).sum().backward()
-
-
-def everything(recording: Recording) -> dict[str, Any]:
-    """Returns what a recording has, for comparisons."""
+def recorded(num_stages: int, schedule: str, num_replicas: int = 1) -> dict[str, Any]:
+    """Records two steps, of which the second is reported on; returns what the recording has."""
+    pipe = pipeline(num_stages, num_replicas, schedule=schedule)
+    step(pipe)
+    with pipe.recording() as recording:
+        step(pipe)
+        step(pipe)
     return {
         "stages": [[dataclasses.astuple(event) for event in stage] for stage in recording.stages],
         "sizes": recording.sizes,
@@ -49,17 +48,6 @@ def everything(recording: Recording) -> dict[str, Any]:
         "clock_error": recording.clock_error,
         "report": recording.report().to_dict(),
     }
-
-
-def recorded(name: str, num_stages: int, schedule: str, num_replicas: int = 1) -> dict[str, Any]:
-    """Records two steps, of which the second is reported on."""
-    pipe = pipeline(num_stages, num_replicas, schedule=schedule)
-    run = {"step": step, "two lines": two_lines}[name]
-    run(pipe)
-    with pipe.recording() as recording:
-        run(pipe)
-        run(pipe)
-    return everything(recording)
 
 
 def on_other_clocks(seconds: float) -> dict[str, Any]:
@@ -70,7 +58,7 @@ def on_other_clocks(seconds: float) -> dict[str, Any]:
         mock.patch("time.monotonic_ns", side_effect=lambda: true_ns() + int(ahead * 1e9)),
         mock.patch.object(Recording, "stages", _Shifted(ahead), create=True),
     ):
-        return recorded("step", 0, "1f1b")
+        return recorded(0, "1f1b")
 
 
 class _Shifted:
@@ -132,12 +120,3 @@ def failing_in_a_recording() -> list[str]:
     for case in (failing, calling, failing_once):
         errors.append(_error_of(case))
     return errors
-
-
-def not_leaving() -> None:
-    """Rank 1 stops inside a recording."""
-    pipe = pipeline(timeout=LOST)
-    with pipe.recording():
-        step(pipe)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)

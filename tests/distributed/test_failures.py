@@ -13,28 +13,28 @@ pytestmark = needs_gloo
 
 
 @pytest.mark.parametrize(
-    ("rank", "action"),
+    ("num_ranks", "rank", "action"),
     [
-        (0, "0F1"),
-        (1, "1I2"),
-        *(pytest.param(r, a, marks=pytest.mark.extended) for r, a in ((1, "1F0"), (0, "0B1"))),
+        (2, 1, "1I2"),
+        (4, 2, "0B0"),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in ((2, 0, "0F1"), (4, 3, "1F1"))),
     ],
 )
-def test_an_action_fails(rank: int, action: str) -> None:
-    found = run_ranks(2, cases.failing, rank, action)
-    place = rf"stage {rank}, layer \d \(\w+\), micro-batch {action[2]}"
+def test_an_action_fails(num_ranks: int, rank: int, action: str) -> None:
+    """With replicas, the first stage of the other one waits for the sum when the last action fails."""
+    found = run_ranks(num_ranks, cases.failing, 2, rank, action)
+    place = rf"stage {action[0]}, layer \d \(\w+\), micro-batch {action[2]}"
     text = rf"injected ValueError \(in action {action}: {place}\)"
-    for own in found[rank]:
-        assert re.fullmatch(f"ValueError: {text}", own)
-    for other in found[1 - rank]:
-        assert re.fullmatch(
-            f"RuntimeError: rank {rank} has failed, so no rank changed anything: {text}", other
-        )
+    for number, errors in enumerate(found):
+        cause = f"RuntimeError: rank {rank} has failed, so no rank changed anything: "
+        for error in errors:
+            assert re.fullmatch(("ValueError: " if number == rank else cause) + text, error)
 
 
 def test_calls_differ() -> None:
     """The error names what differs, whether plans are new or not, and the ranks go on afterwards."""
-    for errors in run_ranks(2, cases.differing):
+    (first, own), (second, other) = run_ranks(2, cases.differing)
+    for errors in (first, second):
         chunks, shape, mode, method, kind, no_tensor = errors
         assert "differ in chunks: here " in chunks
         assert "differ in input 0: here float32[" in shape
@@ -42,6 +42,9 @@ def test_calls_differ() -> None:
         assert "differ in torch.is_grad_enabled(): here " in method
         assert "layer 1 (BatchNorm1d) cannot be traced faithfully" in kind
         assert "expected Tensor, but got str" in no_tensor
+    statistics = [f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert own == ["0.weight", "0.bias", "1.weight", "1.bias", *statistics], "each rank has its stage only"
+    assert other == ["4.weight", "4.bias"]
 
 
 def test_an_output_gets_no_gradient() -> None:
@@ -52,15 +55,21 @@ def test_an_output_gets_no_gradient() -> None:
         assert "a call of the pipeline has failed in some process since the forward" in errors[1]
 
 
-@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.extended), "stop"])
-def test_a_rank_is_lost(how: str) -> None:
-    """Its connections close when it ends; if it stops, the timeout is over first."""
-    first, _, last = run_ranks(3, cases.losing_a_rank, how, hangs=[1])
-    for error in (first, last):
-        assert (
-            "that process has ended, or takes longer" in error
-            or "for ranks [1], which have ended or take longer" in error
-        )
+@pytest.mark.parametrize(
+    ("how", "num_ranks"),
+    [
+        ("stop", 3),
+        ("exit", 4),
+        *(pytest.param(*c, marks=pytest.mark.extended) for c in (("exit", 3), ("stop", 4))),
+    ],
+)
+def test_a_rank_is_lost(how: str, num_ranks: int) -> None:
+    """Its connections close when it ends; if it stops, the timeout is over first. Four ranks are replicas."""
+    num_stages = {3: 3, 4: 2}[num_ranks]
+    first, _, *others = run_ranks(num_ranks, cases.losing_a_rank, how, num_stages, hangs=[1])
+    for error in (first, *others):
+        text = r"that process has ended, or takes longer|for ranks \[1\], which have ended or take longer"
+        assert re.search(text if num_ranks == 3 else f"{text}|has failed|has waited for .* ranks", error)
 
 
 @pytest.mark.extended
@@ -97,11 +106,3 @@ def test_an_update_fails() -> None:
     assert failed == "ZeroDivisionError: division by zero"
     for other in (first, last):
         assert other == f"RuntimeError: rank 1 has failed, so no rank changed anything: {failed}"
-
-
-def test_each_rank_has_its_stage_only() -> None:
-    first, second = run_ranks(2, cases.memory)
-    assert first == ["0.weight", "0.bias", "1.weight", "1.bias"] + [
-        f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
-    ]
-    assert second == ["4.weight", "4.bias"]

@@ -1,4 +1,4 @@
-"""Ranks are killed, stopped or delayed at random moments: all others end, and a restart trains the same."""
+"""Ranks are killed or stopped at random moments: all others end, and a restart trains the same."""
 
 from __future__ import annotations
 
@@ -53,23 +53,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, f
     "seed",
     [s if s < NUM_IN_ALL_TESTS else pytest.param(s, marks=pytest.mark.soak) for s in range(NUM_SEEDS)],
 )
-def test_a_random_fault(
-    seed: int, tmp_path: Path, uninterrupted: tuple[dict[int, float], Path], record_property: Any
-) -> None:
+def test_a_random_fault(seed: int, tmp_path: Path, uninterrupted: tuple[dict[int, float], Path]) -> None:
     expected, complete = uninterrupted
     size = 2 + seed % 2
     fault = Fault.of_seed(seed, size)
     hangs = [fault.rank] if fault.how == "stop" else []
     results = run_ranks(size, cases.train, tmp_path, fault, TIMEOUT, hangs=hangs, timeout=TIMEOUT)
-    if fault.how == "delay":
-        assert results == [(expected, "")] * size
-    else:
-        assert results[fault.rank] is None  # the fault has happened
-        for result in (found for found in results if found is not None):
-            losses, error = result
-            record_property(f"{fault}", error)
-            assert any(re.search(each, error) for each in ERRORS), f"{fault}: {error!r}"
-            assert losses == {step: loss for step, loss in expected.items() if step in losses}
+    assert results[fault.rank] is None  # the fault has happened
+    for losses, error in (found for found in results if found is not None):
+        assert any(re.search(each, error) for each in ERRORS), f"{fault}: {error!r}"
+        assert losses == {step: loss for step, loss in expected.items() if step in losses}
     for checkpoint in (path.parent for path in tmp_path.glob("*/.metadata")):
         ours, theirs = contents(checkpoint), contents(complete / checkpoint.name)
         assert ours.keys() == theirs.keys()

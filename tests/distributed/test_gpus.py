@@ -28,11 +28,6 @@ def test_two_processes_on_one_gpu_by_gloo() -> None:
     assert found == [len(MODELS) * len(SCHEDULES)] * 2
 
 
-def test_one_process_of_a_group_of_nccl() -> None:
-    """NCCL has no groups of two processes on one GPU, so this one has a single stage, and no transfers."""
-    assert run_ranks(1, cases.one_rank_on_a_gpu, backend="nccl") == ["cuda:0"]
-
-
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_gpu_for_each_process(num_ranks: int, backend: str) -> None:

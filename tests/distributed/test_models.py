@@ -16,24 +16,21 @@ def test_steps_and_evaluations_of_a_small_model() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_small_model(num_ranks: int) -> None:
-    """With backwards, too, and seven samples in four micro-batches."""
-    assert run_ranks(num_ranks, cases.same_bits, ["small"], ["1f1b"], [4]) == [1] * num_ranks
-
-
-@pytest.mark.extended
-def test_several_stages_on_each_rank() -> None:
-    assert run_ranks(2, cases.same_bits, ["small"], ["interleaved", "gpipe"], [4], 4) == [2] * 2
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_models_of_transformers(name: str, num_ranks: int) -> None:
-    """GPT-2 has a tie of its first and its last stage."""
-    pytest.importorskip("transformers")
-    assert run_ranks(num_ranks, cases.same_bits, [name], ["gpipe", "zb-h1"], [3]) == [2] * num_ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "schedules", "chunks", "num_stages"),
+    [
+        (3, "small", ["1f1b"], 4, 0),  # seven samples in four micro-batches
+        (2, "small", ["interleaved", "gpipe"], 4, 4),  # several stages on each rank
+        (2, "GPT-2", ["zb-h1"], 3, 0),  # with a tie of its first and its last stage
+    ],
+)
+def test_backwards_and_steps(
+    num_ranks: int, name: str, schedules: list[str], chunks: int, num_stages: int
+) -> None:
+    if name == "GPT-2":
+        pytest.importorskip("transformers")
+    found = run_ranks(num_ranks, cases.same_bits, [name], schedules, [chunks], num_stages)
+    assert found == [len(schedules)] * num_ranks
 
 
 def test_inputs_differ() -> None:

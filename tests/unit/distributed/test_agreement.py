@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_fast.distributed.agreement import difference, digest_of, shortened
+from gpipe_fast.distributed.agreement import difference, digest_of
 
 
 def test_a_difference_is_named() -> None:
@@ -11,12 +11,3 @@ def test_a_difference_is_named() -> None:
     assert difference(ours, theirs) == "input 0: here a, there b"
     assert difference(ours, {"chunks": "2"}) == "input 0: here a, there nothing"
     assert len(difference({"schedule": "x" * 1000}, {})) < 500
-
-
-def test_long_texts_are_shortened() -> None:
-    assert shortened("x" * 400) == "x" * 400
-    assert shortened("x" * 401) == "x" * 400 + "..."
-
-
-def test_equal_descriptions_differ_in_the_version_alone() -> None:
-    assert difference({"chunks": "2"}, {"chunks": "2"}) == "the versions of gpipe_fast"

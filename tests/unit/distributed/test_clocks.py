@@ -22,7 +22,3 @@ def test_the_error_is_at_most_half_the_shortest_round_trip(ahead: int) -> None:
         offset, error = offset_of(trips)
         assert error == (shortest + 1) // 2
         assert abs(offset - ahead) <= error
-
-
-def test_ways_of_equal_length_give_the_offset() -> None:
-    assert offset_of([Trip(100, 1_000_105, 110), Trip(200, 1_000_900, 900)]) == (1_000_000, 5)

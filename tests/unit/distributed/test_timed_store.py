@@ -13,22 +13,14 @@ from gpipe_fast.distributed.timed_store import TimedStore
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch has no torch.distributed")
 
 
-def test_methods_are_those_of_the_store() -> None:
+def test_methods_and_errors_are_those_of_the_store() -> None:
     store = TimedStore(dist.HashStore(), 10.0)
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.store.get("key") == b"value"
+    with pytest.raises(KeyError, match="text"):  # in the calling thread
+        store.call({}.__getitem__, "text")
     assert store.call(lambda a, b: a + b, 1, 2) == 3
-
-
-def test_errors_are_raised_in_the_calling_thread() -> None:
-    def fails() -> None:
-        raise KeyError("text")
-
-    store = TimedStore(dist.HashStore(), 10.0)
-    with pytest.raises(KeyError, match="text"):
-        store.call(fails)
-    assert store.call(lambda: 1) == 1
 
 
 def test_a_lost_store_is_named() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from gpipe_fast.from_model.batch import Differs, Number, batch_dims, probes_for, unify
 from gpipe_fast.from_model.dataflow import Dataflow
@@ -20,10 +19,6 @@ def unified(function: Any) -> Dataflow:
     """Records a function of a tensor of these sizes, and unifies the records."""
     flows = [record_of(function, torch.empty(batch, length, 3)) for batch, length in SIZES]
     return unify(flows, SIZES)
-
-
-def test_probes_differ_in_one_size_then_in_pairs_then_in_all() -> None:
-    assert SIZES == [(4, 6), (13, 6), (4, 17), (13, 17), (19, 23)]
 
 
 def test_a_number_of_the_model_that_is_the_batch_size_by_chance_stays_one() -> None:
@@ -56,18 +51,3 @@ def test_products_of_batch_size_and_length() -> None:
 def test_what_does_not_follow_the_sizes_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(Differs, match=reason):
         unified(function)
-
-
-def test_an_unused_difference_is_no_difference() -> None:
-    def function(x: Tensor) -> Tensor:
-        if len(x) > 9:
-            x.relu()
-        return x * 2
-
-    assert len(unified(function).calls) == 1
-
-
-def test_modules_are_compared_by_identity() -> None:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    with pytest.raises(Differs, match="calls another function"):
-        unified(nn.ModuleList([first, second]) and (lambda x: (first if len(x) > 9 else second)(x)))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
@@ -51,33 +50,6 @@ class Shared(nn.Module):
         return self.head(self.body(x))
 
 
-class Convolutions(nn.Module):
-    """A plain convolutional net, without a list, and with a module without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.pool, self.second = nn.Conv2d(4, 4, 1), nn.MaxPool2d(1), nn.Conv2d(4, 4, 1)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(self.pool(F.relu(self.first(x[:, :, None, None])))))
-
-
-class Unordered(nn.Module):
-    """A list that is called in another order beside one that is called in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lists = nn.ModuleDict(
-            {name: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for name in ("turned", "ordered")}
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.lists["turned"][::-1], *self.lists["ordered"]):
-            x = block(x)
-        return x
-
-
 SEQUENTIAL = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
 
 
@@ -88,8 +60,6 @@ SEQUENTIAL = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Re
         # More stages than blocks: the lists in the blocks instead.
         (TwoLists, 5, ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]),
         (Shared, 2, ["body.layer", "body.layer", "body.layer", "head"]),
-        (Convolutions, 2, ["first", "second"]),
-        (Unordered, 2, ["lists.ordered.0", "lists.ordered.1"]),
         (lambda: SEQUENTIAL, 2, ["0", "1", "2"]),
     ],
 )

@@ -58,16 +58,6 @@ def test_operators_of_tensors_and_numbers(name: str) -> None:
     check(lambda x: function(2.5, x.abs() + 1))
 
 
-@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv"])
-def test_operators_in_place(name: str) -> None:
-    check(lambda x: getattr(operator, name)(x * 1, 3))
-
-
-@pytest.mark.parametrize("name", ["and_", "or_", "xor"])
-def test_operators_of_booleans(name: str) -> None:
-    check(lambda x: getattr(operator, name)(x > 0, x < 1))
-
-
 def test_attributes_methods_and_functions() -> None:
     check(lambda x: x @ x.T)
     check(lambda x: F.softmax(x.T.contiguous(), dim=-1)[..., 1:, None].squeeze(-1).mT)
@@ -84,16 +74,6 @@ def test_nested_arguments_and_results_of_modules() -> None:
 
     source = check(forward, takes)
     assert "self.m0(" in source
-
-
-def test_parts_of_a_setitem() -> None:
-    def forward(x: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, 0] = 2
-        y[1:, 1] += 1
-        return y
-
-    check(forward)
 
 
 def test_modes_around_calls_are_written() -> None:

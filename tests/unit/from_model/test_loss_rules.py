@@ -73,15 +73,6 @@ def test_the_rule_of_a_loss(loss: Loss, targets: Tensor, kind: str | None) -> No
     assert (rule and rule.kind) == kind
 
 
-def test_weights() -> None:
-    assert Rule("sum").weights([2, 1], [0, 0], 0) == [1, 1]
-    assert Rule("samples").weights([3, 1], [0, 0], 0) == [0.75, 0.25]
-    assert Rule("targets", 0).weights([3, 1], [1, 3], 4) == [0.25, 0.75]
-    assert Rule("targets", 0, ignored=-1).measure(torch.tensor([-1, 0, -100])) == 2
-    # A part that is divided by at least 1.
-    assert Rule("quotient", 0).weights([3, 1], [4.0, 1.0], 4.0) == [1.0, 0.25]
-
-
 def test_a_part_without_targets_has_no_part_in_the_sum() -> None:
     parts = torch.tensor([2.0, torch.nan, 4.0], requires_grad=True)
     total = combine(parts, [0.5, 0.0, 0.5])

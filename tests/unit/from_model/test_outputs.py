@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,18 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.from_model.outputs import leaf_names
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X, CLASSES = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 1, 0])
-
-
-@dataclass
-class Result:
-    """What a model may return."""
-
-    y: Any
-    first: Any = None
 
 
 class Net(nn.Module):
@@ -53,18 +43,6 @@ def test_tensors_are_concatenated_along_the_batch_wherever_it_is() -> None:
         torch.testing.assert_close(found[key], expected[key])
     assert torch.equal(found["more"][0], X * 2)
     assert found["more"][1] == (None, 3)
-
-
-def test_the_class_of_the_output_is_kept() -> None:
-    found, expected = output_of(lambda x, y: Result(y))
-    assert type(found) is Result
-    torch.testing.assert_close(found.y, expected.y)
-    assert found.first is None
-
-
-def test_a_value_that_is_no_function_of_the_batch_is_returned_once() -> None:
-    found, _ = output_of(lambda x, y: (y, torch.arange(3)))
-    assert torch.equal(found[1], torch.arange(3))
 
 
 LOSSES = {
@@ -114,9 +92,3 @@ def test_a_value_that_does_not_follow_is_refused_or_averaged(function: Any) -> N
     inputs = (X, CLASSES) if function.__code__.co_argcount == 3 else (X,)
     with pytest.raises(RuntimeError, match=r"\[1\]|compares|does not follow|no module has"):
         output_of(function, *inputs)
-
-
-def test_names_of_leaves() -> None:
-    value = {"loss": 1, "more": (2, [3])}
-    assert leaf_names(value) == ["loss", "more[0]", "more[1][0]"]
-    assert leaf_names(3) == ["tensor"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe, replicate, tune
+from gpipe_fast import GPipe, replicate
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X = torch.randn(6, 4)
@@ -92,29 +92,6 @@ def test_copies_are_pipelines_of_their_own(again: Any) -> None:
     assert copied.blocks[0] is not model.blocks[0]
 
 
-def test_an_attribute_is_set_without_reading_it() -> None:
-    class Masked(Net):
-        @property
-        def mask(self) -> int:
-            raise RuntimeError("no mask yet")
-
-        @mask.setter
-        def mask(self, mask: int) -> None:
-            self.power = mask
-
-    model = pipelined(Masked())
-    model.mask = 3
-    assert model.power == 3
-
-
-def test_several_pipelines_of_one_model() -> None:
-    plain = Net()
-    models = [pipelined(plain, chunks=chunks) for chunks in (1, 2, 3)]
-    for model, chunks in zip(models, (1, 2, 3), strict=True):
-        assert model.chunks == chunks
-        assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(chunks)]))
-
-
 def test_a_changed_attribute_that_forward_reads_is_noticed() -> None:
     model = pipelined()
     before = model(X)
@@ -161,6 +138,15 @@ def test_embeddings_are_resized_unless_old_gradients_would_be_left() -> None:
     torch.testing.assert_close(model.step(x + 2), model.plain()(x + 2).detach())
 
 
+def test_programs_may_change_between_mini_batches_of_a_stream() -> None:
+    model = pipelined().eval()
+    batches: list[Any] = [X, {"x": X * 2, "negate": True}, (X[:4], torch.randn(4, 4)), X]
+    found = list(model.stream(batches, depth=3))
+    with torch.no_grad():
+        expected = [model(X), model(**batches[1]), model(*batches[2]), model(X)]
+    assert all(map(torch.equal, found, expected))
+
+
 SETTINGS = {"scale": 1.0}
 
 
@@ -184,14 +170,6 @@ def test_changed_variables_and_functions_are_noticed(monkeypatch: pytest.MonkeyP
     for number in (1.0, 2.0, 3.0, 4.0):  # the address of a function that is gone is used again
         model.change = lambda x, by=number: torch.sigmoid(x) * by
         assert torch.equal(model(X), model.plain_loop(X))
-
-
-def test_a_replaced_parameter_between_blocks_is_noticed() -> None:
-    model = pipelined()
-    model.scale = nn.Parameter(torch.ones(4))
-    model(X).sum().backward()
-    assert model.scale.grad is not None
-    assert torch.equal(model(X), torch.cat([model.plain()(part) for part in X.chunk(2)]))
 
 
 def test_arguments_of_other_kinds_than_the_example() -> None:
@@ -244,25 +222,6 @@ def test_it_is_cast_but_not_moved() -> None:
             move()
 
 
-def test_a_move_to_the_device_of_all_stages_does_nothing() -> None:
-    model = pipelined()
-    weight = model.blocks[0].weight
-    for same in (model.to("cpu"), model.cpu(), model.to(X)):
-        assert same is model
-    assert model.blocks[0].weight is weight
-    assert model.to("cpu", torch.float64).blocks[0].weight.dtype == torch.float64
-
-
-def test_the_device_map_of_transformers_exists_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = pipelined()
-    assert not hasattr(model, "hf_device_map")
-    gpus = [torch.device("cuda", index) for index in range(2)]
-    placement = list(zip(model.pipeline.partitions, gpus, strict=True))
-    monkeypatch.setattr(type(model.pipeline), "_placement", lambda pipeline: placement)
-    assert model.hf_device_map.keys() == {"", "blocks.0", "blocks.1", "blocks.2"}
-    assert not hasattr(model.plain(), "hf_device_map")
-
-
 def doubled(forward: Any) -> Any:
     return functools.wraps(forward)(lambda *args, **kwargs: 2 * forward(*args, **kwargs))
 
@@ -279,22 +238,6 @@ def test_forward_may_be_wrapped(again: Any) -> None:
     assert torch.equal(wrapped(X), expected)
 
 
-def test_a_forward_of_the_plain_object_is_part_of_the_pipeline() -> None:
-    plain = Net()
-    plain.forward = doubled(plain.forward)  # type: ignore[method-assign]
-    model = pipelined(plain)
-    model(X)
-    assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(2)]))
-    assert model.pipeline is not None
-
-
-def test_forward_may_not_be_replaced() -> None:
-    model = pipelined()
-    with pytest.raises(TypeError, match=r"denied to replace forward of a pipelined Net.*functools\.wraps"):
-        model.forward = lambda x: x
-    assert torch.equal(model(X), model.plain_loop(X))
-
-
 def test_weights_of_a_model_on_the_meta_device_are_loaded() -> None:
     weights = Net().state_dict()
     with torch.device("meta"):
@@ -303,20 +246,6 @@ def test_weights_of_a_model_on_the_meta_device_are_loaded() -> None:
     plain = Net()
     plain.load_state_dict(weights)
     assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(2)]))
-
-
-def test_averages_are_accepted_knowingly() -> None:
-    class Spread(Net):
-        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-            y = super().forward(x)
-            return {"spread": y.std(), "pairs": y @ y.T, "y": y}
-
-    plain = Spread()
-    output = pipelined(plain, loss="per-microbatch")(X)
-    parts = [plain(part) for part in X.chunk(2)]
-    assert output["pairs"] is None
-    assert torch.equal(output["spread"], parts[0]["spread"] * 0.5 + parts[1]["spread"] * 0.5)
-    assert torch.equal(output["y"], torch.cat([part["y"] for part in parts]))
 
 
 class WithLoss(Net):
@@ -343,8 +272,25 @@ def test_a_report_records_steps_and_changes_nothing(loss: bool) -> None:
     assert {action.kind.value for action in report.critical_path} <= {"F", "SEND_F", "RECV_F"}
 
 
-def test_tune_takes_a_pipelined_model() -> None:
-    model = pipelined(WithLoss(), X, X)
-    found = tune(model, X, labels=X, seconds=0.1)
-    assert found.trials[0].settings == {}
-    assert model.chunks == 2
+def test_averages_are_accepted_knowingly() -> None:
+    class Spread(Net):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            return {"spread": y.std(), "pairs": y @ y.T, "y": y}
+
+    plain = Spread()
+    output = pipelined(plain, loss="per-microbatch")(X)
+    parts = [plain(part) for part in X.chunk(2)]
+    assert output["pairs"] is None
+    assert torch.equal(output["spread"], parts[0]["spread"] * 0.5 + parts[1]["spread"] * 0.5)
+    assert torch.equal(output["y"], torch.cat([part["y"] for part in parts]))
+
+
+def test_the_device_map_of_transformers_exists_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pipelined()
+    assert not hasattr(model, "hf_device_map")
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    placement = list(zip(model.pipeline.partitions, gpus, strict=True))
+    monkeypatch.setattr(type(model.pipeline), "_placement", lambda pipeline: placement)
+    assert model.hf_device_map.keys() == {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert not hasattr(model.plain(), "hf_device_map")

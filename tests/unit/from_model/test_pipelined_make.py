@@ -43,33 +43,14 @@ def test_gradient_checkpointing_becomes_a_mode() -> None:
     assert not model.is_gradient_checkpointing
 
 
-def hooked() -> nn.Module:
-    model = Net()
-    model.blocks[1]._hf_hook = object()
-    return model
-
-
-def quantized() -> nn.Module:
-    model = Net()
-    model.blocks[0].weight.quant_state = object()  # type: ignore[union-attr]
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "args", "kind", "message"),
     [
         (lambda x: x, (X,), TypeError, "model must be an nn.Module, got function"),
         (Net(), X, TypeError, r"args must be a tuple of positional arguments, got Tensor; pass \(x,\)"),
         (Net(), (), ValueError, "from_model records a call of the model; pass its arguments"),
-        (hooked(), (X,), ValueError, r"blocks\.1 has a hook of accelerate"),
-        (quantized(), (X,), ValueError, r"blocks\.0 \(Linear\) is quantized"),
     ],
 )
 def test_models_and_arguments_that_are_refused(model: Any, args: Any, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         pipelined(model, args)
-
-
-def test_a_pipelined_model_is_not_pipelined_again() -> None:
-    with pytest.raises(ValueError, match=r"this Net is pipelined already; call model\.plain\(\)"):
-        pipelined(pipelined(Net()))

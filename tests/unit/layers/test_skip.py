@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -38,97 +38,52 @@ class Pop(nn.Module):
         return x + (yield pop("a"))
 
 
-def yielding(api: Any, commands: Callable[..., Any], **declared: list[str]) -> nn.Module:
-    """Returns a skippable module whose forward is the generator function `commands`."""
+def layer(api: Any, *commands: str, **declared: list[str]) -> nn.Module:
+    """Returns a module that stashes twice its input, or None, and adds what it pops, as ``commands`` say."""
 
     class Yielding(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return commands(x)
+            doubled = x * 2
+            for command in commands:
+                verb, name = command.split()
+                if verb == "pop":
+                    popped = yield api.pop(name)
+                    x = x if popped is None else x + popped
+                else:
+                    yield api.stash(name, doubled if verb == "stash" else None)
+            return x
 
     module: nn.Module = api.skippable(**declared)(Yielding)()
     return module
-
-
-def stashing(api: Any, *names: str, returns: float = 1.0) -> Callable[[Tensor], Any]:
-    def commands(x: Tensor) -> Any:
-        for name in names:
-            yield api.stash(name, x * 2)
-        return x * returns
-
-    return commands
-
-
-def popping(api: Any, *names: str) -> Callable[[Tensor], Any]:
-    def commands(x: Tensor) -> Any:
-        for name in names:
-            popped = yield api.pop(name)
-            x = x if popped is None else x + popped
-        return x
-
-    return commands
-
-
-def without_commands(api: Any) -> Callable[[Tensor], Any]:
-    return lambda x: x
-
-
-def yielding_a_number(x: Tensor) -> Any:
-    yield 42
-    return x
-
-
-def stashing_none(api: Any) -> Callable[[Tensor], Any]:
-    def commands(x: Tensor) -> Any:
-        yield api.stash("s", None)
-        return x
-
-    return commands
 
 
 @BOTH_APIS
 def test_stashed_tensors_are_popped(api: Any) -> None:
     x = torch.randn(2, 3)
     model = nn.Sequential(
-        yielding(api, stashing(api, "s", "t"), stash=["s", "t"]),
+        layer(api, "stash s", "stash t", "none n", stash=["s", "t", "n"]),
         nn.Tanh(),
-        yielding(api, popping(api, "s"), pop=["s"]),
-        yielding(api, popping(api, "t"), pop=["t"]),
+        layer(api, "pop s", pop=["s"]),
+        layer(api, "pop t", "pop n", pop=["t", "n"]),
     )
     for _ in range(2):
         assert torch.equal(model(x), x.tanh() + x * 2 + x * 2)
 
 
 @BOTH_APIS
-def test_none_can_be_stashed(api: Any) -> None:
-    x = torch.randn(2, 3)
-    model = nn.Sequential(
-        yielding(api, stashing_none(api), stash=["s"]), yielding(api, popping(api, "s"), pop=["s"])
-    )
-    assert torch.equal(model(x), x)
-
-
-@BOTH_APIS
 @pytest.mark.parametrize(
     ("message", "build"),
     [
-        ("'s' has not been stashed", lambda api: yielding(api, popping(api, "s"), pop=["s"])),
-        (
-            "'t' has not been declared as stashable",
-            lambda api: yielding(api, stashing(api, "s", "t"), stash=["s"]),
-        ),
+        ("'s' has not been stashed", lambda api: layer(api, "pop s", pop=["s"])),
+        ("'t' has not been declared as stashable", lambda api: layer(api, "stash s", "stash t", stash=["s"])),
         (
             "'t' has not been declared as poppable",
-            lambda api: nn.Sequential(
-                yielding(api, stashing(api, "s"), stash=["s"]), yielding(api, popping(api, "t"), pop=["s"])
-            ),
+            lambda api: nn.Sequential(layer(api, "stash s", stash=["s"]), layer(api, "pop t", pop=["s"])),
         ),
-        ("'s' must be stashed but have not", lambda api: yielding(api, without_commands(api), stash=["s"])),
+        ("'s' must be stashed but have not", lambda api: layer(api, stash=["s"])),
         (
             "'s' must be popped but have not",
-            lambda api: nn.Sequential(
-                yielding(api, stashing(api, "s"), stash=["s"]),
-                yielding(api, without_commands(api), pop=["s"]),
-            ),
+            lambda api: nn.Sequential(layer(api, "stash s", stash=["s"]), layer(api, pop=["s"])),
         ),
     ],
 )
@@ -141,34 +96,30 @@ def test_commands_that_contradict_the_declaration_are_refused(
 
 @BOTH_APIS
 def test_yielding_something_other_than_a_command_is_refused(api: Any) -> None:
+    class Yields(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield 42
+
     with pytest.raises(TypeError, match=r"^42 is not a command from @skippable$"):
-        yielding(api, yielding_a_number)(torch.ones(1, 3))
+        api.skippable()(Yields)()(torch.ones(1, 3))
 
 
 def test_popping_twice_is_refused() -> None:
-    model = nn.Sequential(Stash(), yielding(gpipe_fast.skip, popping(gpipe_fast.skip, "a", "a"), pop=["a"]))
+    model = nn.Sequential(Stash(), layer(gpipe_fast.skip, "pop a", "pop a", pop=["a"]))
     with pytest.raises(RuntimeError, match="'a' has been popped already"):
         model(torch.ones(1, 3))
 
 
 @BOTH_APIS
 def test_verify_skippables_lists_every_mismatch(api: Any) -> None:
-    def s(**declared: list[str]) -> nn.Module:
-        return yielding(api, without_commands(api), **declared)
+    def layers(*declared: dict[str, list[str]]) -> nn.Module:
+        return nn.Sequential(*(layer(api, **each) for each in declared))
 
-    api.verify_skippables(nn.Sequential(s(stash=["a"]), nn.ReLU(), s(pop=["a"])))
+    stashes, pops = {"stash": ["a"]}, {"pop": ["a"]}
+    api.verify_skippables(layers(stashes, {}, pops))
+    others = {"pop": ["c"]}, {"stash": ["d"]}
     with pytest.raises(TypeError) as caught:
-        api.verify_skippables(
-            nn.Sequential(
-                s(stash=["a"]),
-                s(stash=["a"]),
-                s(stash=["b"], pop=["b"]),
-                s(pop=["a"]),
-                s(pop=["a"]),
-                s(pop=["c"]),
-                s(stash=["d"]),
-            )
-        )
+        api.verify_skippables(layers(stashes, stashes, {"stash": ["b"], "pop": ["b"]}, pops, pops, *others))
     first, *faults = str(caught.value).splitlines()
     assert first == "one or more pairs of stash and pop do not match:"
     assert faults == [
@@ -185,25 +136,15 @@ def test_verify_skippables_lists_every_mismatch(api: Any) -> None:
 def test_namespaces_keep_equal_names_apart(api: Any) -> None:
     inner, outer = api.Namespace(), api.Namespace()
 
-    def s(factor: float) -> nn.Module:
-        def commands(x: Tensor) -> Any:
-            yield api.stash("a", x * factor)
-            return x
-
-        return yielding(api, commands, stash=["a"])
-
-    first, second = s(2), s(3)
+    first, second = (layer(api, "stash a", stash=["a"]) for _ in range(2))
     assert first.isolate(outer) is first
     model = nn.Sequential(
-        first,
-        second.isolate(inner, only=["a"]),
-        yielding(api, popping(api, "a"), pop=["a"]).isolate(inner),
-        nn.Tanh(),
-        yielding(api, popping(api, "a"), pop=["a"]).isolate(outer),
+        *(first, nn.Tanh(), second.isolate(inner, only=["a"])),
+        *(layer(api, "pop a", pop=["a"]).isolate(namespace) for namespace in (inner, outer)),
     )
     api.verify_skippables(model)
     x = torch.randn(2, 3)
-    assert torch.equal(model(x), (x + x * 3).tanh() + x * 2)
+    assert torch.equal(model(x), x.tanh() + x.tanh() * 2 + x * 2)
 
 
 @BOTH_APIS
@@ -213,20 +154,6 @@ def test_copies_of_a_namespace_are_equal_and_other_namespaces_differ(api: Any) -
     assert a != b
     assert len({a, b, copy.copy(a)}) == 2
     assert (a < b) != (b < a)
-
-
-def test_isolating_an_undeclared_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot isolate 'b': the module declares 'a'"):
-        Stash().isolate(Namespace(), only=["b"])
-
-
-def test_a_skippable_module_wraps_an_instance_of_its_class() -> None:
-    layer = Stash()
-    assert isinstance(layer, Stash)
-    assert isinstance(layer, Skippable)
-    assert repr(layer).startswith("@skippable(Stash(")
-    assert list(layer.state_dict()) == ["module.linear.weight", "module.linear.bias"]
-    assert (layer.stashable(), layer.poppable()) == ([(None, "a")], [])
 
 
 def test_copied_and_pickled_skip_connections_still_match() -> None:
@@ -239,32 +166,16 @@ def test_copied_and_pickled_skip_connections_still_match() -> None:
 
 def test_stashed_tensors_are_thread_local() -> None:
     Stash()(torch.ones(1, 3))
-    try:
-        raised: list[str] = []
-
-        def run() -> None:
-            try:
-                Pop()(torch.ones(1, 3))
-            except RuntimeError as error:
-                raised.append(str(error))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert raised == ["'a' has not been stashed"]
-    finally:
-        Pop()(torch.ones(1, 3))
+    with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="'a' has not been stashed"):
+        pool.submit(Pop(), torch.ones(1, 3)).result()
+    Pop()(torch.ones(1, 3))
 
 
 def test_a_failed_layer_stashes_nothing() -> None:
-    def commands(x: Tensor) -> Any:
-        yield stash("f", x)
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        yielding(gpipe_fast.skip, commands, stash=["f"])(torch.ones(1, 3))
+    with pytest.raises(RuntimeError, match="'g' has not been declared as stashable"):
+        layer(gpipe_fast.skip, "stash f", "stash g", stash=["f"])(torch.ones(1, 3))
     with pytest.raises(RuntimeError, match="'f' has not been stashed"):
-        yielding(gpipe_fast.skip, popping(gpipe_fast.skip, "f"), pop=["f"])(torch.ones(1, 3))
+        layer(gpipe_fast.skip, "pop f", pop=["f"])(torch.ones(1, 3))
 
 
 def test_skips_of_lists_the_skip_connections_between_layers() -> None:
@@ -279,3 +190,17 @@ def test_skips_of_lists_the_skip_connections_between_layers() -> None:
     verify_skippables(nn.Sequential(*layers))
     found = [(s.key, s.source, s.target, s.stash_order) for s in skips_of(layers)]
     assert found == [((b, "a"), 1, 2, 1), ((a, "a"), 0, 3, 0)]
+
+
+def test_isolating_an_undeclared_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot isolate 'b': the module declares 'a'"):
+        Stash().isolate(Namespace(), only=["b"])
+
+
+def test_a_skippable_module_wraps_an_instance_of_its_class() -> None:
+    layer = Stash()
+    assert isinstance(layer, Stash)
+    assert isinstance(layer, Skippable)
+    assert repr(layer).startswith("@skippable(Stash(")
+    assert list(layer.state_dict()) == ["module.linear.weight", "module.linear.bias"]
+    assert (layer.stashable(), layer.poppable()) == ([(None, "a")], [])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_fast._extension import ActiveRuns, Arena, Layout, Program
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import (
     MAX_COALESCED_GRADIENT_BYTES,
     MAX_PENDING_BYTES,
@@ -19,7 +16,6 @@ from gpipe_fast.lower.accumulation import (
 )
 from gpipe_fast.lower.steps import Accumulate, AccumulateAll
 
-CPU = torch.device("cpu")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _accumulate_ = torch.ops.gpipe_fast._accumulate_.default
 
@@ -71,83 +67,3 @@ def test_the_size_of_deferred_gradients_is_bounded() -> None:
         AccumulateAll((*range(capacity),), (*range(capacity),), ActiveRuns.LATER)
     ]
     assert pending.flush() == [AccumulateAll((capacity,), (capacity,), ActiveRuns.LATER)]
-
-
-def test_several_gradients_are_added_in_one_step() -> None:
-    """Later runs add each value to its accumulator; the pairs differ in dtypes and strides."""
-    program = Program(Arena(), CPU)
-    layouts = [
-        Layout((3,), (1,), torch.float32),
-        Layout((2, 2), (1, 2), torch.float32),
-        Layout((), (), torch.float64),
-    ]
-    dtypes = (torch.bfloat16, torch.float32, torch.float64)
-    shapes: tuple[tuple[int, ...], ...] = ((3,), (2, 2), ())
-    values = [
-        program.add_input(Layout(shape, torch.empty(shape, device="meta").stride(), dtype), False)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-    accumulators = [program.add_accumulator(i, layout) for i, layout in enumerate(layouts)]
-    for accumulator in accumulators:
-        program.add_allocate(accumulator, ActiveRuns.FIRST)
-    program.add_accumulate_all(accumulators, values, ActiveRuns.LATER)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True)]
-    before: list[Tensor | None] = [
-        torch.zeros(3),
-        torch.ones(2, 2).t(),
-        torch.tensor(2.0, dtype=torch.float64),
-    ]
-    expected = [b.clone() + g for b, g in zip(before, inputs, strict=True) if b is not None]
-    _, after = program.run(inputs, before, False)
-    for ours, theirs in zip(after, expected, strict=True):
-        assert ours is not None
-        assert torch.equal(ours, theirs)
-
-
-def test_a_step_with_fewer_values_than_accumulators_is_refused() -> None:
-    program = Program(Arena(), CPU)
-    layout = Layout((3,), (1,), torch.float32)
-    accumulator = program.add_accumulator(0, layout)
-    with pytest.raises(RuntimeError, match="1 accumulators, but 0 values"):
-        program.add_accumulate_all([accumulator], [], ActiveRuns.LATER)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.product(LOW_PRECISION, (torch.float32, *LOW_PRECISION))), ids=str
-)
-def test_cuda_many_gradients_are_added_while_capturing(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Adds more gradients than one launch takes, one of them with other strides; replays add them again."""
-    value_dtype, accumulator_dtype = dtypes
-    generator = torch.Generator().manual_seed(0)
-    sizes = [*range(1, 300), 100_003]
-    values = [torch.randn(s, generator=generator).to("cuda", value_dtype) for s in sizes]
-    values.append(torch.randn(5, 7, generator=generator).to("cuda", value_dtype).t())
-    accumulators = [torch.ones(v.shape, device="cuda", dtype=accumulator_dtype) for v in values]
-    expected = [a.clone() for a in accumulators]
-    _accumulate_(accumulators, values)  # loads the kernels before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _accumulate_(accumulators, values)
-    for _ in range(3):
-        graph.replay()
-    for total, value in zip(expected, values, strict=True):
-        for _ in range(4):
-            total.add_(value)
-    assert all(map(torch.equal, accumulators, expected))
-
-
-@pytest.mark.cuda
-def test_cuda_a_product_accumulates_without_a_temporary() -> None:
-    """Allocates no temporary; the error against float64 is at most twice that of a product and a sum."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(512, 512, generator=generator).cuda() for _ in range(2))
-    total = torch.randn(512, 512, generator=generator).cuda()
-    exact = total.double() + a.double() @ b.double()
-    plain = total + a @ b
-    free = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.addmm(total, a, b, out=total)
-    assert torch.cuda.max_memory_allocated() - free < total.nbytes
-    assert (total - exact).abs().max() <= 2 * (plain - exact).abs().max()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipe_fast.lower.alias import count_reads, is_view_op, source_of
+from gpipe_fast.lower.alias import source_of
 
 aten = torch.ops.aten
 
@@ -34,7 +34,6 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "narrow": (lambda x: x.narrow(1, 2, 3), 2),
     "slice with a step": (lambda x: x[1::2, 1::3], 7),
     "split": (lambda x: x.split(2, 1)[2], 4),
-    "chunk": (lambda x: x.chunk(2)[1], 12),
     "unbind": (lambda x: x.unbind(1)[5], 5),
     "split of transposed": (lambda x: x.t().split(2)[1].t(), 2),
     "diagonal": (lambda x: x.diagonal(1), 1),
@@ -59,14 +58,11 @@ def test_views_lead_to_their_base(function: Callable[[Tensor], Tensor], offset: 
 NON_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "computed": lambda x: x + 0,
     "clone in other strides": lambda x: x.t().clone(memory_format=torch.contiguous_format),
-    "clone of expanded": lambda x: x[:1].expand(4, 6).clone(),
     "another dtype": lambda x: x.to(torch.float64),
     "bits as another dtype": lambda x: x.view(torch.int32),
     "complex": lambda x: torch.view_as_complex(x.view(4, 3, 2)),
     "real part": lambda x: torch.complex(x, x).real,
-    "new tensor like": lambda x: torch.zeros_like(x),
     "index": lambda x: x[torch.tensor([0, 1])],
-    "cat": lambda x: torch.cat([x]),
 }
 
 
@@ -74,41 +70,3 @@ NON_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_values_that_are_not_views_own_their_memory(function: Callable[[Tensor], Tensor]) -> None:
     placeholder, result = result_of(function, 4, 6)
     assert source_of(result).base is not placeholder
-
-
-def test_one_of_several_results_is_its_own_base() -> None:
-    _, result = result_of(lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5)[1], 4, 6)
-    assert source_of(result) == (result, 0)
-
-
-def test_a_conjugate_is_its_own_base() -> None:
-    """A conjugate shares memory, but its elements differ."""
-    module = make_fx(lambda x: torch.view_as_complex(x).conj(), tracing_mode="fake")(torch.zeros(3, 2))
-    (conjugate,) = module.graph.find_nodes(op="call_function", target=aten._conj.default)
-    assert source_of(conjugate).base is conjugate
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (aten.t.default, True),
-        (aten.split.Tensor, True),
-        (aten.unbind.int, True),
-        (aten.expand.default, True),
-        (aten.clone.default, False),
-        (aten.mm.default, False),
-        (aten.relu_.default, False),
-        (aten.copy_.default, False),
-    ],
-    ids=str,
-)
-def test_is_view_recognizes_view_operators(op: object, expected: bool) -> None:
-    assert is_view_op(op) is expected  # type: ignore[arg-type]
-
-
-def test_count_reads_includes_lists_and_keywords() -> None:
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    user = graph.call_function(aten.cat.default, ([x, y, x],), {"dim": 0})
-    keyword = graph.call_function(aten.add.Tensor, (x,), {"other": x})
-    assert [count_reads(user, x), count_reads(user, y), count_reads(keyword, x)] == [2, 1, 2]

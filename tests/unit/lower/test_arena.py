@@ -12,10 +12,8 @@ from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, place, reus
 SEEDS = range(40)
 
 
-def assign_offsets(
-    live_ranges: dict[int, LiveRange], alignment: int = ALIGNMENT
-) -> tuple[dict[int, int], int]:
-    return place(reuse_chains(live_ranges), alignment)
+def assign_offsets(ranges: dict[int, LiveRange], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
+    return place(reuse_chains(ranges), alignment)
 
 
 def aligned(size: int) -> int:
@@ -53,9 +51,9 @@ def reuses_memory(dying: int, value: int, live_ranges: dict[int, LiveRange], off
     )
 
 
-@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_values_that_are_live_together_do_not_overlap(seed: int, reuse: bool) -> None:
+def test_values_that_are_live_together_do_not_overlap(seed: int) -> None:
+    reuse = seed % 4 > 0
     live_ranges = random_live_ranges(seed, reuse)
     offsets, total = assign_offsets(live_ranges)
     assert offsets.keys() == live_ranges.keys()
@@ -103,32 +101,12 @@ def test_a_chain_of_in_place_values_takes_one_block() -> None:
     assert total == aligned(100)
 
 
-def test_the_memory_of_a_dying_value_is_reused_in_place_only_once() -> None:
-    live_ranges = {0: LiveRange(64, 0, 1), 1: LiveRange(64, 1, 2, (0,)), 2: LiveRange(64, 1, 2, (0,))}
-    offsets, total = assign_offsets(live_ranges)
-    assert offsets[1] != offsets[2]
-    assert total == 128
-
-
 @pytest.mark.parametrize(
     ("size", "end", "why"), [(64, 2, "is read later"), (32, 1, "is smaller"), (128, 1, "is larger")]
 )
 def test_memory_is_not_reused_in_place_if_it_does_not_fit(size: int, end: int, why: str) -> None:
     offsets, _ = assign_offsets({0: LiveRange(size, 0, end), 1: LiveRange(64, 1, 3, (0,))})
     assert offsets[0] != offsets[1], why
-
-
-def test_memory_is_reused_after_the_live_range_ends() -> None:
-    offsets, total = assign_offsets({0: LiveRange(640, 0, 1), 1: LiveRange(640, 2, 3)})
-    assert offsets == {0: 0, 1: 0}
-    assert total == 640
-
-
-def test_no_values_and_empty_values_are_laid_out() -> None:
-    assert assign_offsets({}) == ({}, 0)
-    offsets, total = assign_offsets({0: LiveRange(0, 0, 1), 1: LiveRange(0, 0, 1), 2: LiveRange(64, 0, 1)})
-    assert all(offset % ALIGNMENT == 0 and offset <= total for offset in offsets.values())
-    assert total <= 3 * ALIGNMENT
 
 
 def test_gpu_offsets_are_aligned_like_the_allocators_blocks() -> None:

@@ -10,18 +10,7 @@ from gpipe_fast.lower.bitwise_addmm import addmm_is_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = [
-    (1, 1, 1),
-    (1, 2, 1),
-    (1, 4, 1),
-    (1, 3, 2),
-    (2, 4, 1),
-    (8, 4, 8),
-    (16, 1, 16),
-    (64, 8, 64),
-    (1, 64, 64),
-    (64, 512, 64),
-]
+SHAPES = [(1, 1, 1), (1, 4, 1), (1, 3, 2), (2, 4, 1), (8, 4, 8), (16, 1, 16), (1, 64, 64), (64, 512, 64)]
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +30,7 @@ def test_the_answer_of_one_trial_holds_for_other_numbers(
 ) -> None:
     """True means that no product of these shapes changes a bit; False, that some product does."""
     a, b, _ = operands(*shape, dtype, 0)
-    others = (operands(*shape, dtype, seed) for seed in range(1, 200))
+    others = (operands(*shape, dtype, seed) for seed in range(1, 100))
     equal = all(torch.equal(torch.addmm(c, a, b), c + a @ b) for a, b, c in others)
     assert addmm_is_bitwise_equal(a, b) == equal
 
@@ -60,16 +49,10 @@ def test_a_product_that_sums_in_blocks_is_detected(in_blocks: bool, monkeypatch:
     assert addmm_is_bitwise_equal(torch.ones(13 + in_blocks, 5), torch.ones(5, 11)) != in_blocks
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "why"),
-    [
-        (torch.empty(0, 4), torch.empty(4, 2), "empty"),
-        (torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64), "integers"),
-        (torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"), "no CPU tensors"),
-    ],
-)
-def test_operands_that_cannot_be_tried_are_not_exact(a: Tensor, b: Tensor, why: str) -> None:
-    assert not addmm_is_bitwise_equal(a, b), why
+def test_operands_that_cannot_be_tried_are_not_exact() -> None:
+    integers, elsewhere = torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, device="meta")
+    for a, b in ((torch.empty(0, 4), torch.empty(4, 2)), (integers, integers), (elsewhere, elsewhere)):
+        assert not addmm_is_bitwise_equal(a, b)
 
 
 def test_exactness_is_tried_once_per_layout_and_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:

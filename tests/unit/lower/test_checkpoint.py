@@ -40,12 +40,6 @@ def test_a_single_micro_batch_counts_as_the_last() -> None:
     assert policy.saved_fractions(0, 3) == [0.25, 0.25, 0.5]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_there_is_one_value_for_each_stage(training: bool) -> None:
-    with pytest.raises(ValueError, match="checkpoint has 2 values, but the model has 3 stages"):
-        checkpoint_policy((0.5, "never"), 3, training)
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_saved_fractions_outside_of_0_to_1_are_refused(share: float) -> None:
     with pytest.raises(ValueError, match=f"must be within 0 and 1, got {share}"):

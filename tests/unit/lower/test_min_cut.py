@@ -29,7 +29,8 @@ def subsets(choices: Choices) -> list[Recomputed]:
     return [frozenset(s) for size in range(len(numbers) + 1) for s in combinations(numbers, size)]
 
 
-def check(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_no_subset_is_better_at_any_price(seed: int) -> None:
     choices = drawn(seed)
     found = list(choices.nested())
     assert found[-1] == frozenset()
@@ -47,45 +48,3 @@ def check(seed: int) -> None:
     for price, pair in zip(changes, pairwise(costs), strict=True):  # both ends are optimal where it changes
         best = min(size + price * time for size, time in every)
         assert [size + price * time for size, time in pair] == [best, best]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_subset_is_better_at_any_price(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.extended
-def test_no_subset_is_better_at_any_price_in_many_graphs() -> None:
-    for seed in range(40, 1_000):
-        check(seed)
-
-
-def test_equal_layers_change_one_after_another() -> None:
-    """A chain of three equal layers: a long operator and a short one; the backward reads both results."""
-    operators, values = [], []
-    for layer in range(3):
-        reads = frozenset([2 * layer - 1]) if layer else frozenset[int]()
-        operators += [Operator(10, reads), Operator(1, frozenset([2 * layer]))]
-        values += [Value(4, 2 * layer, True), Value(4, 2 * layer + 1, True)]
-    found = list(Choices(operators, values).nested())
-    assert [set(each) for each in found] == [
-        {0, 1, 2, 3, 4, 5},
-        {0, 1, 2, 3, 5},
-        {0, 1, 3, 5},
-        {1, 3, 5},
-        {1, 3},
-        {1},
-        set(),
-    ]
-
-
-def test_a_value_that_two_operators_read_is_saved_once() -> None:
-    operators = [Operator(9, frozenset()), Operator(1, frozenset([0])), Operator(1, frozenset([0]))]
-    values = [Value(4, 0, False), Value(30, 1, True), Value(30, 2, True)]
-    choices = Choices(operators, values)
-    assert choices.saved(frozenset([1, 2])) == {0}
-    assert [choices.cost(each) for each in choices.nested()] == [(0, 11), (4, 2), (60, 0)]
-
-
-def test_without_values_that_the_backward_reads_nothing_is_recomputed() -> None:
-    assert list(Choices([Operator(1, frozenset())], [Value(4, 0, False)]).nested()) == [frozenset()]

@@ -75,29 +75,3 @@ def test_estimates_count_operations_and_bytes() -> None:
         assert nanoseconds(product) == 1_000 + moved // 10 + 2 * 300 * 100 * 200 // 50
         assert nanoseconds(tanh) == 1_000 + 4 * 2 * 300 * 200 // 10
     measured.assert_not_called()
-
-
-@pytest.mark.usefixtures("deterministic_algorithms")
-def test_estimates_count_the_operations_of_attention_and_convolutions() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-            return found
-
-    x = torch.randn(2, 4, 128, 16, requires_grad=True)
-    (attention,) = find(operators(Attention(), x=x), aten._scaled_dot_product_flash_attention_for_cpu.default)
-    assert nanoseconds(attention) > 2 * 2 * 2 * 4 * 128 * 128 * 16 // 50
-    (convolution,) = find(
-        operators(nn.Conv2d(8, 8, 3), x=torch.randn(2, 8, 32, 32)), aten.convolution.default
-    )
-    assert nanoseconds(convolution) > 2 * 2 * 8 * 8 * 9 * 30 * 30 // 50
-
-
-def test_a_device_that_is_not_there_is_estimated() -> None:
-    (node,) = find(operators(nn.Tanh(), x=torch.randn(4)), aten.tanh.default)
-    if torch.cuda.is_available():
-        pytest.skip("the machine has a GPU")
-    node.meta["val"] = torch.empty(4, device="meta")
-    with mock.patch.object(operator_times, "_measured") as measured:
-        assert nanoseconds(node) >= 1_000
-    measured.assert_not_called()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast.randomness.random import KeyedRandomMode, UnkeyedRandomOp, keyed_rng, make_key, minibatch_key
-from tests.unit.randomness.keyed_draws import KEY, assert_uncorrelated, draw, keyed_mode
+from gpipe_fast.randomness.random import UnkeyedRandomOp, keyed_rng, make_key, minibatch_key
+from tests.unit.randomness.keyed_draws import draw, keyed_mode
 
 
 @pytest.mark.parametrize(
@@ -31,21 +29,6 @@ from tests.unit.randomness.keyed_draws import KEY, assert_uncorrelated, draw, ke
 def test_random_operations_that_cannot_be_keyed_raise(call: Callable[[], Tensor], message: str) -> None:
     with keyed_mode(), pytest.raises(UnkeyedRandomOp, match=message):
         call()
-
-
-def test_attention_dropout_is_keyed() -> None:
-    q, k, v = torch.randn(3, 2, 4, 16, 8)
-    attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
-    for call in (
-        lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3),
-        lambda: attention(q[0], k[0], v[0])[0],
-        lambda: attention(q[0], k[0], v[0], need_weights=False)[0],
-    ):
-        with keyed_mode():
-            first, second = call(), call()
-        with keyed_mode():
-            assert torch.equal(first, call())
-        assert not torch.equal(first, second)
 
 
 class FusedAttentionRecorder(TorchFunctionMode):
@@ -73,84 +56,6 @@ def test_attention_with_dropout_is_not_fused_where_there_are_gpus(monkeypatch: p
     assert recorder.fused_allowed == [False, False, True]
 
 
-def test_multi_head_attention_with_dropout_is_not_fused_where_there_are_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A torch function mode sees no calls inside of multi-head attention."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    attend, allowed = F.scaled_dot_product_attention, []
-
-    def recording_attend(*args: Any) -> Tensor:
-        allowed.append(torch.backends.cuda.flash_sdp_enabled())
-        return attend(*args)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recording_attend)
-    attention, x = nn.MultiheadAttention(8, 2, dropout=0.3), torch.randn(4, 2, 8)
-    with keyed_mode():
-        attention(x, x, x, need_weights=False)
-        attention.eval()(x, x, x, need_weights=False)
-    assert allowed == [False, True]
-
-
-def test_a_trace_takes_the_key_as_an_input() -> None:
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.2))
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, key: Tensor, x: Tensor) -> Tensor:
-            with KeyedRandomMode(key) as mode:
-                for index, layer in enumerate(self.layers):
-                    mode.enter_layer(index)
-                    x = layer(x)
-            return x
-
-    x = torch.randn(16, 8)
-    with contextlib.ExitStack() as stack:
-        joint = aot_export_joint_with_descriptors(stack, Stage(), (KEY, x)).graph_module
-    calls = [node for node in joint.graph.nodes if node.op == "call_function"]
-    draws = [node for node in calls if str(node.target).startswith("gpipe_fast.keyed_")]
-    assert [node.args[1:3] for node in draws] == [(1, 0), (3, 0)]
-    assert {node.args[0].op for node in draws} == {"placeholder"}
-    assert len({node.args[0] for node in draws}) == 1
-    assert not [node for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags]
-
-    parameters = [parameter.detach() for parameter in layers.parameters()]
-    (output,), gradients = joint([*parameters, KEY, x], [torch.ones(16, 8)])
-    expected = Stage()(KEY, x)
-    expected.sum().backward()
-    assert torch.equal(output, expected)
-    for gradient, parameter in zip(gradients, layers.parameters(), strict=False):
-        torch.testing.assert_close(gradient, parameter.grad)
-
-
-class TwoDropouts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
-        self.masks: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.masks += [self.first(torch.ones_like(x)), self.second(torch.ones_like(x))]
-        return x
-
-
-def test_keyed_rng_draws_are_independent() -> None:
-    layers = [TwoDropouts(), TwoDropouts()]
-    model = nn.Sequential(*layers)
-    for _ in range(2):
-        with keyed_rng(model):
-            for microbatch in torch.zeros(2 * 64, 128).chunk(2):
-                model(microbatch)
-    masks = layers[0].masks + layers[1].masks
-    assert len(masks) == 2 * 2 * 2 * 2
-    for i, mask in enumerate(masks):
-        for other in masks[:i]:
-            assert_uncorrelated(mask, other)
-
-
 def test_keyed_rng_counts_microbatches_and_layers() -> None:
     model = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
     x = torch.ones(8, 64)
@@ -162,20 +67,6 @@ def test_keyed_rng_counts_microbatches_and_layers() -> None:
             mask = draw("bernoulli", [2, 64], 0.5, key=make_key(5, microbatch), layer=layer, ordinal=ordinal)
             expected = expected * mask.div(0.5)
         assert torch.equal(output, expected)
-
-
-def test_keyed_rng_distinguishes_the_positions_of_a_shared_layer() -> None:
-    shared = nn.Dropout(0.5)
-
-    class CallsShared(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return shared(x)
-
-    model = nn.Sequential(shared, CallsShared(), shared)
-    with keyed_rng(model, key=5):
-        output = model(torch.ones(2, 64))
-    masks = [draw("bernoulli", [2, 64], 0.5, key=make_key(5, 0), layer=layer) for layer in range(3)]
-    assert torch.equal(output, masks[0] * masks[1] * masks[2] * 8)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +148,21 @@ def test_keyed_rng_refuses_modules_whose_layers_it_cannot_count() -> None:
     ):
         pass
 
-    class Backwards(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return self[0](self[1](x))
 
-    model = Backwards(nn.Dropout(0.5), nn.ReLU())
-    with pytest.raises(RuntimeError, match="out of order"), keyed_rng(model):
-        model(torch.ones(3))
+def test_multi_head_attention_with_dropout_is_not_fused_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A torch function mode sees no calls inside of multi-head attention."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attend, allowed = F.scaled_dot_product_attention, []
+
+    def recording_attend(*args: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.flash_sdp_enabled())
+        return attend(*args)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording_attend)
+    attention, x = nn.MultiheadAttention(8, 2, dropout=0.3), torch.randn(4, 2, 8)
+    with keyed_mode():
+        attention(x, x, x, need_weights=False)
+        attention.eval()(x, x, x, need_weights=False)
+    assert allowed == [False, True]

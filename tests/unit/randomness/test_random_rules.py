@@ -30,6 +30,7 @@ OPS: dict[str, tuple[Callable[[], Tensor], float | None]] = {
     "dropout1d": (lambda: F.dropout1d(torch.ones(SHAPE), 0.3), 1.0),
     "alpha_dropout": (lambda: F.alpha_dropout(torch.zeros(SHAPE), 0.3, training=True), 0.0),
     "feature_alpha_dropout": (lambda: F.feature_alpha_dropout(torch.zeros(SHAPE), 0.3, training=True), 0.0),
+    "attention": (lambda: F.scaled_dot_product_attention(X[:2], X[:2], X[:2], dropout_p=0.3), None),
     "rand": (lambda: torch.rand(SHAPE), 0.5),
     "rand_like": (lambda: torch.rand_like(X), 0.5),
     "randn": (lambda: torch.randn(SHAPE), 0.0),
@@ -126,23 +127,3 @@ def test_dropout_masks_do_not_depend_on_the_memory_format() -> None:
     assert native.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(expected, channels_last)
     assert torch.equal(mask, expected != 0)
-
-
-def test_all_dropout_operations_draw_the_same_mask() -> None:
-    x = torch.ones(64, 64)
-    with keyed_mode():
-        expected = F.dropout(x, 0.4) != 0
-    with keyed_mode():
-        assert torch.equal(torch.native_dropout(x, 0.4, True)[1], expected)
-    with keyed_mode():  # PyTorch implements this one only for CUDA
-        output, mask = torch._fused_dropout(x, 0.6)
-    assert torch.equal(mask, expected.byte())
-    torch.testing.assert_close(output, expected / 0.6)
-
-
-def test_dropout_backward_uses_the_mask_of_the_forward() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    with keyed_mode():
-        y = F.dropout(x, 0.4)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, (y != 0) * (1 / torch.tensor(0.6)))

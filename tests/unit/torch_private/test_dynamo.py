@@ -7,7 +7,7 @@ import logging
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.side_effects import SideEffects
 
-from gpipe_fast.torch_private.dynamo import effective_changes_only, settings, tracing_questions
+from gpipe_fast.torch_private.dynamo import effective_changes_only, settings
 
 
 def test_settings_hold_in_a_block_and_unknown_ones_are_left_out() -> None:
@@ -25,8 +25,3 @@ def test_patches_of_side_effects_end() -> None:
     with effective_changes_only([]):
         assert SideEffects._get_modified_vars is not before
     assert SideEffects._get_modified_vars is before
-
-
-def test_questions_about_a_trace_have_answers() -> None:
-    names = {getattr(function, "__name__", "") for function in tracing_questions}
-    assert {"is_compiling", "is_scripting"} <= names

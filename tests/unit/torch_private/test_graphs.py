@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe_fast.torch_private.graphs import (
     annotate,
     current_annotations,
-    graph_module,
     make_fx,
     preserve_node_meta,
 )
-
-
-def test_the_code_of_a_module_is_generated_at_its_first_call() -> None:
-    traced = make_fx(lambda x: x.sin())(torch.ones(2))
-    module = graph_module(nn.Module(), traced.graph)
-    assert "_LazyGraphModule" in [base.__name__ for base in type(module).__mro__]
-    assert torch.equal(module(torch.ones(2)), torch.ones(2).sin())
 
 
 def test_nodes_have_the_annotations_of_their_block() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch.overrides import BaseTorchFunctionMode
 
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.torch_private.modes import (
     TorchDispatchMode,
-    default_device,
     dispatch_modes,
     function_modes,
     is_of_a_tracer,
@@ -41,13 +39,3 @@ def test_the_innermost_function_mode_is_the_last() -> None:
 def test_modes_of_tracers_are_told_from_those_of_users() -> None:
     assert is_of_a_tracer(FakeTensorMode())
     assert not is_of_a_tracer(Mode())
-
-
-def test_the_default_device_is_the_one_that_was_set() -> None:
-    assert default_device() is None
-    torch.set_default_device("meta")
-    try:
-        assert default_device() == torch.device("meta")
-    finally:
-        torch.set_default_device(None)
-    assert default_device() is None

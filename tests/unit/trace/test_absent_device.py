@@ -61,11 +61,3 @@ def test_backends_that_are_switched_off_are_not_chosen() -> None:
             assert operator_of(qkv(HALF)) == "Flash"
         with sdpa_kernel(SDPBackend.MATH):
             assert operator_of(qkv(HALF)) is None
-
-
-def test_a_mask_of_truth_values_becomes_a_bias() -> None:
-    with FakeTensorMode():
-        mask = torch.empty(16, 16, dtype=torch.bool, device="cuda")
-        assert operator_of(qkv(FLOAT), attn_mask=mask) == "Efficient"
-        bias = torch.empty(16, 16, device="cuda", requires_grad=True)
-        assert operator_of(qkv(FLOAT), attn_mask=bias) is None

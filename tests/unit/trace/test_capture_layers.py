@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
-from gpipe_fast.trace.capture_layers import LayerRefused, key_of_fake, tensors_restored
-from gpipe_fast.trace.dynamo import Refused
+from gpipe_fast.trace.capture_layers import key_of_fake, tensors_restored
 
 
 def test_keys_differ_in_everything_that_a_trace_sees() -> None:
@@ -31,9 +30,3 @@ def test_replaced_tensors_are_restored_after_an_error() -> None:
         raise KeyError
     assert layer[0].weight is weight
     assert layer[1].running_mean is mean
-
-
-def test_a_refused_layer_has_its_index_and_the_reason() -> None:
-    error = LayerRefused(3, Refused("the reason"))
-    assert error.layer == 3
-    assert str(error) == "the reason"

@@ -69,16 +69,3 @@ def test_places_that_hold_the_same_object_are_told_from_those_that_do_not() -> N
     other = [2]
     assert facts.hold({"layer": layer_with(first=other, second=other)})
     assert not facts.hold({"layer": layer_with(first=[1], second=[1])})
-
-
-def test_a_missing_attribute_is_a_change() -> None:
-    assert not Facts([read("L['layer'].value")], layer_with(value=0.0)).hold({"layer": nn.ReLU()})
-
-
-def test_only_unstable_places_are_read_again() -> None:
-    layer = layer_with(value=0.0)
-    stable, unstable = (Facts([read("L['layer'].value", is_stable)], layer) for is_stable in (True, False))
-    assert (stable.may_change, unstable.may_change) == (False, True)
-    layer.value = -0.0
-    assert stable.still_hold({"layer": layer})
-    assert not unstable.still_hold({"layer": layer})

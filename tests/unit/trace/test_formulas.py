@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from gpipe_fast.trace.formulas import (
     Formula,
     Formulas,
     decide,
-    has_formula,
     substitute,
 )
 
@@ -33,28 +31,21 @@ def number(formulas: Formulas, expression: Any) -> Formula:
     return found
 
 
-def test_sums_differences_and_products_equal_those_of_integers() -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        formulas = formulas_at()
-        operations = [(draw.choice("+-*"), draw.choice(["s", "t", 0, 1, 3]), draw.random()) for _ in range(6)]
+ARITHMETIC: list[Callable[[Any, Any], Any]] = [
+    lambda s, t: 3 * s + t - 1,
+    lambda s, t: (1 - s) * t + s * 3 - t,
+    lambda s, t: 3 - (t - s) * (s + 1) + 0 * t,
+]
 
-        def result(s: Any, t: Any, steps: list[tuple[str, Any, float]] = operations) -> Any:
-            total: Any = s
-            for name, operand, side in steps:
-                value = {"s": s, "t": t}.get(operand, operand)
-                left, right = (total, value) if side < 0.5 else (value, total)
-                operate: Callable[[Any, Any], Any] = {"+": operator.add, "-": operator.sub}.get(
-                    name, operator.mul
-                )
-                total = operate(left, right)
-            return total
 
-        found = result(number(formulas, S), number(formulas, T))
-        for s, t in [(6, 10), (2, 2), (31, 7)]:
-            numbers = formulas.evaluator()({S: s, T: t})
-            assert numbers is not None
-            assert substitute(found, numbers) == result(s, t)
+@pytest.mark.parametrize("function", ARITHMETIC)
+def test_sums_differences_and_products_equal_those_of_integers(function: Callable[[Any, Any], Any]) -> None:
+    formulas = formulas_at()
+    found = function(number(formulas, S), number(formulas, T))
+    for s, t in [(6, 10), (2, 2), (31, 7)]:
+        numbers = formulas.evaluator()({S: s, T: t})
+        assert numbers is not None
+        assert substitute(found, numbers) == function(s, t)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +74,6 @@ def test_expressions_evaluate_as_in_sympy(expression: sympy.Expr) -> None:
         )
 
 
-def test_constant_expressions_are_integers() -> None:
-    found = formulas_at().number(sympy.Integer(7))
-    assert (found, type(found)) == (7, int)
-
-
 @pytest.mark.parametrize("expression", [S / 4, ModularIndexing(S, 2, 3), sympy.sqrt(S), 1 / S], ids=str)
 def test_other_expressions_have_no_formula(expression: sympy.Expr) -> None:
     with pytest.raises(CannotExpressError):
@@ -108,12 +94,6 @@ def test_results_hold_where_comparisons_have_the_same_outcome(compare: Callable[
             assert (evaluate({S: s, T: 2}) is not None) == (compare(s, 6) is taken), (at, s)
 
 
-def test_an_integer_on_the_left_is_compared_too() -> None:
-    formulas = formulas_at(5)
-    assert 6 > number(formulas, S)  # noqa: SIM300
-    assert formulas.evaluator()({S: 6, T: 2}) is None
-
-
 def test_tuples_and_sorted_lists_record_conditions() -> None:
     formulas = formulas_at(5, 9)
     s, t = number(formulas, S), number(formulas, T)
@@ -123,13 +103,6 @@ def test_tuples_and_sorted_lists_record_conditions() -> None:
     assert evaluate({S: 3, T: 4}) is not None
     assert evaluate({S: 4, T: 3}) is None
     assert evaluate({S: 3, T: 3}) is None
-
-
-def test_equal_formulas_need_no_condition() -> None:
-    formulas = formulas_at()
-    assert number(formulas, 2 * S) == number(formulas, 2 * S)
-    assert number(formulas, 2 * S) - number(formulas, 2 * S) == 0
-    assert formulas.evaluator()({S: 50, T: 60}) is not None
 
 
 def test_decisions_of_functions_are_taken_again() -> None:
@@ -152,20 +125,3 @@ def test_decisions_of_functions_are_taken_again() -> None:
 def test_a_formula_is_not_silently_used_as_an_integer(use: Callable[[Any], object]) -> None:
     with pytest.raises((CannotExpressError, TypeError)):
         use(number(formulas_at(), S))
-
-
-def test_truth_is_a_condition() -> None:
-    formulas = formulas_at()
-    difference = number(formulas, S) - number(formulas, T)
-    assert difference
-    assert formulas.evaluator()({S: 3, T: 3}) is None
-
-
-def test_formulas_are_found_and_replaced_in_nested_arguments() -> None:
-    formulas = formulas_at()
-    argument = [(number(formulas, S), 2), "name", None]
-    assert has_formula(argument)
-    assert not has_formula([(1, 2), "name"])
-    numbers = formulas.evaluator()({S: 11, T: 2})
-    assert numbers is not None
-    assert substitute(argument, numbers) == [(11, 2), "name", None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-from gpipe_fast.trace.gradient_layouts import clone_outputs, dim_order, remove_arrive
+from gpipe_fast.trace.gradient_layouts import dim_order
 from gpipe_fast.trace.joint_graph import GraphRole
 from tests.stages import trace_joint
 
@@ -19,14 +19,6 @@ def test_dimensions_are_ordered_by_their_strides(strides: tuple[int, ...], order
     assert dim_order(strides) == order
 
 
-def test_outputs_are_no_views_and_may_get_no_gradient() -> None:
-    x = torch.arange(6.0, requires_grad=True)
-    first, second, last = clone_outputs([x, x[:3], x.view(2, 3)], ((1, None), (2, (1, 2))))
-    assert all(not output._is_view() for output in (first, second, last))
-    assert [output.requires_grad for output in (first, second, last)] == [True, False, True]
-    assert torch.equal(last, x.view(2, 3))
-
-
 def test_a_traced_tangent_has_the_layout_of_the_arriving_gradient() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     plain = trace_joint([nn.Linear(3, 4)], x)
@@ -35,16 +27,3 @@ def test_a_traced_tangent_has_the_layout_of_the_arriving_gradient() -> None:
     assert joint.of(GraphRole.TANGENT)[0].meta["val"].stride() == (1, 2)
     arrive = torch.ops.gpipe_fast.arrive.default
     assert not joint.module.graph.find_nodes(op="call_function", target=arrive)
-
-
-def test_the_mark_is_removed_from_a_graph() -> None:
-    graph = fx.Graph()
-    tangent = graph.placeholder("tangent")
-    arrived = graph.call_function(torch.ops.gpipe_fast.arrive.default, (tangent, (1, 2)))
-    tangent.meta["val"], arrived.meta["val"] = "before", "arrived"
-    used = graph.call_function(torch.ops.aten.neg.default, (arrived,))
-    graph.output(used)
-    remove_arrive(tangent)
-    assert used.args == (tangent,)
-    assert tangent.meta["val"] == "arrived"
-    assert len(graph.nodes) == 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,22 +46,6 @@ def test_a_signal_is_handled_after_a_context_manager_is_left() -> None:
     assert interrupted.is_left
 
 
-def test_a_generator_is_a_context_manager_as_well() -> None:
-    left = []
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        yield
-        signal.raise_signal(signal.SIGINT)
-        left.append(True)
-
-    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
-        with context():
-            pass
-        wait()
-    assert left
-
-
 def test_a_signal_is_handled_at_once_elsewhere() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
         signal.raise_signal(signal.SIGINT)
@@ -79,32 +61,6 @@ def test_a_context_manager_that_is_never_left_can_be_interrupted(monkeypatch: py
 
     with pytest.raises(KeyboardInterrupt), interrupts_between_contexts(), Endless():
         pass
-
-
-def test_the_handler_is_restored() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with interrupts_between_contexts():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interrupts_between_contexts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_other_threads_handle_no_signals() -> None:
-    found = []
-
-    def trace() -> None:
-        with interrupts_between_contexts():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=trace)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
 
 
 PROGRAM = """

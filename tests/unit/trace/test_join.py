@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpipe_fast.lower.split import split
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import JointGraph
-from tests.stages import input_values, run_graph, trace_joint, unequal
+from tests.stages import trace_joint
 
 
 def parts() -> tuple[list[nn.Module], list[nn.Module]]:
@@ -31,17 +30,3 @@ def test_ports_and_layers_are_numbered_across_parts() -> None:
     assert {port for port, _ in found.outputs} == {port for port, _ in whole.outputs}
     layers = {(node.meta.get("custom") or {}).get("layer") for node in found.module.graph.nodes}
     assert layers - {None} == {0, 1, 2, 3, 4}
-
-
-def test_results_are_those_of_the_whole() -> None:
-    """But for random draws, whose key has the number of the layer in the stage."""
-    first, last = parts()
-    layers, x = [*first, *last], torch.randn(4, 3, requires_grad=True)
-    results = []
-    for joint in (joined(), trace_joint(layers, x)):
-        values = input_values(layers, joint, x)
-        parts_of_joint = split(joint, 0.0)
-        assert parts_of_joint.backward is not None
-        results.append([run_graph(g, values) for g in (parts_of_joint.forward, parts_of_joint.backward)])
-    for found, expected in zip(*results, strict=True):
-        assert unequal(found, expected) == []

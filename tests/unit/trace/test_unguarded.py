@@ -37,13 +37,6 @@ def state_of(layer: nn.Module) -> Callable[[], bool]:
     return unguarded_state([capture(layer, (X,), {}).guards])
 
 
-def test_a_patched_method_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_unchanged = state_of(Scaled())
-    assert is_unchanged()
-    monkeypatch.setattr(Scaled, "scale", lambda self, x: x)
-    assert not is_unchanged()
-
-
 def test_new_code_and_new_defaults_of_a_method_are_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     is_unchanged = state_of(Scaled())
 
@@ -55,12 +48,6 @@ def test_new_code_and_new_defaults_of_a_method_are_changes(monkeypatch: pytest.M
         assert not is_unchanged()
     assert is_unchanged()
     monkeypatch.setattr(Scaled.scale, "__defaults__", (3.0,))
-    assert not is_unchanged()
-
-
-def test_a_patched_class_of_tensors_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_unchanged = state_of(Scaled())
-    monkeypatch.setattr(torch.Tensor, "gpipe_fast_test", None, raising=False)
     assert not is_unchanged()
 
 
