@@ -1,5 +1,5 @@
 // Simulations of a step, by the rules of gpipe_fast/schedule: a rank runs its actions one after another, a RECV
-// waits for its SEND, and a SEND waits for a free slot. tests/unit/schedule/simulation_vectors.json checks both.
+// waits for its SEND, and a SEND waits for a free slot. tests/unit/schedule/test_simulation_vectors.py compares them.
 "use strict";
 
 const TRANSFERS = new Set(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]);

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import dataclasses
 import math
-from typing import Any, cast
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, devices
-from gpipe_fast.balance.profile import LayerProfile, first_device, profile_layers, table
+from gpipe_fast.balance import balance_by_time
+from gpipe_fast.balance.profile import (
+    LayerMeasurement,
+    LayerOutput,
+    LayerProfile,
+    LayerSizes,
+    first_device,
+    first_microbatch,
+    profile_layers,
+    table,
+)
+from gpipe_fast.layers.skip import Namespace, pop, skip_scope, skippable, stash
+from gpipe_fast.layers.structure import replicate
 from tests import models
 from tests.unit.balance.timed_layers import Clock, sequence
 
@@ -68,19 +80,15 @@ def test_an_empty_sequential_has_an_empty_profile() -> None:
     assert profile_layers(nn.Sequential(), torch.randn(4), device="cpu") == []
 
 
-def test_a_layer_that_occurs_twice_has_two_profiles() -> None:
-    layer = nn.Linear(6, 6)
-    profiles = profile_layers(nn.Sequential(layer, nn.ReLU(), layer), torch.randn(4, 6), timeout=None)
-    assert [each.name for each in profiles] == ["0", "1", "2"]
-
-
-@models.every_model
-@pytest.mark.parametrize("training", [True, False])
-def test_profiling_changes_neither_model_nor_input_nor_random_state(
-    make: models.Model, batch: models.Batch, training: bool
-) -> None:
+@pytest.mark.parametrize(("name", "training"), [("gpt", True), ("convolutions", True), ("dropout", False)])
+def test_profiling_changes_neither_model_nor_input_nor_random_state(name: str, training: bool) -> None:
+    """It copies the layers, so it allows gradients, which torchgpipe refuses."""
+    make, batch = models.MODELS[name]
     model, x = make().train(training), batch(8)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     before, input = copy.deepcopy(model), x.clone()
+    gradients = [parameter.grad for parameter in model.parameters()]
     with torch.no_grad():
         torch.manual_seed(5)
         profiles = profile_layers(model, x, device="cpu", timeout=0.0, chunks=2)
@@ -91,7 +99,8 @@ def test_profiling_changes_neither_model_nor_input_nor_random_state(
     assert torch.equal(x, input)
     for (name, found), wanted in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
         assert torch.equal(found, wanted), name
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(bool((g == 1).all()) for g in gradients)
     assert all(part.training == training for part in model.modules())
     assert len(profiles) == len(model)
     assert all(each.forward_seconds > 0 and each.boundary_bytes > 0 for each in profiles)
@@ -112,59 +121,18 @@ def test_sizes_are_those_of_one_micro_batch() -> None:
     assert [each.parameter_bytes for each in quarter] == [each.parameter_bytes for each in whole]
 
 
-def test_an_error_names_the_layer() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 7))
-    message = r"^layer '1' \(Linear\) cannot be profiled: mat1 and mat2 shapes"
-    with pytest.raises(RuntimeError, match=message) as raised:
-        profile_layers(model, torch.randn(4, 6))
-    assert isinstance(raised.value.__cause__, RuntimeError)
-
-
 def test_an_error_in_a_backward_names_the_layer() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            raise OSError("no way back")
+    def fail(gradient: Tensor) -> None:
+        raise OSError("no way back")
 
     class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return Fails.apply(x)
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            y.register_hook(fail)
+            return y
 
     with pytest.raises(RuntimeError, match=r"^layer '0' \(Layer\) cannot be profiled: no way back$"):
         profile_layers(nn.Sequential(Layer()), torch.randn(4, requires_grad=True))
-
-
-def test_a_module_that_is_not_sequential_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn.Sequential to be partitioned, got Linear$"):
-        profile_layers(nn.Linear(1, 1), torch.randn(1))  # type: ignore[arg-type]
-
-
-def test_profiling_leaves_gradients_unchanged() -> None:
-    """Profiling copies the layers, so it allows gradients, which torchgpipe refuses."""
-    model = models.mlp()
-    model(models.features()).sum().backward()
-    before = [(p.grad, cast(Tensor, p.grad).clone()) for p in model.parameters()]
-    profile_layers(model, models.features(), timeout=0.0)
-    for (gradient, value), parameter in zip(before, model.parameters(), strict=True):
-        assert parameter.grad is gradient
-        assert torch.equal(value, parameter.grad)
-
-
-def test_meta_and_lazy_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^layer '1' \(Linear\) is on the meta device; give it data"):
-        profile_layers(nn.Sequential(nn.ReLU(), nn.Linear(1, 1, device="meta")), torch.randn(1))
-    with pytest.raises(ValueError, match=r"^layer '0' \(LazyLinear\) has lazy parameters; run the module"):
-        profile_layers(nn.Sequential(nn.LazyLinear(1)), torch.randn(1))
-
-
-def test_a_profile_is_immutable() -> None:
-    profiles = profile_layers(models.mlp(), models.features(), timeout=None)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        profiles[0].flops = 0  # type: ignore[misc]
 
 
 def test_a_table_has_a_row_for_each_layer() -> None:
@@ -182,21 +150,6 @@ def test_a_progress_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) 
     for progress in (None, False):  # standard error is no terminal here
         profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=progress)
         assert not capsys.readouterr().err
-
-
-def test_profiling_works_without_tqdm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    imported = builtins.__import__
-
-    def missing(name: str, *arguments: Any) -> Any:
-        if name == "tqdm":
-            raise ImportError(name)
-        return imported(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    assert len(profile_layers(models.mlp(), models.features(), timeout=None, progress=True)) == 5
-    assert not capsys.readouterr().err
 
 
 def test_the_default_device_is_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +192,168 @@ def test_layers_run_with_the_threads_of_a_stage() -> None:
             assert {*counts} == {expected}
             assert {each.threads for each in profiles} == {expected}
             assert table(profiles).endswith(f"intra-op threads: {expected}")
+        counts.clear()
+        balance_by_time(3, nn.Sequential(Note(), Note(), Note()), x, timeout=0.0)
+        assert {*counts} == {2}
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(before)
+
+
+CPU = torch.device("cpu")
+FLOAT, LONG = 4, 8
+
+
+def sample_input(value: Any, chunks: int = 1) -> LayerOutput:
+    return first_microbatch(value, chunks, CPU)
+
+
+def measure(layer: nn.Module, value: Any) -> tuple[LayerSizes, LayerMeasurement]:
+    measurement = LayerMeasurement(layer, sample_input(value), CPU)
+    return measurement.sizes(), measurement
+
+
+class Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x * x.view(-1).view_as(x)
+
+
+def tied() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    layers[1].weight = layers[0].weight
+    return layers
+
+
+INPUT = 5 * 6 * FLOAT
+SIZES: list[tuple[nn.Module, Tensor, LayerSizes]] = [
+    # 2 * 5 * 6 * 8 operations; the input is saved for the gradient of the weight.
+    (
+        nn.Linear(6, 8),
+        torch.randn(5, 6),
+        LayerSizes(2 * 5 * 6 * 8, (6 * 8 + 8) * FLOAT, INPUT, 5 * 8 * FLOAT),
+    ),
+    (nn.ReLU(), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, INPUT, INPUT)),
+    (nn.ReLU(inplace=True), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, INPUT, INPUT)),
+    # x, which is saved twice, and x * x
+    (Cube(), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, 2 * INPUT, INPUT)),
+    # The input, and the mean and deviation of the micro-batch; parameters and buffers do not count.
+    (nn.BatchNorm1d(6), torch.randn(5, 6), LayerSizes(0, 2 * 6 * FLOAT, INPUT + 2 * 6 * FLOAT, INPUT)),
+    (tied(), torch.randn(5, 6), LayerSizes(2 * 2 * 5 * 6 * 6, 6 * 6 * FLOAT, 2 * INPUT, INPUT)),
+    (nn.Embedding(11, 6), torch.ones(5, 3).long(), LayerSizes(0, 66 * FLOAT, 15 * LONG, 5 * 3 * 6 * FLOAT)),
+]
+
+
+@pytest.mark.parametrize(("layer", "x", "expected"), SIZES)
+def test_sizes_are_counted(layer: nn.Module, x: Tensor, expected: LayerSizes) -> None:
+    sizes, measurement = measure(layer, x)
+    assert sizes == expected
+    assert measurement.output_of_run.tensors[0].requires_grad
+
+
+def test_a_layer_without_gradients_has_no_backward_time() -> None:
+    sizes, measurement = measure(nn.Flatten(), torch.randn(5, 2, 3))
+    assert sizes == LayerSizes(0, 0, 0, 5 * 6 * FLOAT)
+    assert not measurement.output_of_run.tensors[0].requires_grad
+    assert measurement.times(0.0)[0].backward == 0.0
+
+
+def test_checkpointed_activations_are_not_counted() -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    layer = Checkpointed(nn.Linear(6, 60), nn.Tanh(), nn.Linear(60, 6))
+    sizes, measurement = measure(layer, torch.randn(5, 6, requires_grad=True))
+    assert sizes.activation_bytes <= 5 * 6 * FLOAT
+    assert len(measurement.times(0.0)) == 1
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_in_place_layer_does_not_change_its_input(requires_grad: bool) -> None:
+    x = torch.randn(5, 6, requires_grad=requires_grad)
+    before = x.detach().clone()
+    _, measurement = measure(nn.Dropout(0.5, inplace=True), x)
+    assert len(measurement.times(0.2)) > 1
+    assert torch.equal(x, before)
+    assert x.grad is None
+    assert measurement.output_of_run.tensors[0].requires_grad == requires_grad
+
+
+class Swap(nn.Module):
+    """Takes and returns a dict of tensors and a string."""
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        assert value["name"] == "kept"
+        return {"a": value["b"] * 2, "b": value["a"], "name": "kept"}
+
+
+def test_layers_with_nested_inputs_and_outputs_are_measured() -> None:
+    value = {"a": torch.randn(5, 6, requires_grad=True), "b": torch.randint(9, (5,)), "name": "kept"}
+    sizes, measurement = measure(Swap(), value)
+    assert sizes.boundary_bytes == 5 * 6 * FLOAT + 5 * LONG
+    assert [x.requires_grad for x in measurement.output_of_run.tensors] == [False, True]
+    next_measurement = LayerMeasurement(Swap(), measurement.output_of_run, CPU)
+    assert len(next_measurement.times(0.0)) == 1
+    assert (
+        next_measurement.output_of_run.structure.build(next_measurement.output_of_run.tensors)["name"]
+        == "kept"
+    )
+
+
+def test_a_tensor_that_is_returned_twice_crosses_the_boundary_once() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    sizes, measurement = measure(Twice(), torch.randn(5, 6, requires_grad=True))
+    assert sizes.boundary_bytes == 5 * 6 * FLOAT
+    a, b = measurement.output_of_run.structure.build(measurement.output_of_run.tensors)
+    assert a is b
+
+
+def test_the_first_microbatch_is_the_largest() -> None:
+    value = (torch.arange(10).view(5, 2), replicate(torch.arange(3)))
+    output_of_run = sample_input(value, chunks=2)
+    assert [x.tolist() for x in output_of_run.tensors] == [[[0, 1], [2, 3], [4, 5]], [0, 1, 2]]
+
+
+@skippable(stash=["skip", "none"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x * 2)
+        yield stash("none", None)
+        return x[:, :1]
+
+
+@skippable(pop=["skip", "none"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Any, Tensor]:
+        skip: Tensor = yield pop("skip")
+        assert (yield pop("none")) is None
+        return x + skip.relu_()  # relu_ writes to the skip tensor
+
+
+def test_skip_tensors_count_at_every_boundary_that_they_cross() -> None:
+    one, two = Namespace(), Namespace()
+    layers = [Stash().isolate(one), Stash().isolate(two), nn.Tanh(), Pop().isolate(two), Pop().isolate(one)]
+    output_of_run = sample_input(torch.randn(5, 6, requires_grad=True))
+    boundaries: list[int] = []
+    for layer in layers:
+        measurement = LayerMeasurement(layer, output_of_run, CPU)
+        boundaries.append(measurement.sizes().boundary_bytes)
+        assert len(measurement.times(0.0)) == 1
+        output_of_run = measurement.output_of_run
+    assert boundaries == [each * 5 * FLOAT for each in (1 + 6, 1 + 6 + 1, 1 + 6 + 1, 1 + 6, 6)]
+    assert not output_of_run.unpopped_skips
+    assert output_of_run.tensors[0].requires_grad
+
+
+def test_measuring_neither_reads_nor_changes_the_callers_stashed_tensors() -> None:
+    stashing = Stash()
+    with skip_scope({}) as held:
+        stashing(torch.randn(5, 6))
+        before = dict(held)
+        measure(Stash(), torch.randn(5, 6))
+        assert held == before
+        with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
+            measure(Pop(), torch.randn(5, 6))

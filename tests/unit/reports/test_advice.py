@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.recording import Event
 from gpipe_fast.reports.advice import (
     Advice,
     Costs,
@@ -17,7 +16,7 @@ from gpipe_fast.reports.advice import (
     best_balance,
     improvements,
 )
-from gpipe_fast.schedule import Action, Kind, fill_drain, simulate
+from gpipe_fast.schedule import fill_drain, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
@@ -73,14 +72,6 @@ def test_too_few_micro_batches() -> None:
     assert first.predicted == pytest.approx(step.time(best))
 
 
-def test_too_many_micro_batches() -> None:
-    step = Step(32, [1.0] * 2, [0.01] * 2, "gpipe", "never")
-    first = step.advice(32)[0]
-    assert first.settings == {"chunks": 1}
-    assert "more memory" in first.what
-    assert first.predicted == pytest.approx(step.time(1))
-
-
 def test_needless_recompute() -> None:
     step = Step(8, [0.0] * 3, [1.0] * 3, "gpipe", "always")
     found = {advice.code: advice for advice in step.advice(8)}
@@ -99,42 +90,9 @@ def test_a_slow_stage() -> None:
     assert first.predicted == pytest.approx(even.time(8))
 
 
-def test_a_slow_link() -> None:
-    """Twelve equal layers; behind the third, four times as much crosses as behind the others."""
-    layers = LayerCosts([1.0] * 12, [100, 100, 400, *[100] * 9])
-
-    def costs(balance: list[int]) -> Costs:
-        sizes = layers.crossing(balance)
-        found = simulate(
-            "gpipe",
-            2,
-            8,
-            forward=[n / 3 for n in balance],
-            backward=[2 * n / 3 for n in balance],
-            checkpoint="never",
-        )
-        seconds = {a: end - found.begins[a] for a, end in found.ends.items()}
-        seconds |= {a: sizes[0] / 50 for a in seconds if a.kind in (Kind.SEND_F, Kind.SEND_B)}
-        return Costs([found.schedule], seconds)
-
-    present = costs([3, 9])
-    advice = improvements(
-        present.time(),
-        present,
-        batch_size=8,
-        schedule="gpipe",
-        checkpoint="never",
-        measured=Measurements(layers=lambda: (layers, [3, 9])),
-    )[0]
-    assert advice.what == "another balance, where less crosses between stages"
-    assert advice.settings["balance"][0] > 3
-    assert advice.predicted == pytest.approx(costs(advice.settings["balance"]).time(), rel=0.01)
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_the_best_balance_of_random_layers(num_stages: int) -> None:
+def test_the_best_balance_of_random_layers() -> None:
     """No balance is faster than the one found by more than 3%, over all of them."""
-    for seed in range(10):
+    for seed, num_stages in itertools.product(range(4), (2, 3, 4)):
         rng = random.Random(seed)
         layers = LayerCosts([rng.uniform(1, 5) for _ in range(9)], [rng.choice([1, 3]) for _ in range(9)])
         present = [9 - num_stages + 1, *[1] * (num_stages - 1)]
@@ -147,13 +105,6 @@ def test_the_best_balance_of_random_layers(num_stages: int) -> None:
         assert best_balance(costs, layers, present)[1] <= 1.03 * best
 
 
-def test_too_many_threads() -> None:
-    step, other = (Step(8, [0.0] * 2, [each] * 2, "zb-h1", "never") for each in (2.0, 1.0))
-    first = step.advice(8, threads=lambda: (1, other.costs(8)))[0]
-    assert (first.what, first.code) == ("another number of intra-op threads", "model.threads_per_stage = 1")
-    assert first.predicted == pytest.approx(other.time(8))
-
-
 def test_a_layer_in_python() -> None:
     """Half of the second stage's forward is spent in the interpreter, and of its recompute."""
     step = Step(8, [0.0] * 2, [1.0, 2.0], "1f1b", "always")
@@ -164,9 +115,8 @@ def test_a_layer_in_python() -> None:
     assert found.predicted == pytest.approx(without)
 
 
-@pytest.mark.parametrize("present", ["gpipe", "1f1b"])
-def test_another_schedule(present: str) -> None:
-    step = Step(8, [0.0] * 4, [1.0] * 4, present, "never")
+def test_another_schedule() -> None:
+    step = Step(8, [0.0] * 4, [1.0] * 4, "1f1b", "never")
     advice = next(advice for advice in step.advice(8) if "schedule" in advice.settings)
     assert advice.settings == {"schedule": "zb-h1"}
     assert advice.predicted == pytest.approx(step.time(8, schedule="zb-h1"))
@@ -197,24 +147,3 @@ def test_forward_and_backward_in_two_calls() -> None:
     best = min((1, 2, 4, 8, 16), key=lambda chunks: costs(chunks).time())
     assert [advice.settings for advice in found] == [{"chunks": best}]
     assert found[0].predicted == pytest.approx(costs(best).time())
-
-
-def test_medians_of_steps() -> None:
-    action = Action(0, Kind.F, 0)
-    costs = Costs.of(
-        [fill_drain(1, 1, backward=False)],
-        [{action: Event(action, False, 0.0, s, transit=s)} for s in (5.0, 1.0, 2.0)],
-    )
-    assert costs.time() == 2
-    assert costs.transit == {action: 2}
-    assert not costs.has_backward
-
-
-def test_recomputes_within_backwards() -> None:
-    """Without recompute, a backward takes 2 instead of 3; the R is there, but takes no time."""
-    found = simulate("1f1b", 2, 4, forward=1.0, backward=3.0, weights=0.0, recompute=0.0, checkpoint="always")
-    seconds = {a: end - found.begins[a] for a, end in found.ends.items()}
-    costs = Costs([found.schedule], seconds, python_stages={0, 1})
-    assert Costs([found.schedule], seconds).without_recompute() == pytest.approx(found.time)
-    without = simulate("1f1b", 2, 4, forward=1.0, backward=2.0, weights=0.0, checkpoint="never")
-    assert costs.without_recompute() == pytest.approx(without.time)

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from gpipe_fast.reports.blame import CAUSES, Gap, blame, gaps_of
 from gpipe_fast.reports.report import Report
 from tests.unit.reports.test_report import recorded
 
@@ -62,18 +61,3 @@ def test_waiting_for_recomputes_is_told_from_their_own_time() -> None:
     idle = 2 * report.step - 24 - 4
     assert shares(report)["recompute"] == pytest.approx((2 * (report.step - without.step) - 4) / idle)
     assert re.search(r"recompute, of the busy time +14.3%", str(report))
-
-
-def test_the_gaps_of_a_rank_are_the_times_in_which_it_computes_nothing() -> None:
-    """Fill-drain of two equal stages and two micro-batches, with forwards of 1 and backwards of 2 seconds."""
-    (phase,) = recorded("gpipe", 2, 2, checkpoint="never", weights=0, forward=1, backward=2).report().phases
-    found = [(gap.rank, gap.begin - 5, gap.end - 5) for gap in gaps_of(phase) if gap.end > gap.begin]
-    assert found == [(0, 2, 5), (1, 0, 1), (1, 7, 9)]
-    assert all(sum(gap.seconds.values()) == pytest.approx(gap.end - gap.begin) for gap in gaps_of(phase))
-
-
-def test_shares_are_those_of_the_time() -> None:
-    gaps = [Gap(0, 0, 3, dict.fromkeys(CAUSES, 0.0) | {"host": 3.0})]
-    gaps.append(Gap(1, 2, 3, dict.fromkeys(CAUSES, 0.0) | {"transfer": 1.0}))
-    assert blame(gaps) == dict.fromkeys(CAUSES, 0.0) | {"host": 0.75, "transfer": 0.25}
-    assert blame([]) == dict.fromkeys(CAUSES, 0.0)

@@ -41,10 +41,6 @@ class ScriptedProcess:
         return "stopped"
 
 
-def end_message(name: str) -> list[Any]:
-    return ["end", name, "result"]
-
-
 def run_scripts(
     names: str, seconds: float, *scripts: Script
 ) -> tuple[list[str], list[list[str]], dict[str, tuple[Any, float]]]:
@@ -61,45 +57,42 @@ def run_scripts(
     return run_cases(list(names), seconds, start, keep, clock), started, kept
 
 
-def test_all_cases_run_in_one_process() -> None:
-    script = [(5, ["begin", "a"]), (2, end_message("a")), (0, ["begin", "b"]), (3, end_message("b"))]
-    not_run, started, kept = run_scripts("ab", 60, script)
-    assert not_run == []
-    assert started == [["a", "b"]]
-    assert kept == {"a": (["result"], 2), "b": (["result"], 3)}
+BEGIN = {name: ["begin", name] for name in "abc"}
+END = {name: ["end", name, "result"] for name in "abc"}
+RESULT, STOPPED = ["result"], "stopped"
+A = [(1, BEGIN["a"]), (1, END["a"])]
 
 
-def test_a_new_process_continues_after_the_case_that_ended_the_first() -> None:
-    first: Script = [(1, ["begin", "a"]), (1, end_message("a")), (0, ["begin", "b"]), (4, None)]
-    not_run, started, kept = run_scripts("abc", 60, first, [(1, ["begin", "c"]), (1, end_message("c"))])
-    assert not_run == []
-    assert started == [["a", "b", "c"], ["c"]]
-    assert kept["b"] == ("stopped", 4)
-    assert kept["c"] == (["result"], 1)
-
-
-def test_a_process_that_ends_between_cases_fails_neither_case() -> None:
-    not_run, started, kept = run_scripts(
-        "ab", 60, [(1, ["begin", "a"]), (1, end_message("a")), (0, None)], [(1, end_message("b"))]
-    )
-    assert not_run == []
-    assert started == [["a", "b"], ["b"]]
-    assert kept == {"a": (["result"], 1), "b": (["result"], 1)}
-
-
-def test_cases_fail_if_their_process_ends_before_they_begin() -> None:
-    not_run, started, kept = run_scripts("ab", 60, [(1, None)], [(1, None)])
-    assert not_run == []
-    assert started == [["a", "b"], ["b"]]
-    assert kept == {"a": ("stopped", 1), "b": ("stopped", 1)}
-
-
-def test_a_hanging_case_is_stopped_at_its_time_limit() -> None:
-    hangs: Script = [(1, ["begin", "a"]), (1000, end_message("a"))]
-    not_run, started, kept = run_scripts("abc", 60, hangs, [(1, ["begin", "b"]), (1000, end_message("b"))])
-    assert not_run == ["b", "c"], "b has not failed: the time limit of all cases has ended it"
-    assert started == [["a", "b", "c"], ["b", "c"]]
-    assert kept == {"a": ("stopped", CASE_SECONDS)}
+@pytest.mark.parametrize(
+    ("scripts", "not_run", "started", "kept"),
+    [
+        # All cases run in one process.
+        ([[*A, (0, BEGIN["b"]), (3, END["b"])]], "", ["ab"], {"a": (RESULT, 1), "b": (RESULT, 3)}),
+        # A new process continues after the case that ended the first.
+        (
+            [[*A, (0, BEGIN["b"]), (4, None)], [(1, BEGIN["c"]), (1, END["c"])]],
+            "",
+            ["abc", "c"],
+            {"a": (RESULT, 1), "b": (STOPPED, 4), "c": (RESULT, 1)},
+        ),
+        # A process that ends between cases fails neither case.
+        ([[*A, (0, None)], [(1, END["b"])]], "", ["ab", "b"], {"a": (RESULT, 1), "b": (RESULT, 1)}),
+        # Cases fail if their process ends before they begin.
+        ([[(1, None)], [(1, None)]], "", ["ab", "b"], {"a": (STOPPED, 1), "b": (STOPPED, 1)}),
+        # A hanging case is stopped at its time limit; b has not failed, but the limit of all cases ended it.
+        (
+            [[(1, BEGIN["a"]), (1000, END["a"])], [(1, BEGIN["b"]), (1000, END["b"])]],
+            "bc",
+            ["abc", "bc"],
+            {"a": (STOPPED, CASE_SECONDS)},
+        ),
+    ],
+)
+def test_cases_continue_in_other_processes(
+    scripts: list[Script], not_run: str, started: list[str], kept: dict[str, tuple[Any, float]]
+) -> None:
+    found = run_scripts(started[0], 60, *scripts)
+    assert found == (list(not_run), list(map(list, started)), kept)
 
 
 def test_a_child_process_reports_how_it_ended() -> None:
@@ -124,18 +117,3 @@ def test_an_interrupted_parent_leaves_no_process() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_cases(["a"], 60, lambda names: child, interrupt)
     assert child._process.returncode == -9
-
-
-OTHER_OUTPUT = """
-from gpipe_fast.reports.case_processes import connect_to_parent
-send = connect_to_parent()
-print("not a message")
-send(["begin", "a"])
-"""
-
-
-def test_other_output_is_not_taken_for_a_message(capfd: pytest.CaptureFixture[str]) -> None:
-    child = ChildProcess([sys.executable, "-c", OTHER_OUTPUT])
-    assert child.next(60) == ["begin", "a"]
-    assert child.next(60) is None
-    assert capfd.readouterr().err == "not a message\n"

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.doctor.__main__ import main
 from gpipe_fast.reports import check as checks
-from gpipe_fast.reports.check import Checkup, FusedCheck, check
+from gpipe_fast.reports.check import FusedCheck, check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,10 +54,6 @@ def checked_models(**makers: object) -> Iterator[None]:
     ):
         yield
     torch.use_deterministic_algorithms(False)
-
-
-def results(checkup: Checkup) -> list[tuple[str, str, str, str]]:
-    return [(case.model, case.transport, case.checkpoint, case.result) for case in checkup.cases]
 
 
 def test_a_passing_check_reports_every_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,60 +101,6 @@ def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_cases_beyond_the_time_limit_are_left_out() -> None:
-    with checked_models(small=small), mock.patch.object(checks, "TIME_LIMIT_SECONDS", -1.0):
-        checkup = check()
-    assert checkup.left_out == tuple(f"small, auto, {m}: the time limit of -1 s was reached" for m in MODES)
-    assert ", 3 skipped (" in checkup.headline
-    assert "skipped: small, auto, always: the time limit of -1 s was reached" in str(checkup)
-
-
-# Runs at the start of every Python process: in those of the check, one model aborts.
-ABORTING_MODEL = """
-import sys
-if "--here" in sys.orig_argv:
-    import os
-    from gpipe_fast.reports import check
-    check.MODELS["GPT"] = os.abort
-"""
-
-
-def test_a_case_that_aborts_costs_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(ABORTING_MODEL)
-    monkeypatch.syspath_prepend(tmp_path)
-    names = "GPT", "MLP with dropout"
-    monkeypatch.setattr(checks, "MODELS", {name: checks.MODELS[name] for name in names})
-    monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
-    assert main(["--check", "--devices", "cpu", "cpu"]) == 1
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "versions"
-    rows = {line[:24].strip(): line[54:] for line in lines if "hand-over" in line}
-    assert list(rows) == list(checks.MODELS)
-    assert rows.pop("GPT") == "FAILED: its process exited with -6"
-    assert all(result.startswith("equal, ") for result in rows.values())
-    assert lines[-1].startswith("1 of 2 cases differ from the plain loop or failed (")
-
-
-def test_the_report_grows_with_every_case() -> None:
-    """A hang is simulated: what comes before it has been shown."""
-    parts: list[str] = []
-
-    class Hangs(InThisProcess):
-        def next(self, seconds: float) -> Sequence[Any] | None:
-            message = super().next(seconds)
-            shown.append(len(parts))
-            return None if message == ["begin", "small, auto, never"] else message
-
-    shown: list[int] = []
-    with checked_models(small=small), mock.patch.object(checks, "_start", Hangs):
-        checkup = check(show=parts.append)
-    assert shown[:6] == [1, 1, 2, 2, 3, 3]  # the machine first, then a row after the end of each case
-    assert [case.result for case in checkup.cases] == ["equal, 4 tensors"] * 2 + ["FAILED: stopped"]
-    assert "\n".join(parts) == str(checkup)
-
-
 def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates two GPUs. The cases run with deterministic settings, in another process."""
     seen: list[tuple[str, bool, str | None]] = []
@@ -189,14 +129,3 @@ def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch
         assert [case.transport for case in checkup.cases] == transports
         assert len(checkup.left_out) == (not peer_access)
         assert checkup.fused.result == "on cuda:0"
-
-
-def test_wrong_devices_are_refused() -> None:
-    with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
-        check(["cpu"])
-    with pytest.raises(TypeError, match="devices must be a list"):
-        check("cpu")
-
-
-def test_the_doctor_function_of_the_package_returns_the_report() -> None:
-    assert gpipe_fast.doctor().startswith("versions")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe, doctor
 from gpipe_fast.layers.skip import pop, skippable, stash
+from gpipe_fast.reports import doctor as doctor_module
+from gpipe_fast.reports.doctor import Capability, describe_code, fused_lines
+from gpipe_fast.runtime.stage import Stage
 from tests.programs import run_python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,11 +126,6 @@ def test_layers_in_python_are_reported_with_the_reason_every_time() -> None:
     ]
 
 
-def test_an_eager_model_reports_all_layers_in_python() -> None:
-    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], chunks=2, backend="eager")
-    assert section(doctor(model), "Python layers") == ["all, because backend='eager'"]
-
-
 def test_the_report_counts_tensor_tuples_and_skip_connections() -> None:
     @skippable(stash=["skip"])
     class Down(nn.Module):
@@ -166,13 +166,89 @@ def test_repr_of_a_model_shows_its_settings_and_layers() -> None:
     assert "chunks='auto', checkpoint='never'" in repr(model)
 
 
-@pytest.mark.parametrize("transport", ["Peer", "", None, "nccl"])
-def test_unknown_transports_are_refused(transport: object) -> None:
-    with pytest.raises(ValueError, match="transport is not one of 'auto', 'peer', 'pinned', got"):
-        GPipe(nn.Sequential(nn.ReLU()), [1], transport=transport)  # type: ignore[arg-type]
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-@pytest.mark.parametrize("transport", ["auto", "peer", "pinned"])
-def test_cpu_stages_hand_over_tensors_under_every_transport_setting(transport: str) -> None:
-    model = GPipe(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1], chunks=2, transport=transport)
-    assert section(doctor(model), "transport")[0] == "stage 0 (cpu) -> stage 1 (cpu): hand-over"
+def model_on_a_gpu(**changed: Any) -> Any:
+    return SimpleNamespace(**{"devices": [GPU], "fuse": True, **changed})
+
+
+def test_the_reason_for_no_kernels_is_a_line() -> None:
+    assert fused_lines(model_on_a_gpu(fuse=False)) == ["none, because the model has fuse=False"]
+    with mock.patch.object(doctor_module, "why_unfused", side_effect=lambda device, fuse: f"{device} is old"):
+        assert fused_lines(model_on_a_gpu(devices=[CPU, GPU])) == ["none, because cuda:0 is old"]
+
+
+def replaced(name: str, saved: int) -> Any:
+    return SimpleNamespace(name=name, saved=saved)
+
+
+def test_equal_kernels_are_counted() -> None:
+    stages = [Stage([nn.ReLU(), nn.ReLU()], 3, CPU), Stage([nn.ReLU()], 5, CPU)]
+    norm, gelu = replaced("norm", 2**20), replaced("gelu", 2**19)
+    graphs = [(stages[0], "forward", [norm, norm, gelu]), (stages[1], "backward", [])]
+    with (
+        mock.patch.object(doctor_module, "why_unfused", return_value=None),
+        mock.patch.object(doctor_module, "replaced_by_graph", return_value=graphs),
+        mock.patch.object(doctor_module.left_out, "names", return_value=["wrong"]),
+    ):
+        assert fused_lines(model_on_a_gpu()) == [
+            "layers 3 to 4, forward: 2 x norm; 1 x gelu (2.5 MiB less traffic)",
+            "layer 5, backward: none (0.0 MiB less traffic)",
+            "left out: wrong",
+        ]
+
+
+def test_before_the_first_call_nothing_is_known() -> None:
+    with (
+        mock.patch.object(doctor_module, "why_unfused", return_value=None),
+        mock.patch.object(doctor_module, "replaced_by_graph", return_value=[]),
+        mock.patch.object(doctor_module.left_out, "names", return_value=[]),
+    ):
+        assert fused_lines(model_on_a_gpu()) == ["unknown until the first call"]
+
+
+WHEEL = "7.5;8.0;9.0;12.0+PTX"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs", "expected"),
+    [
+        ((9, 0), WHEEL, "the extension has code for it, built for 9.0"),
+        ((8, 9), "8.0 8.6+PTX", "the extension has code for it, built for 8.6"),
+        ((10, 3), "10.0f", "the extension has code for it, built for 10.0"),
+        ((9, 0), "9.0a", "the extension has code for it, built for 9.0"),
+        (
+            (13, 0),
+            WHEEL,
+            "the extension has PTX for it, of 12.0, which the driver compiles when it is loaded; rebuild "
+            "with TORCH_CUDA_ARCH_LIST=13.0 to avoid that",
+        ),
+        (
+            (9, 0),
+            "none",
+            "the extension was built without CUDA; rebuild it with a CUDA toolkit for "
+            "TORCH_CUDA_ARCH_LIST=9.0",
+        ),
+        (
+            (9, 0),
+            "8.0;Hopper",
+            "unknown whether the extension has code for it: it was built for 8.0;Hopper, and "
+            "'Hopper' is not a version",
+        ),
+    ],
+)
+def test_code_for_names_the_binary_or_ptx_that_a_gpu_runs(gpu: Capability, archs: str, expected: str) -> None:
+    assert describe_code(gpu, archs) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs"),
+    [((8, 0), "8.6+PTX"), ((7, 0), WHEEL), ((10, 0), "9.0a+PTX"), ((9, 1), "9.0a"), ((12, 0), "10.0f+PTX")],
+)
+def test_code_for_says_how_to_rebuild_for_an_unsupported_gpu(gpu: Capability, archs: str) -> None:
+    version = f"{gpu[0]}.{gpu[1]}"
+    assert describe_code(gpu, archs) == (
+        f"the extension has no code for {version}, only for {archs}; rebuild it with "
+        f"TORCH_CUDA_ARCH_LIST={version}"
+    )

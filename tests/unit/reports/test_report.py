@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Event, Recording
 from gpipe_fast.schedule import SCHEDULES, TRANSFERS, Kind, simulate
 from tests.models import features, mlp, uneven_balance
+from tests.unit.reports.test_timeline import tanh_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
@@ -38,7 +39,7 @@ def recorded(
     return recording
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_times_of_a_stage_add_up_to_the_step(schedule: str, checkpoint: str) -> None:
@@ -71,11 +72,6 @@ def test_a_forward_alone_has_a_report() -> None:
     assert {action.kind for action in report.critical_path} <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
-def test_a_recording_without_a_step_has_no_report() -> None:
-    with pytest.raises(ValueError, match="the recording holds no step"):
-        Recording().report()
-
-
 def test_forms_of_a_report(tmp_path: Path) -> None:
     recording = recorded("1f1b", 3, 4)
     report = recording.report()
@@ -101,10 +97,38 @@ def test_forms_of_a_report(tmp_path: Path) -> None:
     assert [each["args"]["name"] for each in events if each["ph"] == "M"] == ["stage 0", "stage 1", "stage 2"]
 
 
-def test_events_of_other_runs_are_left_out() -> None:
-    once, both = recorded("gpipe", 2, 2), recorded("gpipe", 2, 2)
-    both.stages = tuple(
-        (*(replace(e, begin=e.begin - 90, end=e.end - 90, run=0) for e in stage), *stage)
-        for stage in once.stages
-    )
-    assert both.report().to_dict() == once.report().to_dict()
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
+    """The prediction of each number equals what is recorded with it, if there is a recompute."""
+    x = torch.randn(16, 16)
+
+    def pipe(chunks: int) -> GPipe:
+        return GPipe(tanh_layers(), [2, 2], chunks=chunks, checkpoint="except_last", schedule=schedule)
+
+    loss = {"target": torch.randn(16, 16), "loss_fn": nn.functional.mse_loss}
+    found = {own.num_microbatches: own for own in pipe(4).report(x, **loss).growth}
+    assert list(found) == [1, 2, 4, 8, 16]
+    for chunks in (2, 8):  # scalars of the loss do not shrink
+        (own,) = (each for each in pipe(chunks).report(x, **loss).growth if each.num_microbatches == chunks)
+        assert own.activations == pytest.approx(found[chunks].activations, abs=256)
+        assert own.paper == pytest.approx(found[chunks].paper, abs=256)
+    assert found[1].activations == found[1].paper
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_growth_and_memory_agree_on_the_present_number(schedule: str, checkpoint: str) -> None:
+    layers = nn.Sequential(*(tanh_layers() for _ in range(4)))
+    pipe = GPipe(layers, [1] * 4, chunks=4, schedule=schedule, checkpoint=checkpoint)
+    report = pipe.report(torch.randn(16, 16), target=torch.zeros(16, 16), loss_fn=nn.functional.mse_loss)
+    (own,) = (each for each in report.growth if each.num_microbatches == 4)
+    assert own.activations == pytest.approx(max(each.activations for each in report.memory), rel=0.02)
+
+
+def test_growth_has_numbers_of_micro_batches_that_occur() -> None:
+    """Ten samples in micro-batches of 10, 5, 3, 2 and 1."""
+    pipe = GPipe(tanh_layers(), [2, 2], chunks=4)
+    growth = pipe.report(torch.randn(10, 16)).growth
+    assert [own.num_microbatches for own in growth] == [1, 2, 4, 5, 10]

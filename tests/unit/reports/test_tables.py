@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpipe_fast.reports.tables import Printed, Table, mib, ms, plain
+from gpipe_fast.reports.tables import Printed, Table, plain
 
 ROWS = [["a", "large & wide", "10.00"], ["bcd", "<small>", "1.00"]]
 TABLE = Table("Sizes", ["name", "why", "MiB"], ROWS, ["why"])
@@ -38,12 +38,6 @@ def test_texts_are_aligned_left_and_numbers_right() -> None:
     ]
 
 
-def test_a_table_without_rows_has_its_headers() -> None:
-    header, rule = TABLE._replace(caption="", rows=[]).text().splitlines()
-    assert header.split() == ["name", "why", "MiB"]
-    assert set(rule) == {"-", " "}
-
-
 def test_a_report_is_text_and_html() -> None:
     report = Report((), {})
     assert str(report) == f"1 < 2\n\n{TABLE.text()}"
@@ -56,7 +50,3 @@ def test_plain_data_is_json() -> None:
     found = plain(Report((Pair(1, ("a", "b")),), {"balance": (2, 3)}))
     assert found == {"pairs": [{"first": 1, "second": ["a", "b"]}], "settings": {"balance": [2, 3]}}
     assert json.loads(json.dumps(found)) == found
-
-
-def test_units() -> None:
-    assert (ms(0.0015), mib(3 << 19)) == ("1.500", "1.50")

@@ -11,11 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from gpipe_fast import GPipe
 from tests.internals import inject_delays, remove_faults
@@ -234,47 +232,11 @@ def with_streams(states: str, count: str) -> None:
     report(children())
 
 
-class Features(Dataset[Tensor]):
-    """Mini-batches that a pipeline computes in the data loader's worker."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(index)
-        with torch.no_grad():
-            return extractor(torch.randn(8, 6, generator=generator))
-
-
-extractor = GPipe(layers()[:2].eval(), [1, 1], chunks=2)
-
-
-def data_loader() -> None:
-    """Trains with and without forked workers; prints whether both give the same parameters."""
-    extractor(x)
-    results = []
-    for num_workers in (2, 0):
-        torch.manual_seed(0)
-        trained = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), [2, 1], chunks=M)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        context = "fork" if num_workers else None
-        loader = DataLoader(
-            Features(), batch_size=None, num_workers=num_workers, multiprocessing_context=context
-        )
-        for batch in chain(loader, loader):
-            optimizer.zero_grad()
-            trained(batch).square().mean().backward()
-            optimizer.step()
-        results.append(list(trained.parameters()))
-    print(all(map(torch.equal, *results)))
-
-
 PROGRAMS = {
     "exit": exit_with_pending_graphs,
     "daemon": daemon,
     "forks": forks,
     "forks_to_end": forks_to_end,
-    "data_loader": data_loader,
     "streams": with_streams,
 }
 

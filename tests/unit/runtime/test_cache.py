@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from gpipe_fast.runtime.cache import Cache
+import gc
+import tracemalloc
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_fast import GPipe
+from gpipe_fast._extension import Arena
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import ProgramIR
+from gpipe_fast.lower.split import split
+from gpipe_fast.runtime.cache import Cache, limit_bytes, native_bytes, program_bytes
+from tests.heap import heap_bytes
+from tests.internals import eviction_of
+from tests.models import gpt
+from tests.stages import trace_joint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_least_recently_used_entry_is_evicted() -> None:
@@ -15,16 +35,66 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
     assert len(cache) == 2
 
 
-def test_a_replaced_entry_evicts_nothing() -> None:
-    cache: Cache[str, int] = Cache(2)
-    cache["a"], cache["b"] = 1, 2
-    cache["a"] = 3
-    assert dict(cache) == {"a": 3, "b": 2}
+_Made = TypeVar("_Made")
+COUNT = 10
 
 
-def test_entries_are_a_copy() -> None:
-    cache: Cache[int, int] = Cache(3)
-    cache[0] = 0
-    for key, _ in cache.entries():
-        cache[key + 1] = 0
-    assert list(cache) == [0, 1]
+def python_bytes(make: Callable[[], _Made]) -> tuple[list[_Made], int]:
+    """Returns results of `COUNT` calls, and the bytes of the Python objects of one."""
+    make()  # fills caches
+    tracemalloc.start()
+    try:
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        made = [make() for _ in range(COUNT)]
+        gc.collect()
+        return made, (tracemalloc.get_traced_memory()[0] - before) // COUNT
+    finally:
+        tracemalloc.stop()
+
+
+def within_a_factor_of_two(estimate: int, measured: int) -> bool:
+    return measured / 2 <= estimate <= measured * 2
+
+
+def stage() -> tuple[list[nn.Module], torch.Tensor]:
+    return list(gpt())[1:4], torch.randn(2, 5, 16, requires_grad=True)
+
+
+def programs() -> list[ProgramIR]:
+    layers, x = stage()
+    parts = split(trace_joint(layers, x), 0.0)
+    assert parts.backward is not None
+    return [lower(parts.forward), lower(parts.backward)]
+
+
+def test_bytes_of_programs_as_data() -> None:
+    layers, x = stage()
+    graph = split(trace_joint(layers, x), 0.0).backward
+    assert graph is not None
+    made, measured = python_bytes(lambda: lower(graph))
+    assert within_a_factor_of_two(program_bytes(made[0]), measured)
+    assert program_bytes(None) == 0
+
+
+def test_bytes_of_native_programs() -> None:
+    lowered, device = programs(), torch.device("cpu")
+    kept = [program.build(Arena(), device) for program in lowered]  # resolves the operators
+    gc.collect()
+    before = heap_bytes()
+    for _ in range(COUNT):
+        kept += [program.build(Arena(), device) for program in lowered]
+    measured = (heap_bytes() - before) // COUNT
+    assert within_a_factor_of_two(sum(map(native_bytes, lowered)), measured)
+    assert native_bytes(None) == 0
+
+
+def test_the_limit_follows_the_parameters_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GPIPE_FAST_PLANS_MIB", raising=False)
+    assert limit_bytes([torch.empty(10)]) == 16 * 2**20
+    assert limit_bytes([torch.empty(2**28, device="meta") for _ in range(2)]) == 2**31 // 8
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "1.5")
+    assert limit_bytes([torch.empty(10)]) == 3 * 2**19
+    assert eviction_of(GPipe(gpt(), [5])).limit == 3 * 2**19

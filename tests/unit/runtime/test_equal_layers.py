@@ -1,342 +1,337 @@
-"""Equal layers of a stage are traced once; the joined graphs equal those of a trace of the whole stage."""
+"""Equal layers of a stage are traced once, and their joined graphs compute what the plain loop does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from examples.gpt.__main__ import gpt
-from gpipe_fast.layers.structure import ONE_TENSOR, tuple_structure
-from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast import GPipe, verify
 from gpipe_fast.runtime import equal_layers
-from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, parts_of, trace_stage
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.layer_states import LayerStates
-from gpipe_fast.trace.symbolic import Template
-from gpipe_fast.trace.trace import trace
+from tests.models import tokens
+from tests.reference import check_step, loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 
+class Part(nn.Module):
+    """A layer with enough modules to be a part of its own; it holds a number, or anything else."""
 
-class Calls:
-    """Counts the traces of parts, and traces them."""
+    def __init__(self, number: Any = 1, middle: Callable[[], nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.number = number
+        self.branch = nn.Sequential(nn.Linear(8, 8), middle(), nn.Dropout(0.5))
 
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.number += 1
-        return trace(*args)
-
-
-def described(graph: StageGraph | None) -> list[Any] | None:
-    """Returns all that lowering reads of a graph, with nodes as numbers."""
-    if graph is None:
-        return None
-    number = {node: f"%{i}" for i, node in enumerate(graph.module.graph.nodes)}
-
-    def value(of: Any) -> Any:
-        if isinstance(of, (list, tuple)):
-            return tuple(map(value, of))
-        if isinstance(of, Tensor):
-            return tuple(of.shape), of.stride(), of.storage_offset(), of.dtype, of.device
-        return of
-
-    lines: list[Any] = []
-    for node in graph.module.graph.nodes:
-        arguments = _numbered((node.args, node.kwargs), number) if node.op != "placeholder" else None
-        target = node.target if node.op == "call_function" else node.op
-        layer = (node.meta.get("custom") or {}).get("layer")
-        tag = node.meta.get("partitioner_tag")
-        lines.append((target, arguments, value(node.meta.get("val")), layer, tag))
-    ports = [(str(port), number[node]) for port, node in (*graph.inputs, *graph.outputs)]
-    return [*lines, ports, dict(graph.parameter_uses)]
-
-
-def _numbered(argument: Any, number: dict[fx.Node, str]) -> str:
-    if isinstance(argument, fx.Node):
-        return number[argument]
-    if isinstance(argument, (list, tuple)):
-        return str([_numbered(item, number) for item in argument])
-    if isinstance(argument, dict):
-        return str({k: _numbered(v, number) for k, v in argument.items()})
-    return repr(argument)
-
-
-def boundary_of(*inputs: Tensor) -> BoundarySpec:
-    specs = tuple(TensorSpec.of(x, x.requires_grad) for x in inputs)
-    return BoundarySpec(specs, ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs)))
-
-
-def trace_both(
-    layers: Sequence[nn.Module], *inputs: Tensor, layouts: GradientLayouts = ()
-) -> tuple[JointGraph, JointGraph, int]:
-    """Returns the graph joined from parts, that of a trace of all layers, and the number of traced parts."""
-    stage, boundary = Stage(layers, 0, CPU), boundary_of(*inputs)
-    with patch.object(equal_layers, "trace", calls := Calls()):
-        joined = trace_stage(stage, FakeInputs.of(boundary, False), layouts, PartGraphs(16))
-    whole = trace(layers, boundary.examples(), layouts, boundary.structure)
-    assert isinstance(joined, JointGraph)
-    assert isinstance(whole, JointGraph)
-    return joined, whole, calls.number
+    def forward(self, x: Any) -> Any:
+        return self.branch(x)
 
 
 class Residual(nn.Module):
     """Batch norm, whose buffers are written, and an activation in place."""
 
-    def __init__(self, channels: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        convolution = nn.Conv2d(channels, channels, 3, padding=1)
-        self.branch = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True), convolution)
+        self.branch = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)
 
 
-class Pair(nn.Module):
-    """Two boundary tensors, of which the second passes through or swaps places with the first."""
+class Split(nn.Module):
+    """Makes two boundary tensors of one."""
 
-    def __init__(self, swap: bool) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))
-        self.swap = swap
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.detach() + 1
+
+
+class Swap(Part):
+    """Two boundary tensors, which swap places."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = pair
-        x = self.branch(x * y) + x * y
-        return (y, x) if self.swap else (x, y)
+        return y, self.branch(x * y) + x * y
 
 
-class Transposed(nn.Module):
+class PassOn(Swap):
+    """Passes the second tensor through."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        y, x = super().forward(pair)
+        return x, y
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+class Transposed(Part):
     """Its outputs, and so the gradients of the layer before, are not contiguous."""
 
-    def __init__(self) -> None:
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Multiplied(Part):
+    """Multiplies by a number, or by a tensor that is neither a parameter nor a buffer."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * self.number
+
+
+class InPlace(Part):
+    """Changes the output of the layer before, so that it is traced together with it."""
+
+    def forward(self, x: Tensor) -> Any:
+        x += 1
+        return self.branch(x) + x
+
+
+def tied() -> list[nn.Module]:
+    layers = [Part() for _ in range(3)]
+    layers[2].branch[0].weight = layers[1].branch[0].weight
+    return [*layers]
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 8)
+
+
+CONSTANTS = [torch.full((8,), scale) for scale in (1.0, 2.0)]
+# Layers, their mini-batch, and how many parts a trace of each has, for each kind of gradient that arrives.
+PARTS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor], int]] = {
+    "gpt": (lambda: list(gpt(16, 2, 2, 8, dropout=0.1)), lambda: tokens(4), 3),
+    "batch norm": (lambda: [nn.Conv2d(3, 4, 3), *(Residual() for _ in range(3))], images, 2),
+    "swapped pair": (lambda: [Split(), *(Swap() for _ in range(4)), Join()], rows, 5),
+    "passed on": (lambda: [Split(), *(PassOn() for _ in range(4)), Join()], rows, 3),
+    "transposed": (lambda: [Transposed() for _ in range(4)], rows, 3),
+    "numbers that are not read": (lambda: [Part(i) for i in range(4)], rows, 1),
+    "numbers that are read": (lambda: [Multiplied(i % 2) for i in range(4)], rows, 2),
+    "constants": (lambda: [Transposed(), *map(Multiplied, CONSTANTS), Transposed()], rows, 5),
+    "layers that cannot be joined": (lambda: [nn.Linear(8, 8), *(InPlace() for _ in range(3))], rows, 3),
+    "tied layers": (tied, rows, 1),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_equal_layers_are_traced_once_and_equal_the_plain_loop(case: str) -> None:
+    torch.manual_seed(0)
+    make_layers, make_input, num_traces = PARTS[case]
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        check_step(nn.Sequential(*make_layers()), make_input(), 2)
+    assert traced.call_count == num_traces
+
+
+def test_parts_are_traced_in_the_modes_of_a_call() -> None:
+    layers = gpt(16, 2, 2, 8)
+    pipe, x = GPipe(layers, [len(layers)], chunks=2), tokens(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verify(pipe, x, lambda y: y.float().square().mean())
+    pipe.eval()
+    with torch.no_grad():
+        assert torch.equal(pipe(x), torch.cat([layers(part) for part in x.chunk(2)]))
+
+
+def test_a_later_stage_uses_the_parts_of_an_earlier_one_and_a_changed_layer_is_traced_again() -> None:
+    layers: list[Any] = [Multiplied(1) for _ in range(4)]
+    pipe, x = GPipe(nn.Sequential(*layers), [2, 2], chunks=2), rows().requires_grad_()
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        pipe(x)
+        assert traced.call_count == 1
+        layers[1].number = 5
+        assert unequal(pipeline_step(pipe, x), loop_step(nn.Sequential(*layers), x, 2)) == []
+    assert traced.call_count == 2
+
+
+def test_other_lengths_are_made_from_a_template_of_parts() -> None:
+    layers = gpt(16, 2, 2, 32)
+    pipe = GPipe(layers, [len(layers)], chunks=2)
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        for length in (5, 9, 31, 7):
+            x = torch.ones(4, length, dtype=torch.int64)
+            assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    assert traced.call_count < 4 * 3
+
+
+class ReadsVars(Part):
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * vars(self)["number"]
+
+
+class ReadsCopy(Part):
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * copy.copy(self).number
+
+
+SCALES: dict[int, float] = {}
+
+
+class ReadsIdentity(Part):
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))
+        SCALES[id(self)] = float(number)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.branch(x).transpose(0, 1).contiguous().transpose(0, 1)
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * SCALES[id(self)]
 
 
-class Constant(nn.Module):
-    """Uses a tensor that is neither a parameter nor a buffer."""
+class ReadsModuleInObject(Part):
+    """The module in the object is found only once the trace has shown that forward reads it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        hidden: Any = nn.Module()
+        hidden.width = 2
+        del self.number  # the attribute of the object comes first
+        self.config = SimpleNamespace(hidden=hidden)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * (self.number + self.config.hidden.width)
+
+
+class ReadsScale(Part):
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * self.number.scale
+
+
+class LookedUp:
+    """Looks its attributes up in its own dictionary, as the configurations of transformers do."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        assert super().__getattribute__("__dict__").get("per_layer") is None
+        return super().__getattribute__(name)
+
+
+class Config(dict[str, float]):
+    """A dictionary with attributes."""
 
     def __init__(self, scale: float) -> None:
+        super().__init__(unused=1.0)
+        self.scale = scale
+
+
+class Activated(Part):
+    """Reads a global variable, which equal layers before it do not."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.relu(self.branch(x))
+
+
+class ReadsOther(Part):
+    """Refers to a module that is not its child, in a list."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branch(x) * self.number[0].value.clone()
+
+
+class Statistics(Part):
+    """Writes a buffer that another layer reads."""
+
+    def __init__(self, value: float = 1.0) -> None:
         super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU())
-        self.scale = torch.full((8,), scale)
+        self.register_buffer("value", torch.full((8,), value))
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.branch(x) * self.scale
-        return found
-
-
-class Numbered(nn.Module):
-    """Holds its number; reads it if told so."""
-
-    def __init__(self, number: int, reads: bool) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU())
-        self.number = number
-        self.reads = reads
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.number if self.reads else 1
-        found: Tensor = self.branch(x) * scale
-        return found
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.value += x.mean(0)
+        return self.branch(x)
 
 
-def tokens() -> Tensor:
-    return torch.zeros(2, 8, dtype=torch.int64)
+class Tied(Part):
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(self.branch(x), self.number[0].branch[0].weight)
 
 
-def rows(requires_grad: bool = True) -> Tensor:
-    return torch.randn(2, 8, requires_grad=requires_grad)
+def read_buffers() -> list[nn.Module]:
+    return [ReadsOther([Statistics(value)]) for value in (2.0, 3.0)]
 
 
-CASES: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Sequence[Tensor]], int]] = {
-    "gpt": (lambda: list(gpt(16, 2, 2, 8, dropout=0.1)), lambda: [tokens()], 3),
-    "batch norm": (
-        lambda: [nn.Conv2d(3, 4, 3), *(Residual() for _ in range(3)), nn.Flatten()],
-        lambda: [torch.randn(2, 3, 8, 8)],
-        3,
-    ),
-    "channels_last": (
-        lambda: [nn.Conv2d(3, 4, 3), *(Residual() for _ in range(3))],
-        lambda: [torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)],
-        2,
-    ),
-    "swapped pair": (lambda: [Pair(True) for _ in range(4)], lambda: [rows(), rows(False)], 3),
-    "passed on": (lambda: [Pair(False) for _ in range(4)], lambda: [rows(), rows(False)], 1),
-    "transposed": (lambda: [Transposed() for _ in range(4)], lambda: [rows()], 2),
-    "numbers that are not read": (lambda: [Numbered(i, False) for i in range(4)], lambda: [rows()], 1),
-    "numbers that are read": (lambda: [Numbered(i % 2, True) for i in range(4)], lambda: [rows()], 2),
-    "torch's encoder": (
-        lambda: [nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(3)],
-        lambda: [torch.randn(2, 4, 8)],
-        2,
-    ),
+def read_statistics() -> list[nn.Module]:
+    statistics = Statistics()
+    return [statistics, Part(), Part(), ReadsOther([statistics])]
+
+
+def read_a_parameter() -> list[nn.Module]:
+    first = Part()
+    return [first, Part(), Part(), Tied([first])]
+
+
+def share_buffers() -> list[nn.Module]:
+    layers: list[Any] = [Part(middle=lambda: nn.BatchNorm1d(8)) for _ in range(3)]
+    layers[1].branch[1].running_mean = layers[0].branch[1].running_mean.detach()
+    return layers
+
+
+# Layers and their balance.
+CASES: dict[str, tuple[Callable[[], list[nn.Module]], list[int]]] = {
+    "vars": (lambda: [ReadsVars(n) for n in (2, 3, 4)], [3]),
+    "copy": (lambda: [ReadsCopy(n) for n in (2, 3, 4)], [3]),
+    "identity": (lambda: [ReadsIdentity(n) for n in (2, 3, 4)], [3]),
+    "identity in two stages": (lambda: [ReadsIdentity(n) for n in (2, 3)], [1, 1]),
+    "module in an object": (lambda: [ReadsModuleInObject(n) for n in (2, 3, 4)], [3]),
+    "nothing": (lambda: [kind() for _ in range(2) for kind in (Part, Part, Activated)], [3, 3]),
+    "buffers": (read_buffers, [2]),
+    "buffers in two stages": (read_buffers, [1, 1]),
+    "a buffer of another layer": (read_statistics, [4]),
+    "a parameter of another layer": (read_a_parameter, [4]),
+    "buffers in the same memory": (share_buffers, [3]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_joined_graphs_equal_those_of_a_whole_trace(case: str) -> None:
-    make_layers, make_inputs, num_traces = CASES[case]
-    joined, whole, found = trace_both(make_layers(), *make_inputs())
-    assert found == num_traces
-    for fraction in (0.0, 0.5, 1.0):
-        ours, expected = split(joined, fraction), split(whole, fraction)
-        assert described(ours.forward) == described(expected.forward)
-        assert described(ours.forward_saving) == described(expected.forward_saving)
-        assert described(ours.backward) == described(expected.backward)
-        assert [(s.shape, s.layer) for s in ours.saved] == [(s.shape, s.layer) for s in expected.saved]
+def test_layers_that_differ_in_what_they_read(case: str) -> None:
+    torch.manual_seed(0)
+    make, balance = CASES[case]
+    with warnings.catch_warnings():
+        # PyTorch does not trace a copy of a module after `torch.compile` in the same process.
+        if case not in ("buffers in the same memory", "copy"):
+            warnings.filterwarnings("error", ".*runs in Python")
+        check_step(nn.Sequential(*make()), torch.randn(4, 8), 2, balance, budgets=(0.0,))
 
 
-@pytest.mark.parametrize("case", ["gpt", "batch norm"])
-def test_joined_graphs_of_inference_equal_those_of_a_whole_trace(case: str) -> None:
-    make_layers, make_inputs, _ = CASES[case]
-    with torch.no_grad():
-        joined, whole, _ = trace_both([layer.eval() for layer in make_layers()], *make_inputs())
-    assert described(split(joined, 0.0).forward) == described(split(whole, 0.0).forward)
+def test_equal_layers_whose_configuration_reads_its_own_dictionary_are_traced_once() -> None:
+    model = GPipe(nn.Sequential(*(ReadsScale(LookedUp()) for _ in range(3))), [3])
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        model(torch.randn(4, 8, requires_grad=True))
+    assert traced.call_count == 1
 
 
-def test_gradients_in_another_layout_reach_the_last_layer() -> None:
-    layers = [Transposed() for _ in range(3)]
-    joined, whole, found = trace_both(layers, rows(), layouts=((0, (0, 0)),))
-    assert found == 3
-    assert described(split(joined, 0.0).backward) == described(split(whole, 0.0).backward)
+def test_attributes_of_a_dictionary() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ReadsScale(Config(n)) for n in (2.0, 2.0, 3.0)))
+    x, pipe = torch.randn(4, 8), GPipe(model, [3], chunks=2)
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
+    model[0].number.scale = 5.0  # type: ignore[union-attr]
+    assert unequal(pipeline_step(pipe, x), loop_step(model, x, 2)) == []
 
 
-def test_under_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        joined, whole, found = trace_both(list(gpt(16, 2, 2, 8)), tokens())
-    assert found == 3
-    assert described(split(joined, 0.0).backward) == described(split(whole, 0.0).backward)
-
-
-def test_each_part_keeps_its_own_constants() -> None:
-    joined, whole, _ = trace_both(
-        [Transposed(), Constant(1.0), Transposed(), Constant(2.0), Transposed()], rows()
-    )
-    ours, expected = (
-        [
-            getattr(joint.module, str(node.target)).mean().item()
-            for joint in (graphs.forward, graphs.backward)
-            if joint is not None
-            for node in joint.module.graph.nodes
-            if node.op == "get_attr"
-        ]
-        for graphs in (split(joined, 0.0), split(whole, 0.0))
-    )
-    assert ours == expected
-    assert ours[:2] == [1.0, 2.0]
-
-
-def test_a_stage_with_tied_layers_is_traced_as_a_whole() -> None:
-    layers = list(gpt(16, 2, 2, 8))
-    layers[2] = layers[1]
-    assert len(parts_of(Stage(layers, 0, CPU))) == 1
-
-
-def test_small_layers_are_traced_together() -> None:
-    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()]
-    assert len(parts_of(Stage(layers, 0, CPU))) == 1
-
-
-class InPlace(nn.Module):
-    """Changes the output of the layer before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        found: Tensor = self.branch(x)
-        return found + x
-
-
-def test_layers_that_cannot_be_joined_are_traced_as_a_whole() -> None:
-    joined, whole, _ = trace_both([InPlace(), InPlace(), InPlace()], rows(False))
-    assert described(split(joined, 0.0).backward) == described(split(whole, 0.0).backward)
-
-
-class Fails(nn.Module):
-    """Cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.branch(x)
-        return found if found.sum() > 0 else -found
-
-
-def test_an_untraceable_layer_is_named_by_its_place_in_the_stage() -> None:
-    layers = [*(Transposed() for _ in range(2)), Fails(), Fails()]
-    inputs = FakeInputs.of(boundary_of(rows()), False)
-    found = trace_stage(Stage(layers, 3, CPU), inputs, (), PartGraphs(16))
-    assert not isinstance(found, JointGraph)
-    assert found.layer == 2
-
-
-def test_a_later_stage_uses_the_graphs_of_an_earlier_one() -> None:
-    layers = list(gpt(16, 4, 2, 8))
-    known, hidden = PartGraphs(16), boundary_of(torch.randn(2, 8, 16, requires_grad=True))
-    states = LayerStates()
-    inputs = FakeInputs.of(hidden, False)
-    first = trace_stage(Stage(layers[1:3], 1, CPU, states=states), inputs, (), known)
-    inputs = FakeInputs.of(hidden, False)
-    with patch.object(equal_layers, "trace", calls := Calls()):
-        second = trace_stage(Stage(layers[3:5], 3, CPU, states=states), inputs, (), known)
-    assert calls.number == 0
-    assert isinstance(first, JointGraph)
-    assert isinstance(second, JointGraph)
-    assert described(split(first, 0.0).backward) == described(split(second, 0.0).backward)
-
-
-def test_a_changed_layer_is_traced_again() -> None:
-    layers: list[nn.Module] = [Numbered(1, True) for _ in range(3)]
-    known, boundary, stage = PartGraphs(16), boundary_of(rows()), Stage(layers, 0, CPU)
-    trace_stage(stage, FakeInputs.of(boundary, False), (), known)
-    layers[1].number = 5  # type: ignore[assignment]
-    with patch.object(equal_layers, "trace", calls := Calls()):
-        joined = trace_stage(stage, FakeInputs.of(boundary, False), (), known)
-    assert calls.number == 1
-    assert isinstance(joined, JointGraph)
-    whole = trace(layers, boundary.examples())
-    assert isinstance(whole, JointGraph)
-    assert described(split(joined, 0.0).backward) == described(split(whole, 0.0).backward)
-
-
-def test_a_symbolic_trace_joins_parts_with_the_same_symbols() -> None:
-    layers = list(gpt(16, 2, 2, 32))
-    stage = Stage(layers, 0, CPU)
-    inputs = FakeInputs.symbolic(boundary_of(tokens()), [[False, True]])
-    with patch.object(equal_layers, "trace", calls := Calls()):
-        joint = trace_stage(stage, inputs, (), PartGraphs(16))
-    symbols = inputs.mode.symbols()
-    assert calls.number == 3
-    assert isinstance(joint, JointGraph)
-    assert symbols is not None
-    template = Template(joint, symbols)
-    for length in (5, 9, 31):
-        boundary = boundary_of(torch.zeros(2, length, dtype=torch.int64))
-        ours = template.instantiate(
-            [s.shape for s in boundary.tensors], [s.strides for s in boundary.tensors], ()
-        )
-        expected = trace(layers, boundary.examples())
-        assert isinstance(ours, JointGraph)
-        assert isinstance(expected, JointGraph)
-        assert described(split(ours, 0.0).backward) == described(split(expected, 0.0).backward)
+def test_equal_layers_keep_a_bounded_number_of_graphs() -> None:
+    layers, known = [Multiplied(), Multiplied()], PartGraphs(4)
+    boundary = BoundarySpec((TensorSpec.of(torch.randn(2, 8), True),))
+    for number in range(6):
+        for layer in layers:
+            layer.number = number
+        stage = Stage(layers, 0, torch.device("cpu"))
+        joint = trace_stage(stage, FakeInputs.of(boundary, False), (), known)
+        assert isinstance(joint, JointGraph)
+    assert len(known.graphs()) == 4

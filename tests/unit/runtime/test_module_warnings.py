@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from gpipe_fast import GPipe, doctor, replicate
 from gpipe_fast.randomness import random
+from gpipe_fast.runtime.module_warnings import log_graph
+from gpipe_fast.runtime.stage import Stage, TensorSpec
 from tests.internals import compiler_of
 
 
@@ -42,15 +45,6 @@ def test_attention_with_dropout_warns_once() -> None:
         warnings.simplefilter("error")
         pipe(x[:, :4]).sum().backward()
     assert "avoidable costs\n  stage 1, layer 1" in doctor(pipe)
-
-
-@pytest.mark.usefixtures("keyed_as_on_gpu")
-def test_attention_without_dropout_does_not_warn() -> None:
-    pipe, x = GPipe(_encoder(0.0), [1, 2], chunks=8), torch.randn(8, 5, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipe(x).sum().backward()
-    assert "costs more" not in doctor(pipe)
 
 
 class Scaled(nn.Module):
@@ -120,3 +114,21 @@ def test_too_many_numbers_are_not_blamed_on_shapes(monkeypatch: pytest.MonkeyPat
     (text,) = [str(each.message) for each in caught if "was not traced for" in str(each.message)]
     assert "pass numbers that change as tensors" in text
     assert "pad" not in text
+
+
+CPU = torch.device("cpu")
+
+
+def part(first: int, size: int) -> Stage:
+    return Stage([nn.Linear(2, 2) for _ in range(size)], first, CPU)
+
+
+def test_graphs_are_logged_for_debugging_alone(caplog: pytest.LogCaptureFixture) -> None:
+    specs = [TensorSpec.of(torch.empty(shape), False) for shape in ((8, 2), (3,))]
+    with caplog.at_level(logging.INFO, "gpipe_fast"):
+        log_graph(part(0, 2), "traced", specs)
+    assert caplog.messages == []
+    with caplog.at_level(logging.DEBUG, "gpipe_fast"):
+        log_graph(part(0, 2), "traced", specs)
+        log_graph(part(5, 1), "reused")
+    assert caplog.messages == ["layers 0 to 1: traced, for [8, 2], [3]", "layer 5: reused"]

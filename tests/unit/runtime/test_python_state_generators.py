@@ -6,6 +6,7 @@ import functools
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, is_recomputing
-from gpipe_fast.runtime.python_state import PythonGenerators
+from tests.reference import unequal
 
 SHARED = random.Random(3)
 MODES = ("always", "except_last", "never")
@@ -77,12 +78,6 @@ class OwnGenerators(LayerDrop):
         return (self.python.random() + float(self.numpy.random())) / 2
 
 
-def imports_and_draws() -> float:
-    from tests.unit.runtime import test_python_state_generators
-
-    return test_python_state_generators.SHARED.random()
-
-
 class MakesGenerators(LayerDrop):
     """Replaces its generator in each second call."""
 
@@ -99,7 +94,6 @@ class MakesGenerators(LayerDrop):
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "random": lambda: LayerDrop(random.random),
-    "uniform": lambda: LayerDrop(lambda: random.uniform(0, 1)),
     "generator expression": lambda: LayerDrop(lambda: sum(random.random() for _ in range(1))),
     "nested lambda": lambda: LayerDrop(lambda: (lambda: (lambda: random.random())())()),
     "numpy": lambda: LayerDrop(np.random.rand),
@@ -108,7 +102,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "slot": lambda: LayerDrop(Noise()),
     "special method": lambda: LayerDrop(CallsRandom()),
     "partial": lambda: LayerDrop(functools.partial(SHARED.uniform, 0, 1)),
-    "imported": lambda: LayerDrop(imports_and_draws),
     "made anew": MakesGenerators,
 }
 
@@ -124,16 +117,15 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return {"output": output.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("backend", "asks"), [("auto", False), ("eager", True)])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_are_equal_with_and_without_recompute(kind: str, backend: str, asks: bool) -> None:
     """Only one stage draws, as timing would decide in which order two stages draw."""
     x, results = torch.randn(16, 4), []
     for mode in MODES:
         torch.manual_seed(0)
-        layer = asking(LAYERS[kind]()) if asks else LAYERS[kind]()
+        layer: Any = asking(LAYERS[kind]()) if asks else LAYERS[kind]()
         seq = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -141,23 +133,7 @@ def test_gradients_are_equal_with_and_without_recompute(kind: str, backend: str,
             results.append([step(model, x) for _ in range(3)])
         assert not asks or layer.recomputes == 0
     for other in results[:2]:
-        for ours, expected in zip(other, results[2], strict=True):
-            for name, tensor in expected.items():
-                found = ours[name]
-                assert (tensor is None) == (found is None), name
-                assert tensor is None or (found is not None and torch.equal(found, tensor)), name
-
-
-def test_draws_equal_those_of_the_plain_loop() -> None:
-    seq = nn.Sequential(nn.Linear(4, 4), LAYERS["random"](), nn.Linear(4, 4))
-    x = torch.randn(64, 4)
-    model = GPipe(seq, [2, 1], devices=["cpu"] * 2, chunks=64, checkpoint="always")
-    with pytest.warns(UserWarning, match=r"layer 1 \(LayerDrop\) runs in Python"):
-        model(x)
-    random.seed(5)
-    ours = model(x)
-    random.seed(5)
-    assert torch.equal(ours, torch.cat([seq(c) for c in x.chunk(64)]))
+        assert [unequal(*pair) for pair in zip(other, results[2], strict=True)] == [[]] * 3
 
 
 def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
@@ -181,8 +157,7 @@ def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("limit", [10, 50_000])
-@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize(("backend", "limit"), [("auto", 10), ("auto", 50_000), ("eager", 50_000)])
 def test_a_layer_that_asks_is_recomputed_unless_it_draws(
     backend: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,22 +175,3 @@ def test_a_layer_that_asks_is_recomputed_unless_it_draws(
             model(torch.randn(8, 4)).sum().backward()
             counts.append(layer.recomputes)
     assert counts == [0, 4]
-
-
-@pytest.mark.parametrize("kind", ["random", "generator expression", "nested lambda", "special method"])
-def test_the_global_generator_counts_for_layers_that_can_draw(kind: str) -> None:
-    """The draw outside of the layers stands for another thread's."""
-    can_draw, cannot = PythonGenerators([LAYERS[kind]()]), PythonGenerators([LayerDrop(lambda: 0.5)])
-    before = can_draw.states(), cannot.states()
-    random.random()
-    assert can_draw.states() != before[0]
-    assert cannot.states() == before[1]
-
-
-def test_if_not_all_values_are_searched_the_global_generators_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe_fast.runtime.python_state._MAX_VALUES", 10)
-    generators = PythonGenerators([LayerDrop(lambda: 0.5)])
-    before = generators.states()
-    assert generators.states() == before
-    random.random()
-    assert generators.states() != before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,25 +33,18 @@ def test_programs_depend_on_the_enabled_attention_kernels() -> None:
     assert unequal(pipeline_step(pipe, x), default) == []
 
 
-@pytest.mark.parametrize(
-    ("get", "set_to"),
-    [
-        (lambda: torch.backends.cudnn.enabled, lambda on: setattr(torch.backends.cudnn, "enabled", on)),
-        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-        (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    ],
-    ids=["cuDNN", "cuDNN's attention", "fast path of attention"],
-)
-def test_settings_that_select_operators_are_modes(
-    get: Callable[[], bool], set_to: Callable[[bool], None]
-) -> None:
-    before, on = TorchModes.now(), get()
-    set_to(not on)
-    try:
+def test_settings_that_select_operators_are_modes() -> None:
+    backends, before = torch.backends, TorchModes.now()
+    with backends.cudnn.flags(enabled=not backends.cudnn.enabled):
         assert TorchModes.now() != before
-    finally:
+    for on, set_to in (
+        (backends.cuda.cudnn_sdp_enabled(), backends.cuda.enable_cudnn_sdp),
+        (backends.mha.get_fastpath_enabled(), backends.mha.set_fastpath_enabled),
+    ):
+        set_to(not on)
+        changed = TorchModes.now()
         set_to(on)
-    assert TorchModes.now() == before
+        assert changed != before == TorchModes.now()
 
 
 def test_a_retraced_backward_uses_the_attention_kernels_of_its_forward() -> None:

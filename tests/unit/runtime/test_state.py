@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.runtime.state import ModuleState
@@ -30,11 +29,6 @@ class Layer(nn.Module):
         return x
 
 
-class Plus(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
 def snapshot_of(layers: Collection[nn.Module]) -> Snapshot:
     """Returns a snapshot of the layers' current state."""
     snapshot = Snapshot()
@@ -45,23 +39,16 @@ def snapshot_of(layers: Collection[nn.Module]) -> Snapshot:
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
     "attribute": lambda m: setattr(m, "scale", 0.2),
-    "new attribute": lambda m: setattr(m, "other", None),
     "attribute deleted": lambda m: delattr(m, "scale"),
     "item of a dictionary": lambda m: m.table.update(b=2),
     "parameter replaced": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "parameter swapped": lambda m: torch.utils.swap_tensors(m.linear.weight, nn.Parameter(torch.ones(4, 4))),
-    "parameter removed": lambda m: setattr(m.linear, "bias", None),
-    "shape in place": lambda m: setattr(m.linear.weight, "data", torch.ones(5, 4)),
-    "strides in place": lambda m: setattr(m.linear.weight, "data", torch.ones(4, 4).t()),
-    "dtype in place": lambda m: setattr(m.linear.weight, "data", torch.ones(4, 4).double()),
     "frozen": lambda m: m.linear.weight.requires_grad_(False),
     "buffer replaced": lambda m: setattr(m, "mask", torch.zeros(4)),
     "eval": lambda m: m.norm.eval(),
     "child replaced": lambda m: setattr(m, "linear", nn.Linear(4, 4)),
-    "child of a list": lambda m: m.module_list.append(nn.ReLU()),
     "hook": lambda m: m.linear.register_forward_hook(lambda *_: None),
     "class": lambda m: setattr(m.module_list[0], "__class__", nn.Tanh),
-    "parametrization": lambda m: parametrize.register_parametrization(m.linear, "weight", Plus()),
     "dtype": lambda m: m.half(),
 }
 
@@ -70,7 +57,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
 # for attributes that no forward has read.
 SAME_PROGRAMS = {
     *("parameter replaced", "parameter swapped", "buffer replaced", "child replaced"),
-    *("attribute", "new attribute", "attribute deleted", "item of a dictionary", "hook"),
+    *("attribute", "attribute deleted", "item of a dictionary", "hook"),
 }
 
 
@@ -93,14 +80,6 @@ def test_every_change_is_detected(name: str) -> None:
     assert snapshot_of(layers).unchanged(layers)
 
 
-def test_other_layers_are_detected_as_a_change() -> None:
-    layers = [nn.ReLU(), nn.Linear(2, 2)]
-    snapshot = snapshot_of(layers)
-    assert snapshot.unchanged(tuple(layers))
-    for others in (layers[:1], [*layers, nn.ReLU()], layers[::-1], [layers[0], nn.Linear(2, 2)], []):
-        assert not snapshot.unchanged(others)
-
-
 def test_training_is_not_detected_as_a_change() -> None:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()]
     model, snapshot = nn.Sequential(*layers), snapshot_of(layers)
@@ -111,13 +90,6 @@ def test_training_is_not_detected_as_a_change() -> None:
     model.load_state_dict(model.state_dict())
     optimizer.zero_grad()
     assert snapshot.unchanged(layers)
-
-
-def test_lazy_layers_always_count_as_changed() -> None:
-    lazy = nn.LazyLinear(3)
-    snapshot = snapshot_of([lazy])
-    lazy(torch.ones(1, 2))
-    assert not snapshot.unchanged([lazy])
 
 
 def test_a_reference_cycle_through_a_snapshot_is_collected() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Rung, StageCosts
+from gpipe_fast.schedule.budget import Budget, BudgetError, Rung, StageCosts
 from gpipe_fast.schedule.cuts import best_partitions, stage_costs
 from gpipe_fast.schedule.simulation import Simulation
 from tests.unit.schedule.test_budget import MIB, random_stage, schedules
@@ -67,24 +67,3 @@ def test_no_partition_of_all_is_faster(name: str) -> None:
         assert len(found) == min(3, len(times))
         for partition in found:
             assert partition.climb.time == times[partition.balance]
-
-
-def test_a_stage_of_layers_recomputes_everything_or_nothing_at_the_ends() -> None:
-    draw = random.Random(0)
-    layers = [random_layer(draw) for _ in range(4)]
-    own = stage_costs(layers, 1, ["cpu"] * 3, [4, 3, 1])
-    assert own.rungs[0].saved == 0
-    assert own.rungs[0].recompute == pytest.approx(sum(layer.forward for layer in layers))
-    assert own.rungs[-1].recompute == 0
-    assert own.rungs[-1].saved == sum(x.rungs[-1].saved for x in layers) + sum(x.boundary for x in layers[1:])
-    assert own.boundary == layers[0].boundary
-    waiting = 3 * layers[0].boundary + 3 * layers[-1].outputs
-    assert own.fixed == {"parameters": sum(x.fixed["parameters"] for x in layers), UNDER_WAY: waiting}
-
-
-def test_an_error_if_nothing_fits() -> None:
-    layers = [random_layer(random.Random(0)) for _ in range(4)]
-    for devices in (["a", "b"], ["a", "a"]):
-        limits = dict.fromkeys(devices, 1.0 * MIB)
-        with pytest.raises(BudgetError, match=r"at least .* is needed if everything is recomputed"):
-            best_partitions(layers, devices, limits, [1.0] * 2, schedules("gpipe", 2, 2))

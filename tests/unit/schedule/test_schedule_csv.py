@@ -75,11 +75,6 @@ def test_schedules_of_pytorch_are_valid(name: str, size: int, dialect: str, tmp_
     assert Schedule.parse(schedule.csv()) == schedule
 
 
-def test_cells_of_both_dialects() -> None:
-    text = "0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD\n,1RECV_F0,(1F0;1B0)OVERLAP_F_B,1RESHARD\n"
-    assert Schedule.from_csv(text) == Schedule.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")
-
-
 def test_ours_is_read_by_pytorch(tmp_path: Path) -> None:
     actions = [
         [pipelining._Action.from_str(cell) for cell in row.split(",")]

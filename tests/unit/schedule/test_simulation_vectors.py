@@ -1,8 +1,9 @@
-"""Both simulators, Python's and that of the pages, against one table of settings and results."""
+"""The simulator of the pages, simulation.js, agrees with Python's on random settings."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,84 +11,99 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.schedule import TRANSFERS
-from tests.unit.schedule.simulation_vectors import NUM_VECTORS, TABLE, random_settings, read_table, simulated
+from gpipe_fast.schedule import SCHEDULES, TRANSFERS, Simulation, fill_drain, simulate
 
 SIMULATION = Path(__file__).parents[3] / "gpipe_fast" / "reports" / "page" / "simulation.js"
 PROGRAM = """
 const { simulate } = require(process.argv[1]);
-const rows = JSON.parse(require("fs").readFileSync(process.argv[2], "utf8"));
-const found = rows.map(({ settings }) => {
+const found = JSON.parse(require("fs").readFileSync(0, "utf8")).map((settings) => {
   const { ranks, critical_path, memory, ...figures } = simulate(settings);
-  const actions = ranks.flat().map((a) => [a.name, a.begin, a.end]);
-  const peaks = memory.map(({ curve, peak }) => [peak, ...curve.map(([, bytes]) => bytes)]);
+  const ends = Object.fromEntries(ranks.flat().map((a) => [a.name, [a.begin, a.end]]));
+  const curves = memory.map(({ curve, peak }) => [peak, curve]);
   const path = critical_path.filter((a) => !/_/.test(a.kind)).map((a) => a.name).join(" ");
-  return { ...figures, actions, peaks, critical_path: path };
+  return { ...figures, ends, curves, critical_path: path };
 });
 console.log(JSON.stringify(found));
 """
 
 
-def test_python_agrees_with_the_table() -> None:
-    rows = read_table()
-    assert len(rows) == NUM_VECTORS
-    for seed, row in enumerate(rows):
-        assert row["settings"] == random_settings(seed)
-        found = simulated(row["settings"])
-        values = found.to_dict()
-        for name in ("time", "bubble", "busy", "kept", "peak_bytes"):
-            assert values[name] == pytest.approx(row[name], abs=1e-8), (seed, name)
-        path = " ".join(str(action) for action in found.critical_path if action.kind not in TRANSFERS)
-        assert path == row["critical_path"], seed
-        times = {each["action"]: [each["begin"], each["end"]] for each in values["actions"]}
-        for name, *expected in row["actions"]:
-            assert times[name] == pytest.approx(expected, abs=1e-8), (seed, name)
+def random_settings(seed: int) -> dict[str, Any]:
+    """Returns arguments of `simulate`, some with one value for all stages, some with one for each."""
+    draw = random.Random(seed)
+    schedule = draw.choice([*SCHEDULES])
+    num_devices = draw.randint(1, 4)
+    num_stages = num_devices * draw.randint(1, 3) if schedule == "interleaved" else draw.randint(1, 8)
+    if num_devices == 1 and schedule == "interleaved":
+        num_stages = 2 * draw.randint(1, 3)  # on half as many ranks
+
+    def per_stage(most: float) -> float | list[float]:
+        values = [round(draw.random() * most, 3) for _ in range(num_stages)]
+        return draw.choice([values, values[0]])
+
+    settings: dict[str, Any] = {
+        "schedule": schedule,
+        "num_stages": num_stages,
+        "num_microbatches": draw.randint(1, 10),
+        "num_devices": num_devices,
+        "checkpoint": draw.choice(["always", "except_last", "never"]),
+        "forward": per_stage(2.0),
+        "backward": per_stage(4.0),
+    }
+    if draw.random() < 0.3:
+        settings["recompute"] = per_stage(2.0)
+    if draw.random() < 0.3:
+        settings["weights"] = 0.0
+    if draw.random() < 0.5:
+        settings |= {"transfer": per_stage(0.5), "latency": round(draw.random(), 3)}
+    if draw.random() < 0.5:
+        settings |= {"boundary_bytes": per_stage(10), "activation_bytes": per_stage(100)}
+        settings |= {"bandwidth": draw.choice([20.0, 200.0])}
+    if schedule == "gpipe" and draw.random() < 0.5:
+        settings["slots"] = draw.randint(1, 3)
+    return settings
 
 
-@pytest.fixture(scope="module")
-def of_javascript() -> list[dict[str, Any]]:
-    """Returns what simulation.js returns for all settings of the table."""
+def simulated(settings: dict[str, Any]) -> Simulation:
+    """Simulates with the arguments of `simulate`, and with ``slots`` for fill-drain."""
+    options = {**settings}
+    if slots := options.pop("slots", None):
+        options["schedule"] = fill_drain(options["num_stages"], options["num_microbatches"], slots=slots)
+    return simulate(**options)
+
+
+def simulated_by_javascript(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if shutil.which("node") is None:
         pytest.skip("node is not installed: simulation.js is not checked")
-    command = ["node", "-e", PROGRAM, str(SIMULATION), str(TABLE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = ["node", "-e", PROGRAM, str(SIMULATION)]
+    done = subprocess.run(command, input=json.dumps(settings), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
-def test_javascript_agrees_with_the_table(of_javascript: list[dict[str, Any]]) -> None:
-    for seed, (found, row) in enumerate(zip(of_javascript, read_table(), strict=True)):
+def test_javascript_agrees_with_python() -> None:
+    settings = [random_settings(seed) for seed in range(200)]
+    for own, found in zip(settings, simulated_by_javascript(settings), strict=True):
+        expected = simulated(own)
         for name in ("time", "bubble", "busy", "kept"):
-            assert found[name] == pytest.approx(row[name], abs=1e-8), (seed, name)
-        expected = row["peak_bytes"] or [0] * len(found["peak_bytes"])
-        assert found["peak_bytes"] == pytest.approx(expected, abs=1e-8), seed
-        assert found["critical_path"] == row["critical_path"], seed
-        times = {name: ends for name, *ends in found["actions"]}
-        for name, *expected_times in row["actions"]:
-            assert times[name] == pytest.approx(expected_times, abs=1e-8), (seed, name)
-
-
-def test_the_memory_curves_of_javascript_begin_and_end_at_nothing(
-    of_javascript: list[dict[str, Any]],
-) -> None:
-    for found in of_javascript:
-        for peak, *curve in found["peaks"]:
-            assert curve[0] == 0
-            assert curve[-1] == pytest.approx(0, abs=1e-6)
-            assert max(curve) == peak
+            value = getattr(expected, name)
+            wanted = list(value) if isinstance(value, tuple) else value
+            assert found[name] == pytest.approx(wanted, abs=1e-8), (own, name)
+        peaks = expected.peak_bytes or [0] * len(found["peak_bytes"])
+        assert found["peak_bytes"] == pytest.approx(list(peaks), abs=1e-8), own
+        path = (str(action) for action in expected.critical_path if action.kind not in TRANSFERS)
+        assert found["critical_path"] == " ".join(path), own
+        ends = {str(a): [expected.begins[a], end] for a, end in expected.ends.items()}
+        assert found["ends"].keys() == ends.keys()
+        assert all(found["ends"][name] == pytest.approx(ends[name], abs=1e-8) for name in ends), own
+        for peak, curve in found["curves"]:
+            kept = [number for _, number in curve]
+            assert (kept[0], max(kept)) == (0, peak)
+            assert kept[-1] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_memory_curve_of_a_step_by_hand() -> None:
     """One stage: F0 and F1 take 1, then R1 1, B1 2, R0 1, B0 2."""
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed: simulation.js is not checked")
-    program = """
-      const { simulate } = require(process.argv[1]);
-      const settings = { num_microbatches: 2, checkpoint: "always", boundary_bytes: 1, activation_bytes: 10 };
-      console.log(JSON.stringify(simulate(settings).memory[0].curve));
-    """
-    done = subprocess.run(
-        ["node", "-e", program, str(SIMULATION)], capture_output=True, text=True, timeout=60
-    )
-    assert json.loads(done.stdout) == [[0, 0], [0, 1], [1, 2], [2, 12], [5, 1], [5, 11], [8, 0]]
+    settings = {"num_microbatches": 2, "checkpoint": "always", "boundary_bytes": 1, "activation_bytes": 10}
+    (found,) = simulated_by_javascript([settings])
+    assert found["curves"] == [[12, [[0, 0], [0, 1], [1, 2], [2, 12], [5, 1], [5, 11], [8, 0]]]]

@@ -11,27 +11,12 @@ from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, fill_drain
 from gpipe_fast.schedule.vector_clocks import max_in_flight
 
 
-def test_training_keeps_received_activations_for_the_backward() -> None:
+def test_training_keeps_received_activations_and_inference_what_waits_or_is_in_use() -> None:
     found = max_in_flight(fill_drain(3, 5, recomputed=[0, 1, 2, 3]))
     assert found == {(0, 1): 5, (1, 2): 5, (1, 0): 5, (2, 1): 5}
-
-
-def test_inference_keeps_the_waiting_tensors_and_the_one_in_use() -> None:
     assert max_in_flight(fill_drain(3, 9, slots=4, backward=False)) == {(0, 1): 5, (1, 2): 5}
     assert max_in_flight(fill_drain(2, 3, slots=4, backward=False)) == {(0, 1): 3}
-
-
-def test_a_single_stage_has_nothing_in_flight() -> None:
     assert max_in_flight(fill_drain(1, 3)) == {}
-
-
-def test_one_gradient_is_in_flight_if_each_is_used_before_the_next_is_sent() -> None:
-    """Each micro-batch runs its backward before the next one's forward."""
-    schedule = Schedule.parse(
-        """0F0, 0SEND_F0, 0RECV_B0, 0B0, 0F1, 0SEND_F1, 0RECV_B1, 0B1
-        1RECV_F0, 1F0, 1B0, 1SEND_B0, 1RECV_F1, 1F1, 1B1, 1SEND_B1"""
-    )
-    assert max_in_flight(schedule) == {(0, 1): 1, (1, 0): 1}
 
 
 def random_run(schedule: Schedule, choose: random.Random) -> dict[tuple[int, int], int]:
@@ -71,14 +56,9 @@ def random_run(schedule: Schedule, choose: random.Random) -> dict[tuple[int, int
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_no_timing_exceeds_the_bounds_and_some_timing_reaches_them(
-    num_stages: int, slots: int, backward: bool
-) -> None:
-    schedule = fill_drain(
-        num_stages, 6, slots=slots, backward=backward, recomputed=[0, 2] if backward else None
-    )
+@pytest.mark.parametrize("slots", [1, 4])
+def test_no_timing_exceeds_the_bounds_and_some_timing_reaches_them(slots: int, backward: bool) -> None:
+    schedule = fill_drain(3, 6, slots=slots, backward=backward, recomputed=[0, 2] if backward else None)
     bounds = max_in_flight(schedule)
     observed: defaultdict[tuple[int, int], int] = defaultdict(int)
     for seed in range(300):

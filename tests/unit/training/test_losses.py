@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.training.losses import check_target, key_of, loss_of
+from gpipe_fast.training.losses import Loss, check_target, key_of, loss_layer, loss_of
 
 LOGITS = torch.linspace(-2, 2, 40, dtype=torch.float64).view(8, 5)
 CLASSES = torch.tensor([0, 1, 2, -100, 4, 0, -100, 1])
@@ -27,11 +27,7 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor]] = {
     "elements": (F.mse_loss, LOGITS, PROBABILITIES),
     "huber": (nn.HuberLoss(delta=0.3), LOGITS, PROBABILITIES),
     "logits": (nn.BCEWithLogitsLoss(), LOGITS, PROBABILITIES),
-    "partial of partial": (
-        functools.partial(functools.partial(F.smooth_l1_loss, beta=2.0), beta=0.5),
-        LOGITS,
-        PROBABILITIES,
-    ),
+    "partial": (functools.partial(F.smooth_l1_loss, beta=0.5), LOGITS, PROBABILITIES),
 }
 
 
@@ -59,10 +55,7 @@ def test_a_normalizer_replaces_the_divisor() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "kind", "message"),
     [
-        ("mse", TypeError, "loss_fn must be a function of an output and a target, got str"),
         (nn.MSELoss(reduction="none"), ValueError, "got reduction='none'; pass 'mean' or 'sum'"),
-        (lambda output, target: output.sum(), ValueError, "the divisor of <lambda> is not known"),
-        (nn.CTCLoss(), ValueError, "the divisor of CTCLoss is not known"),
         (functools.partial(F.mse_loss, weight=WEIGHT), ValueError, "mse_loss got weight="),
         (functools.partial(F.mse_loss, reduce=True), ValueError, "the divisor of partial is not known"),
     ],
@@ -70,12 +63,6 @@ def test_a_normalizer_replaces_the_divisor() -> None:
 def test_losses_that_cannot_be_combined_are_refused(loss_fn: Any, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         loss_of(loss_fn, None)
-
-
-def test_shapes_that_would_be_broadcast_are_refused() -> None:
-    loss = loss_of(F.mse_loss, None)
-    with pytest.raises(ValueError, match=r"output of shape \[8, 5\] and the target of shape \[8, 1\] differ"):
-        loss.total(LOGITS, LOGITS[:, :1])
 
 
 def test_a_missing_target_is_named() -> None:
@@ -102,3 +89,25 @@ def test_functions_from_the_same_line_are_equal_if_their_variables_are() -> None
     assert key_of(layer.forward) == key_of(layer.forward) != key_of(nn.Linear(2, 2).forward)
     assert loss_of(nn.MSELoss(), None).key == loss_of(F.mse_loss, None).key
     assert loss_of(nn.HuberLoss(delta=2.0), None).key != loss_of(nn.HuberLoss(), None).key
+
+
+def layer_of(total: Any, keeps_output: bool = False, dim: int = 0) -> nn.Module:
+    return loss_layer(Loss(total, "key"), None, 0, keeps_output, dim)
+
+
+def test_the_loss_of_an_output() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(layer_of(torch.sum)(x), torch.tensor([15.0]))
+    assert layer_of(torch.sum, dim=1)(x).shape == (1, 1)
+
+
+def test_losses_in_half_precision_become_float32() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        assert layer_of(torch.sum)(torch.ones(4, dtype=dtype)).dtype == torch.float32
+    assert layer_of(torch.sum)(torch.ones(4, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("result", [torch.ones(2), 1.0, None])
+def test_results_that_are_no_single_number_are_refused(result: Any) -> None:
+    with pytest.raises(ValueError, match="loss_fn must return a tensor with one element, got"):
+        layer_of(lambda output: result)(torch.ones(4))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
-from gpipe_fast.training.update import StageUpdates, checked_update
+from gpipe_fast.training.update import StageUpdates
 
 
 def model() -> nn.Sequential:
@@ -21,34 +18,6 @@ def model() -> nn.Sequential:
 
 def sgd(layers: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(layers.parameters(), lr=0.5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
-        ({"optimizer": torch.optim.SGD}, TypeError, "optimizer"),
-        ({"optimizer": sgd(model())}, ValueError, "optimizer"),
-        ({"scaler": 2.0}, TypeError, r"scaler must be a torch\.amp\.GradScaler, got float"),
-        ({"optimizer": None, "max_norm": 1.0}, ValueError, "max_norm"),
-        ({"max_norm": -1.0}, ValueError, "max_norm"),
-        ({"max_norm": float("nan")}, ValueError, "max_norm"),
-        ({"max_norm": "1"}, TypeError, "max_norm"),
-        ({"optimizer_in": "begin"}, ValueError, "optimizer_in must be 'end' or 'drain', got 'begin'"),
-        ({"optimizer_in": "drain", "optimizer": None}, ValueError, "optimizer"),
-    ],
-)
-def test_arguments_are_checked_before_any_work(changed: dict[str, Any], kind: type, message: str) -> None:
-    layers = model()
-    arguments = {"optimizer": sgd(layers), "scaler": None, "max_norm": None}
-    checked_update(layers, **arguments)
-    with pytest.raises(kind, match=message):
-        checked_update(layers, **arguments | changed)
-
-
-def test_gradients_are_needed() -> None:
-    layers = model()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="step computes gradients, which are disabled"):
-        checked_update(layers, sgd(layers), None, None)
 
 
 def test_stages_and_the_rest_are_updated_once() -> None:

@@ -55,18 +55,15 @@ def described(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> d
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
+        (b"", "its header would have"),
         (b"{", "its header would have 1 of 17 bytes"),
         (b"no JSON", "its header is not JSON"),
         (b"[" * 10**5, "its header is not JSON"),
-        ([1], "its header is a list"),
         ({"x": 1}, "its header describes 'x' as 1"),
         (described(dtype="F7"), "describes 'x' as .*F7"),
         (described(shape=["a"]), "describes 'x' as"),
         (described(shape=[-2]), "describes 'x' as"),
-        (described(shape=2), "describes 'x' as"),
         (described(offsets=[0]), "describes 'x' as"),
-        (described(offsets=["0", "8"]), "describes 'x' as"),
-        (described(offsets=[None, 8]), "describes 'x' as"),
         (described(offsets=[0.0, 8.0]), "describes 'x' as"),
         (described(offsets=[0, 4]), "'x' takes 8 bytes, at the offsets 0 to 4 of 8 bytes of data"),
         (described(offsets=[4, 12]), "'x' takes 8 bytes, at the offsets 4 to 12 of 8 bytes of data"),
@@ -84,7 +81,6 @@ def test_broken_files_are_refused(header: Any, reason: str, tmp_path: Path) -> N
     ("spans", "reason"),
     [
         (([0, 8], [4, 12]), "a tensor begins at the offset 4, and the one before it ends at 8"),
-        (([0, 8], [0, 8]), "a tensor begins at the offset 0, and the one before it ends at 8"),
         (([4, 12], [12, 20]), "a tensor begins at the offset 4, and the one before it ends at 0"),
         (([0, 8], [12, 20]), "a tensor begins at the offset 12, and the one before it ends at 8"),
         (([8, 16], [0, 8]), "its tensors end at the offset 16 of 20 bytes of data"),
@@ -97,14 +93,6 @@ def test_tensors_that_overlap_or_leave_a_gap_are_refused(
     header = {name: described(offsets=span)["x"] for name, span in zip("ab", spans, strict=True)}
     write(path, header, bytes(20))
     with pytest.raises(ValueError, match=f"is no complete safetensors file: {reason}; "):
-        safetensors_entries(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"abc", bytes(8), b"\xff" * 40])
-def test_files_of_another_format_are_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is no complete safetensors file: its header would have"):
         safetensors_entries(path)
 
 

@@ -20,7 +20,7 @@ from gpipe_fast.weights.source import Entries, entries_of
 STATE = OrderedDict(a=torch.ones(2, 3), b=torch.arange(4))
 
 
-def save_shards(folder: Path, suffix: str = ".safetensors") -> Path:
+def save_shards(folder: Path, suffix: str) -> Path:
     """Saves each tensor in a file of its own, and returns the index."""
     for name, tensor in STATE.items():
         save = save_file if suffix == ".safetensors" else torch.save
@@ -30,31 +30,17 @@ def save_shards(folder: Path, suffix: str = ".safetensors") -> Path:
     return index
 
 
-def source_of(kind: str, folder: Path) -> Any:
-    if kind == "mapping":
-        return STATE
-    if kind.startswith("shards"):
-        return save_shards(folder, kind.removeprefix("shards"))
-    path = folder / ("state" + kind)
-    (save_file if kind == ".safetensors" else torch.save)(STATE, path)
-    return path
-
-
-@pytest.mark.parametrize(
-    "kind", ["mapping", ".pt", ".bin", ".safetensors", "shards.safetensors", "shards.bin"]
-)
-def test_tensors_have_names_shapes_and_values(kind: str, tmp_path: Path) -> None:
-    entries = entries_of(source_of(kind, tmp_path))
-    assert entries.keys() == STATE.keys()
-    for name, tensor in STATE.items():
-        assert entries[name].like.is_meta
-        assert entries[name].like.shape == tensor.shape
-        assert entries[name].like.dtype == tensor.dtype
-        assert torch.equal(entries[name].read(), tensor)
-
-
-def test_a_path_may_be_a_string(tmp_path: Path) -> None:
-    assert entries_of(str(source_of(".safetensors", tmp_path))).keys() == STATE.keys()
+def test_tensors_have_names_shapes_and_values(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "state.pt")
+    save_file(STATE, tmp_path / "state.safetensors")
+    files = [tmp_path / "state.pt", str(tmp_path / "state.safetensors")]
+    for source in (STATE, *files, *(save_shards(tmp_path, suffix) for suffix in (".safetensors", ".bin"))):
+        entries = entries_of(source)
+        assert entries.keys() == STATE.keys()
+        for name, tensor in STATE.items():
+            like = entries[name].like
+            assert (like.is_meta, like.shape, like.dtype) == (True, tensor.shape, tensor.dtype)
+            assert torch.equal(entries[name].read(), tensor)
 
 
 def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
@@ -88,21 +74,6 @@ def test_files_cannot_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not Path("executed").exists()
 
 
-def test_sources_of_other_types_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="must be a state dict or the path of a file, got list"):
-        entries_of([("a", STATE["a"])])  # type: ignore[arg-type]
-    torch.save(STATE["a"], tmp_path / "tensor.pt")
-    with pytest.raises(TypeError, match=r"tensor\.pt contains a Tensor, not a state dict"):
-        entries_of(tmp_path / "tensor.pt")
-    with pytest.raises(FileNotFoundError):
-        entries_of(tmp_path / "nowhere.safetensors")
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a folder; pass a file in it, such as model\.safetensors"):
-        entries_of(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["empty", "cut off", "another format", "before PyTorch 1.6"])
 def test_files_of_torch_save_that_cannot_be_mapped_are_named(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
@@ -114,40 +85,9 @@ def test_files_of_torch_save_that_cannot_be_mapped_are_named(kind: str, tmp_path
         entries_of(path)
 
 
-def test_a_name_that_is_no_string_is_refused() -> None:
-    with pytest.raises(TypeError, match="the names in a state dict must be strings, got 3; "):
-        entries_of({**STATE, 3: torch.ones(1)})  # type: ignore[dict-item]
-
-
-def test_a_source_without_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="the source has 'b' on the meta device, without data; "):
-        entries_of({**STATE, "b": STATE["b"].to("meta")})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"{}",
-        b"[]",
-        b'{"weight_map": ["a"]}',
-        b'{"weight_map": {"a": 3}}',
-        b'{"weight_map": {"a": ["b"]}}',
-        b"",
-        b"{",
-        b"\xff\xfe\x00\x81",
-        b"[" * 10**5,
-    ],
-)
-def test_an_index_without_a_map_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "x.index.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"x\.index\.json has no 'weight_map' from the names of tensors to"):
-        entries_of(tmp_path / "x.index.json")
-
-
-def test_an_index_with_a_name_that_its_file_lacks_is_refused(tmp_path: Path) -> None:
-    index = save_shards(tmp_path)
-    content = json.loads(index.read_text())
-    content["weight_map"]["c"] = "a.safetensors"
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="names tensors that its files lack: c; "):
-        entries_of(index)
+def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+    message = r"x\.index\.json has no 'weight_map' from the names of tensors to"
+    for content in (b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 3}}', b"\xff\xfe\x00", b"[" * 10**5):
+        (tmp_path / "x.index.json").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            entries_of(tmp_path / "x.index.json")
