@@ -41,7 +41,6 @@ NEED_TRITON = [
     "unit/kernels",
     "unit/lower/test_in_place.py",
     "unit/lower/test_launch.py",
-    "unit/lower/test_values.py",
     "unit/lower/test_work.py",
 ]
 collect_ignore_glob = [] if HAS_TRITON else NEED_TRITON
@@ -57,9 +56,7 @@ def missing_for_cuda() -> str | None:
     """Returns what this machine lacks for tests marked `cuda`, or None."""
     if not torch.cuda.is_available():
         return "no GPU is visible"
-    if not gpipe_fast.built_with_cuda():
-        return "the extension was built without CUDA"
-    return None
+    return None if gpipe_fast.built_with_cuda() else "the extension was built without CUDA"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,16 +113,14 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     deselected = config.stash.get(DESELECTED, Counter())
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
-    needs_gpu = sum("cuda: " in reason for reason in skipped)
-    descriptions = {
-        "extended": "longer tests (--tier=all)",
-        "": "tests of `make test`",
-        "soak": "long runs of `make soak`",
+    numbers = {
+        "longer tests (--tier=all)": deselected["extended"],
+        "tests of `make test`": deselected[""],
+        "long runs of `make soak`": deselected["soak"],
+        f"tests that need a GPU ({missing_for_cuda()})": sum("cuda: " in reason for reason in skipped),
+        f"folders and files that need Triton ({', '.join(NEED_TRITON)})": len(collect_ignore_glob),
     }
-    lines = [f"{deselected[name]} {what}" for name, what in descriptions.items() if deselected[name]]
-    lines += [f"{needs_gpu} tests that need a GPU ({missing_for_cuda()})"] if needs_gpu else []
-    lines += [] if HAS_TRITON else [f"{', '.join(NEED_TRITON)} of tests, which need Triton"]
-    if lines:
+    if lines := [f"{number} {what}" for what, number in numbers.items() if number]:
         terminalreporter.write_line(
             f"not run: {'; '.join(lines)}. Samples are drawn with GPIPE_FAST_SEED={seed()}"
         )

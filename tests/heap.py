@@ -6,18 +6,8 @@ import ctypes
 
 import pytest
 
-_FIELDS = (
-    "arena",
-    "ordblks",
-    "smblks",
-    "hblks",
-    "hblkhd",
-    "usmblks",
-    "fsmblks",
-    "uordblks",
-    "fordblks",
-    "keep",
-)
+_FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd"]
+_FIELDS += ["usmblks", "fsmblks", "uordblks", "fordblks", "keep"]
 
 
 class _Information(ctypes.Structure):

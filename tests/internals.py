@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-import gpipe_fast.runtime.plan
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Pipeline
 from gpipe_fast.fuse.casts import hoist_parameter_casts
@@ -24,8 +23,6 @@ from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.eviction import Eviction
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import Stage
-from gpipe_fast.schedule import Schedule
-from gpipe_fast.trace import joint_export
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template
 
@@ -123,22 +120,6 @@ def num_plans(model: GPipe) -> int:
     return len(model._planner._plans)
 
 
-@contextmanager
-def use_schedule(model: GPipe, x: Tensor, schedule: Schedule) -> Iterator[None]:
-    """Makes calls in the block, with inputs like ``x``, use the given schedule; traces the stages before.
-
-    The replacement lasts as long as the block, because a plan is made again in the call if it is not cached,
-    as when a layer turns out not to be traceable.
-    """
-    model._planner._plans.clear()
-    model._planner._latest = None
-    with mock.patch.object(gpipe_fast.runtime.plan, "fill_drain", return_value=schedule):
-        plan_of(model, x)
-        yield
-    used = latest_plan(model).schedule
-    assert used is schedule, f"the call used another schedule:\n{used}\ninstead of\n{schedule}"
-
-
 def owned_objects(model: GPipe) -> list[object]:
     """Returns the Python objects that a pipeline owns, except its layers."""
     return [model._planner, *model._planner._segments, *model._stages]
@@ -215,14 +196,4 @@ def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
         mock.patch.object(compiled, "hoist_parameter_casts", lambda joint: joint),
         mock.patch.object(compiled, "split", split),
     ):
-        yield
-
-
-# Disabled safeguards
-
-
-@contextmanager
-def with_autocast_cache() -> Iterator[None]:
-    """Enables autocast's weight cache during tracing."""
-    with mock.patch.object(joint_export, "_autocast_cache_disabled", nullcontext):
         yield

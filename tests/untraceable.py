@@ -181,7 +181,3 @@ def segments_by_stage(pipe: GPipe, microbatch: int = 0) -> list[list[tuple[int, 
     """Returns the segments of every stage: first layer, end layer, and whether the segment is lowered."""
     plan = latest_plan(pipe).native
     return [plan.segments(stage, microbatch) for stage in range(len(pipe.balance))]
-
-
-def densified(result: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {k: v.to_dense() if v is not None and v.is_sparse else v for k, v in result.items()}

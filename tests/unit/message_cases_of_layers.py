@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast import GPipe, is_recomputing, keyed_rng
+from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.arguments import warn_idle_stages
+from gpipe_fast.fuse import cubins
 from gpipe_fast.skip import Namespace, pop, skippable, stash
-from tests.unit.message_cases import Case, call, call_with_a_global_hook, case, features, mlp, pipe
+from tests.unit.message_cases import call, call_with_a_global_hook, case, features, mlp, pipe
 
 
 class FunctionLayer(nn.Module):
@@ -26,7 +29,6 @@ class FunctionLayer(nn.Module):
     def __init__(self, function: Callable[[Any, Any], object]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(6, 6), function
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Any) -> Any:
         return self.function(self, x)
@@ -40,31 +42,26 @@ def of(function: Callable[[Any, Any], object], *args: Any, **options: Any) -> ob
 # Tracing, and layers in Python
 
 
-def in_aten(function: Callable[[Any, Any], object]) -> Callable[[], object]:
-    return functools.partial(of, function, backend="aten")
+in_aten = functools.partial(of, backend="aten")
 
 
-def replace_a_buffer(layer: Any, x: Tensor) -> Any:
-    layer.count = layer.count + 1
-    return x + layer.count
+def draw_from_an_own_generator(layer: Any, x: Tensor) -> Any:
+    return x + torch.rand(6, generator=torch.Generator())
 
 
 def branch(layer: Any, x: Tensor) -> Any:
     return layer.linear(x) if float(x.sum()) > -1e9 else x
 
 
-def replace_data_before_a_recompute() -> None:
+def change_before_a_recompute(change: Callable[[Any], object]) -> None:
     layer = FunctionLayer(branch)
     output = call(features(), layers=(layer,), checkpoint="always")
+    change(layer)
+    output.sum().backward()  # type: ignore[attr-defined]
+
+
+def replace_data(layer: Any) -> None:
     layer.linear.weight.data = layer.linear.weight.data.clone()
-    output.sum().backward()  # type: ignore[attr-defined]
-
-
-def change_a_layer_before_a_recompute() -> None:
-    layer = FunctionLayer(branch)
-    output = call(features(), layers=(layer,), checkpoint="always")
-    layer.eval()
-    output.sum().backward()  # type: ignore[attr-defined]
 
 
 def catch_a_lookup(layer: Any, x: Tensor) -> Any:
@@ -87,11 +84,6 @@ def untraced(x: Tensor) -> Tensor:
     return x * 2
 
 
-@torch.compiler.assume_constant_result
-def constant() -> float:
-    return 2.0
-
-
 @functools.cache
 def cached() -> float:
     return 2.0
@@ -102,8 +94,10 @@ class AnsweringClass(type):
         return True
 
 
-class Answering(metaclass=AnsweringClass):
-    pass
+Answering = AnsweringClass("Answering", (), {})
+
+
+NUMPY_NUMBER = np.float64(2)
 
 
 def twos() -> Iterator[float]:
@@ -111,7 +105,6 @@ def twos() -> Iterator[float]:
         yield 2.0
 
 
-NUMPY_NUMBER = np.float64(2)
 GENERATOR = twos()
 KEPT = torch.ones(6)
 REFERENCE = weakref.ref(KEPT)
@@ -135,28 +128,18 @@ def change_a_layer_before_the_backward() -> None:
     output.sum().backward()  # type: ignore[attr-defined]
 
 
-class _Particular(torch.autograd.Function):
-    """Its backward can be traced for contiguous gradients only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view(-1).view_as(gradient) * 2  # an error unless the gradient is contiguous
+def doubling(backward: Callable[[Any, Tensor], Tensor]) -> Any:
+    own = {"forward": staticmethod(lambda ctx, x: x * 2), "backward": staticmethod(backward)}
+    return type("Doubling", (torch.autograd.Function,), own)
 
 
-class _AsksForLayout(_Particular):
-    """Its backward depends on the layout of its gradient."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2 if gradient.is_contiguous() else gradient + gradient
+# The first backward depends on the layout of its gradient; the other is an error unless it is contiguous.
+ASKS_FOR_LAYOUT = doubling(lambda ctx, gradient: gradient * (2 if gradient.is_contiguous() else 4))
+NEEDS_LAYOUT = doubling(lambda ctx, gradient: gradient.view(-1).view_as(gradient) * 2)
 
 
 def receive_gradients_in_another_layout() -> None:
-    output = of(lambda layer, x: _Particular.apply(layer.linear(x)))
+    output = of(lambda layer, x: NEEDS_LAYOUT.apply(layer.linear(x)))
     output.t().contiguous().sin().sum().backward()  # type: ignore[attr-defined]
 
 
@@ -170,78 +153,46 @@ OUTSIDE = torch.ones(6, requires_grad=True)
 COUNTER = torch.ones(6)
 DRAWN = "has no keyed counterpart"
 
+OWN_BATCH_NORM = type("OwnBatchNorm", (nn.BatchNorm1d,), {})(4)
+COMPLEX = functools.partial(torch.randn_like, dtype=torch.complex64)
+
+
+def returning_a_set(layer: Any, x: Tensor) -> Any:
+    return {x}
+
+
+def popping_a_set() -> object:
+    layers = FunctionLayer(returning_a_set), FunctionLayer(lambda layer, x: x.pop())
+    return call(features(), layers=layers, backend="aten")
+
+
 TRACING = [
-    case(
-        "layer 0 (LSTM)",
-        "pass backend='auto'",
-        call,
-        features()[None],
-        layers=(nn.LSTM(6, 6),),
-        backend="aten",
-    ),
-    case(
-        "layer 0 (LazyLinear)", "run one batch", call, features(), layers=(nn.LazyLinear(2),), backend="eager"
-    ),
-    Case(
-        "layer 0 (FunctionLayer)",
-        "backend='auto'",
-        in_aten(lambda layer, x: x if is_recomputing() else -x),
-    ),
-    Case("layer 0 (FunctionLayer)", "backend='auto'", in_aten(replace_a_buffer)),
-    Case("got set", "may be nested in tuples", in_aten(lambda layer, x: {x})),
-    Case(f"aten.poisson.default {DRAWN}", "backend='auto'", in_aten(lambda layer, x: torch.poisson(x.abs()))),
-    Case(
-        f"torch.complex64 {DRAWN}",
-        "",
-        in_aten(lambda layer, x: torch.randn_like(x, dtype=torch.complex64) * x),
-    ),
-    Case(
-        "layer 0 (FunctionLayer)",
-        "backend='auto'",
-        in_aten(lambda layer, x: x + torch.rand(6, generator=torch.Generator())),
-    ),
-    Case("draws from Python's random", "backend='auto'", in_aten(lambda layer, x: x * random.random())),
-    Case("changes a tensor", "backend='auto'", in_aten(lambda layer, x: x + COUNTER.add_(1))),
-    Case("through a weak reference", "backend='auto'", in_aten(lambda layer, x: x + REFERENCE())),
-    Case("a number or tensor that", "backend='auto'", in_aten(lambda layer, x: x * NUMPY_NUMBER)),
-    Case("told not to trace", "backend='auto'", in_aten(lambda layer, x: untraced(x))),
-    Case("was told not to trace", "backend='auto'", in_aten(lambda layer, x: x * constant())),
-    Case("an iterator", "GENERATOR", in_aten(lambda layer, x: x * next(GENERATOR))),
-    Case("a metaclass", "Answering", in_aten(lambda layer, x: x * isinstance(layer, Answering))),
-    Case("a cache", "cached", in_aten(lambda layer, x: x * cached())),
-    Case("may catch AttributeError", "backend='auto'", in_aten(catch_a_lookup)),
-    Case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
-    Case("is_contiguous()", "backend='auto'", in_aten(lambda own, x: _AsksForLayout.apply(own.linear(x)))),
-    case(
-        "its argument is not made of",
-        "got set",
-        call,
-        features(),
-        layers=(FunctionLayer(lambda layer, x: {x}), FunctionLayer(lambda layer, x: x.pop())),
-        backend="aten",
-    ),
-    case("got set", "may be nested in tuples", of, lambda layer, x: {x}, backend="eager"),
-    case(
-        "of shape [6]", "make it a parameter", of, lambda layer, x: layer.linear(x) * OUTSIDE, backend="eager"
-    ),
-    case("layer 0 (FunctionLayer)", "replace the data after", replace_data_before_a_recompute),
-    case("layer 0 (FunctionLayer)", "change it after the backward", change_a_layer_before_a_recompute),
+    case("layer 0 (LazyLinear)", "run one", call, features(), layers=(nn.LazyLinear(2),), backend="eager"),
+    case("got set", "may be nested in tuples", in_aten, returning_a_set),
+    case(f"aten.poisson.default {DRAWN}", "backend='auto'", in_aten, lambda layer, x: torch.poisson(x.abs())),
+    case(f"torch.complex64 {DRAWN}", "", in_aten, lambda layer, x: COMPLEX(x) * x),
+    case("(FunctionLayer)", "backend='auto'", in_aten, draw_from_an_own_generator),
+    case("draws from Python's random", "backend='auto'", in_aten, lambda layer, x: x * random.random()),
+    case("changes a tensor", "backend='auto'", in_aten, lambda layer, x: x + COUNTER.add_(1)),
+    case("through a weak reference", "backend='auto'", in_aten, lambda layer, x: x + REFERENCE()),
+    case("a number or tensor that", "backend='auto'", in_aten, lambda layer, x: x * NUMPY_NUMBER),
+    case("told not to trace", "backend='auto'", in_aten, lambda layer, x: untraced(x)),
+    case("an iterator", "GENERATOR", in_aten, lambda layer, x: x * next(GENERATOR)),
+    case("a metaclass", "Answering", in_aten, lambda layer, x: x * isinstance(layer, Answering)),
+    case("a cache", "cached", in_aten, lambda layer, x: x * cached()),
+    case("may catch AttributeError", "backend='auto'", in_aten, catch_a_lookup),
+    case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
+    case("is_contiguous()", "backend='auto'", in_aten, lambda own, x: ASKS_FOR_LAYOUT.apply(own.linear(x))),
+    case("its argument is not made of", "got set", popping_a_set),
+    case("got set", "may be nested in tuples", of, returning_a_set, backend="eager"),
+    case("of shape [6]", "a parameter", of, lambda own, x: own.linear(x) * OUTSIDE, backend="eager"),
+    case("layer 0 (FunctionLayer)", "replace the data after", change_before_a_recompute, replace_data),
+    case("layer 0 (FunctionLayer)", "change it after", change_before_a_recompute, nn.Module.eval),
     case("changed what other layers read", "pass backend='eager'", change_another_layer),
     case("stage 0", "call the module again", change_a_layer_before_the_backward),
     case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
-    case(
-        "layer '1' (SyncBatchNorm)",
-        "BatchNorm1d",
-        pipe,
-        nn.ReLU(),
-        nn.SyncBatchNorm(4),
-        deferred_batch_norm=True,
-    ),
-    case(
-        "layer '0' (OwnBatchNorm)",
-        "BatchNorm1d",
-        lambda: pipe(type("OwnBatchNorm", (nn.BatchNorm1d,), {})(4), deferred_batch_norm=True),
-    ),
+    case("layer '0' (SyncBatchNorm)", "BatchNorm1d", pipe, nn.SyncBatchNorm(4), deferred_batch_norm=True),
+    case("layer '0' (OwnBatchNorm)", "BatchNorm1d", pipe, OWN_BATCH_NORM, deferred_batch_norm=True),
     case("got a ReLU", "expected layer 0 (Linear)", call_out_of_order),
 ]
 
@@ -252,11 +203,8 @@ def enter(context: Any) -> None:
 
 
 def draw_in_a_checkpoint() -> None:
-    layers = nn.Sequential(
-        FunctionLayer(
-            lambda layer, x: checkpoint(torch.dropout, layer.linear(x), 0.5, True, use_reentrant=False)
-        )
-    )
+    dropout = functools.partial(checkpoint, torch.dropout, use_reentrant=False)
+    layers = nn.Sequential(FunctionLayer(lambda layer, x: dropout(layer.linear(x), 0.5, True)))
     with keyed_rng(layers):
         layers(features())
 
@@ -321,15 +269,10 @@ def run(*layers: nn.Module) -> object:
     return nn.Sequential(*layers)(features())
 
 
-class Unused(nn.Module):
-    """Holds a layer that it does not call."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def without_a_call(skipped: nn.Module) -> object:
+    layer = FunctionLayer(lambda layer, x: x)
+    layer.unused = skipped
+    return call(features(), layers=(layer, skips(pop_as("a"), (), A)), balance=[1, 1], backend="eager")
 
 
 A, B = ("a",), ("b",)
@@ -346,15 +289,7 @@ SKIPS = [
     case("3 is not a command", "@skippable", run, skips(yield_a_number)),
     case("got 'skip'", "stash=['skip']", skippable, stash="skip"),
     case("'0' declared 'a' as poppable", "not stashed", pipe, skips(pop_as("a"), (), A)),
-    case(
-        "'a' must be stashed",
-        "",
-        call,
-        features(),
-        layers=(Unused(skips(stash_as("a"), A)), skips(pop_as("a"), (), A)),
-        balance=[1, 1],
-        backend="eager",
-    ),
+    case("'a' must be stashed", "", without_a_call, skips(stash_as("a"), A)),
 ]
 
 OF_LAYERS = [*TRACING, *RANDOMNESS, *OUTPUTS, *SKIPS]
@@ -362,28 +297,18 @@ OF_LAYERS = [*TRACING, *RANDOMNESS, *OUTPUTS, *SKIPS]
 # Warnings
 
 
-class Spy(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class NotCopied(nn.Linear):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("no copies")
 
 
-def call_few_microbatches() -> None:
+def call_with_idle_stages(samples: int) -> None:
     warn_idle_stages.cache_clear()
-    call(features())
-
-
-def call_few_samples() -> None:
-    warn_idle_stages.cache_clear()
-    call(features(2))
+    call(features(samples))
 
 
 def call_under_a_mode() -> None:
-    with Spy():  # type: ignore[no-untyped-call]
+    with BaseTorchDispatchMode():
         call(features())
 
 
@@ -395,14 +320,20 @@ def prepare_in_vain() -> None:
     pipe(FunctionLayer(branch)).prepare(features())
 
 
+def keep_kernels_where_a_file_is() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        cubins._writable_folder(str(Path(file.name) / "cubins"))
+
+
 WARNINGS_OF_LAYERS = [
     case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
-    case("2 micro-batches on 2 stages", "chunks=8 or chunks='auto'", call_few_microbatches),
+    case("2 micro-batches on 2 stages", "chunks=8 or chunks='auto'", call_with_idle_stages, 8),
     case("9 devices were passed for 5 layers", "pass 5 devices", pipe, balance=None, devices=["cpu"] * 9),
-    case("a mini-batch of 2 samples", "pass more samples", call_few_samples),
+    case("a mini-batch of 2 samples", "pass more samples", call_with_idle_stages, 2),
     case("stage 0, layer 0 (GRU)", "pass batch_dim=1", call, torch.ones(8, 3, 6), layers=(nn.GRU(6, 6),)),
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),
-    case("stage 0, layer 0 (FunctionLayer) cannot be", "takes longer the first time", prepare_in_vain),
+    case("layer 0 (FunctionLayer) cannot be", "takes longer the first time", prepare_in_vain),
     case("hook call_with_a_global_hook", "remove it", call_with_a_global_hook, "auto"),
-    case("Spy sees nothing", "plain Sequential", call_under_a_mode),
+    case("BaseTorchDispatchMode sees nothing", "plain Sequential", call_under_a_mode),
+    case("kernels cannot be kept in", "set GPIPE_FAST_CACHE", keep_kernels_where_a_file_is),
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,12 +32,11 @@ from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.reports import network
 from gpipe_fast.reports.network import RankInfo
-from gpipe_fast.runtime.segments import Segments
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.training.update import _check_same
-from tests.unit.message_cases import case, features, mlp, run_command
-from tests.unit.message_cases_of_models import Between
+from tests.unit.message_cases import WHILE_LAYERS_RUN, case, features, mlp, run_command, under
+from tests.unit.message_cases_of_models import Model, two_blocks, with_function_between
 from tests.untraceable import FunctionLayer
 
 
@@ -51,11 +51,6 @@ def pipe(*layers: nn.Module, **options: Any) -> GPipe:
     return GPipe(model, **{"balance": [1, len(model) - 1], "chunks": 2, "mesh": ranks()[0], **options})
 
 
-def group_without_gloo() -> object:
-    with mock.patch.object(_extension, "make_channels", None):
-        return grid_of(mock.Mock(spec=dist.ProcessGroup))
-
-
 def mesh(*names: str) -> Any:
     return mock.Mock(spec=DeviceMesh, ndim=len(names), shape=(2,) * len(names), mesh_dim_names=names)
 
@@ -66,20 +61,22 @@ def tied() -> object:
     return pipe(first, nn.ReLU(), last)
 
 
-def replicate_by_ddp(model: nn.Module) -> None:
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        DistributedDataParallel(model)
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def set_capture() -> None:
-    pipe().capture = True
+def replicate_by_ddp(model: nn.Module) -> None:
+    with group_of_one():
+        DistributedDataParallel(model)
 
 
-def set_balance() -> None:
-    pipe().balance = [2, 3]
+def assign(name: str, value: Any) -> None:
+    setattr(pipe(), name, value)
 
 
 def clip_others() -> None:
@@ -107,13 +104,14 @@ def outside() -> None:
 
 
 def sharded(shard: Callable[..., nn.Module]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         layers = mlp()
         shard(layers[0], mesh=init_device_mesh("cpu", (1,)))
         GPipe(layers, [1, 4])
-    finally:
-        dist.destroy_process_group()
+
+
+def distribute(layer: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return distribute_module(layer, mesh)
 
 
 def other_start() -> None:
@@ -144,30 +142,29 @@ def backwards_in_other_orders() -> None:
         own.begin_backward(forward)
 
 
-class Moves(nn.Module):
-    """A model that uses its parameter before its blocks, or after them; the loss has weights of classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.bias = nn.Parameter(torch.zeros(4))
-        self.register_buffer("classes", torch.ones(4))
-
-    def forward(self, x: Tensor, early: bool = False, labels: Tensor | None = None) -> Tensor:
-        if early:
-            x = x + self.bias
-        for block in self.blocks:
-            x = block(x)
-        if not early:
-            x = x + self.bias
-        return x if labels is None else F.cross_entropy(x, labels, self.classes)
+def moves(model: Any, x: Tensor, early: bool = False, labels: Tensor | None = None) -> Tensor:
+    """Uses a parameter before the blocks, or after them; the loss has weights of classes."""
+    if early:
+        x = x + model.bias
+    x = two_blocks(model, x)
+    if not early:
+        x = x + model.bias
+    return x if labels is None else F.cross_entropy(x, labels, model.classes)
 
 
-def made(function: Callable[[Any, Tensor], Any] | None = None, **options: Any) -> Any:
+LABELS = torch.arange(4)
+
+
+def made(model: Model | None = None, **options: Any) -> Any:
     """Returns a model of the first of two ranks."""
-    model = Between(function) if function else Moves()
+    model = model or Model(moves)
+    model.register_buffer("classes", torch.ones(4))
     options = {"args": (torch.ones(4, 4),), "mesh": ranks()[0]} | options
     return GPipe.from_model(model, chunks=2, balance=[1, 1], **options)
+
+
+def branch_on_bias(model: Any, x: Tensor) -> Tensor:
+    return x if model.bias[0] > 0 else -x
 
 
 def other_inputs() -> None:
@@ -185,17 +182,6 @@ def examination(rank: int) -> network._Examination:
     return network._Examination(rank, 2, TimedStore(dist.HashStore(), 0.1), 0.1)
 
 
-def without_rank_0() -> None:
-    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
-        network._store(1, 0.1)
-
-
-def without_a_port() -> None:
-    names = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "one")
-    with mock.patch.dict(os.environ, names):
-        run_command("doctor")
-
-
 def without_a_report() -> None:
     with mock.patch.object(network._Examination, "_edges", return_value=[]):
         own = examination(1)
@@ -209,24 +195,15 @@ def unconnected() -> None:
         own._group(1, 0)
 
 
-def with_a_store_that_stops() -> None:
-    stuck = threading.Event()
-    TimedStore(mock.Mock(check=lambda _: stuck.wait(20)), 0.1).check(["key"])
+def with_a_store(seconds: float, check: Any) -> None:
+    TimedStore(mock.Mock(check=check), seconds).check(["key"])
 
 
-def with_a_store_that_is_lost() -> None:
-    TimedStore(mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))), 9.0).check(
-        ["key"]
-    )
+LOST = mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))
 
 
 def in_python() -> object:
     return pipe(nn.Linear(6, 6), FunctionLayer(lambda x: x if x.sum() > 0 else -x))(features())
-
-
-def while_layers_run() -> None:
-    with mock.patch.object(Segments, "try_lock", return_value=False):
-        pipe()(features())
 
 
 def cells(*texts: str) -> str:
@@ -234,93 +211,69 @@ def cells(*texts: str) -> str:
     return ",".join(text.format(m) for text in texts for m in range(6))
 
 
-RECEIVED_AHEAD = "\n".join(
-    [cells("0F{0},0SEND_F{0}"), cells("1RECV_F{0}", "1F{0},1SEND_F{0}"), cells("2RECV_F{0},2F{0}")]
+RECEIVED_AHEAD = Schedule.parse(
+    "\n".join([cells("0F{0},0SEND_F{0}"), cells("1RECV_F{0}", "1F{0},1SEND_F{0}"), cells("2RECV_F{0},2F{0}")])
 )
-OTHER_ORDER = """
+OTHER_ORDER = Schedule.parse("""
 0F0,0SEND_F0,0F1,0SEND_F1
 1RECV_F0,1RECV_F1,1F1,1SEND_F1,1F0,1SEND_F0
 2RECV_F1,2F1,2RECV_F0,2F0
-"""
+""")
+NO_CHANNELS = mock.patch.object(_extension, "make_channels", None)
+NOWHERE = mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+NO_NUMBERS = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "one")
+REPLICAS = Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)
 
 OF_RANKS = [
     case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(pipe())),
     case("got a model with a mesh", "pass mesh['pp']", lambda: replicate_by_ddp(made())),
-    case("capture=True with a mesh", "without mesh", set_capture),
+    case("capture=True with a mesh", "without mesh", assign, "capture", True),
     case("memory='1GiB' with a mesh", "a number for each stage", pipe, memory="1GiB"),
-    case("lacks", "pass mesh=None", group_without_gloo),
+    case("lacks", "pass mesh=None", under, NO_CHANNELS, grid_of, mock.Mock(spec=dist.ProcessGroup)),
     case("got str", "pass init_device_mesh(", pipe, mesh="pp"),
-    case("('a', 'b') of sizes (2, 2)", "pass mesh_dim_names=", pipe, mesh=mesh("a", "b")),
     case("('dp_replicate',) of sizes (2,)", "pass mesh_dim_names=", pipe, mesh=mesh("dp_replicate")),
     case("{'tp': 2}", "make a mesh of these two", pipe, mesh=mesh("dp_replicate", "tp", "pp")),
     case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
     case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
     case("layer 0 (FSDPLinear) is sharded by fully_shard", "'dp_replicate'", sharded, fully_shard),
-    case(
-        "layer 0 (Linear) has the DTensor 'weight' of placements (Replicate(),)",
-        "plain parameters",
-        sharded,
-        lambda layer, mesh: distribute_module(layer, mesh),
-    ),
+    case("has the DTensor 'weight' of placements (Replicate(),)", "plain", sharded, distribute),
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
-    case(
-        "balance has 4 stages",
-        "pass 2 numbers",
-        lambda: pipe(balance=[1, 1, 1, 2], mesh=Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)),
-    ),
+    case("balance has 4 stages", "pass 2 numbers", pipe, balance=[1, 1, 1, 2], mesh=REPLICAS),
     case("3 stages, but mesh has 2", "one stage for each", pipe, balance=[1, 1, 3]),
     case("has 3 devices, but mesh has 2", "such as devices='cuda'", own_device, ["cpu"] * 3, "cpu", 0, 2),
     case("backend='eager'", "pass backend='auto'", pipe, backend="eager"),
-    case(
-        "stages 0 and 1 share the buffer '0.running_mean', which is also '2.running_mean'",
-        "choose a balance",
-        tied,
-    ),
+    case("share the buffer '0.running_mean', which is also '2.running_mean'", "choose a balance", tied),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(pipe())),
-    case("[2, 3]", "make a new GPipe", set_balance),
+    case("[2, 3]", "make a new GPipe", assign, "balance", [2, 3]),
     case("on rank 0 of 2", "call model.report", lambda: tune(pipe(), features())),
     case("got list", "call model(x)", lambda: pipe().stream([])),
     case("rank 1 updates with 0.1, and rank 0 with 0.2", "the same scale", _check_same, [0.2, 0.1]),
     case("of shape [3]", "use another optimizer", clip_others),
     case("'0.p0' is in processes [1]", "only calls", lambda: made()(torch.ones(4, 4), early=True)),
     case("lead to 1 targets here, and to 0 targets there", "pass the same inputs", other_inputs),
-    case("'bias' of a Between", "blocks=...", lambda: made(lambda model, x: x if model.bias[0] > 0 else -x)),
-    case(
-        "weights of classes",
-        "compute the loss from",
-        lambda: made(args=(torch.ones(4, 4), False, torch.arange(4))),
-    ),
+    case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
+    case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
     case("got 2", "pass mesh['pp']", check_no_replicas, 2),
     case("got rank 0 of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),
     case("differ in chunks: here 4, there 2", "make the same calls", other_arguments),
     case("rank 0 has failed", "no data", other_failed),
     case("for 0.2 s for ranks [1]", "larger timeout", lambda: pipe()(features())),
-    case(
-        "rank 1 calls the pipeline, but another rank runs the backward of run 3", "order", backward_and_call
-    ),
+    case("rank 1 calls the pipeline, but another rank runs the backward of", "order", backward_and_call),
     case("rank 1 runs the backward of run 2", "in the same order", backwards_in_other_orders),
     case("another rank runs the backward of run 3", "and recordings", backward_and_recording),
-    case("'one'", "must be numbers", without_a_port),
+    case("'one'", "must be numbers", under, mock.patch.dict(os.environ, NO_NUMBERS), run_command, "doctor"),
     case("ranks [1] of 2", "same MASTER_ADDR", lambda: examination(0).run(lambda _: None)),
-    case("has not found rank 0 at MASTER_ADDR=127.0.0.1", "must be reachable", without_rank_0),
+    case("has not found rank 0 at MASTER_ADDR=127.0.0.1", "must be", under, NOWHERE, network._store, 1, 0.1),
     case("0.8 s for the report of rank 0", "start all ranks again", without_a_report),
     case("0.2 s for rank 1", "start all ranks again", lambda: list(examination(0)._backends(0, 1))),
     case("cannot connect to rank 1", "argument timeout of GPipe", unconnected),
-    case("for 0.1 s", "start all processes again", with_a_store_that_stops),
-    case("Broken pipe", "start all processes again", with_a_store_that_is_lost),
+    case("for 0.1 s", "start all processes again", with_a_store, 0.1, lambda _: threading.Event().wait(20)),
+    case("Broken pipe", "start all processes again", with_a_store, 9.0, LOST),
     case("layer 1 (FunctionLayer)", "all layers must be traced", in_python),
-    case("layers cannot be traced", "wait until its call has ended", while_layers_run),
-    case("stages [0, 2]", "stages of one process", lambda: check_unbuffered(SCHEDULES["interleaved"](4, 4))),
-    case(
-        "0SEND_F5 waits for 1SEND_F0",
-        "receives later",
-        lambda: check_unbuffered(Schedule.parse(RECEIVED_AHEAD), [(0, 2)]),
-    ),
-    case(
-        "0SEND_F0 sends a skip tensor",
-        "same order",
-        lambda: check_unbuffered(Schedule.parse(OTHER_ORDER), [(0, 2)]),
-    ),
+    case("layers cannot be traced", "wait until its", under, WHILE_LAYERS_RUN, lambda: pipe()(features())),
+    case("stages [0, 2]", "stages of one process", check_unbuffered, SCHEDULES["interleaved"](4, 4)),
+    case("0SEND_F5 waits for 1SEND_F0", "receives later", check_unbuffered, RECEIVED_AHEAD, [(0, 2)]),
+    case("0SEND_F0 sends a skip tensor", "same order", check_unbuffered, OTHER_ORDER, [(0, 2)]),
 ]

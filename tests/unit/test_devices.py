@@ -6,7 +6,6 @@ Tests that need a GPU are in tests/fake_cuda/test_placement.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,55 +14,44 @@ from torch import nn
 from gpipe_fast import GPipe, devices
 from tests.programs import run_python
 
-SetVisible = Callable[[int], None]
 
-
-@pytest.fixture
-def set_visible(monkeypatch: pytest.MonkeyPatch) -> SetVisible:
-    """Returns a function that sets the number of default devices."""
-    return lambda number: monkeypatch.setattr(
-        devices, "default_devices", lambda: [torch.device("cpu")] * number or None
-    )
+def set_visible(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Sets the number of default devices."""
+    monkeypatch.setattr(devices, "default_devices", lambda: [torch.device("cpu")] * number or None)
 
 
 def layers(number: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number)))
 
 
-def test_the_default_balance_has_a_partition_for_each_device(set_visible: SetVisible) -> None:
-    set_visible(3)
+def test_the_default_balance_has_a_partition_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is by the number of parameters."""
+    set_visible(monkeypatch, 3)
     assert GPipe(layers(6)).balance == [2, 2, 2]
+    assert GPipe(nn.Sequential(*layers(3), nn.Linear(40, 40)), devices=["cpu"] * 2).balance == [3, 1]
     assert len(GPipe(layers(6), [1, 5]).devices) == 2, "surplus devices are dropped"
     assert GPipe(layers(2)).balance == [1, 1]
-
-
-def test_too_few_default_devices_are_refused(set_visible: SetVisible) -> None:
-    set_visible(1)
+    set_visible(monkeypatch, 1)
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 1, partitions: 2\)"):
         GPipe(layers(2), [1, 1])
+    assert GPipe(layers(4), devices=["cpu"] * 2).balance == [2, 2], "given devices replace them"
 
 
-def test_given_devices_replace_the_default_devices(set_visible: SetVisible) -> None:
-    set_visible(1)
-    assert GPipe(layers(4), devices=["cpu"] * 2).balance == [2, 2]
+def test_other_devices_than_cpu_and_cuda_are_refused() -> None:
+    for device in ("meta", "mps", "xpu:1"):
+        message = (
+            f"stages run on CPU and CUDA devices, got {device}; pass devices such as ['cuda:0', 'cuda:1'] or "
+            "['cpu', 'cpu'], or devices=None for all visible GPUs, or the CPU if there are none"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            GPipe(layers(4), devices=["cpu", device])
 
 
-@pytest.mark.parametrize("device", ["meta", "mps", "xpu:1"])
-def test_other_devices_than_cpu_and_cuda_are_refused(device: str) -> None:
-    message = (
-        f"stages run on CPU and CUDA devices, got {device}; pass devices such as ['cuda:0', 'cuda:1'] or "
-        "['cpu', 'cpu'], or devices=None for all visible GPUs, or the CPU if there are none"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        GPipe(layers(4), devices=["cpu", device])
-
-
-def test_without_gpus_stages_are_on_the_cpu(set_visible: SetVisible, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_visible(0)
+def test_without_gpus_stages_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_visible(monkeypatch, 0)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     pipe = GPipe(layers(6))
-    assert pipe.balance == [2, 2, 2]
-    assert pipe.devices == [torch.device("cpu")] * 3
+    assert (pipe.balance, pipe.devices) == ([2, 2, 2], [torch.device("cpu")] * 3)
     assert len(GPipe(layers(6), [1] * 6).devices) == 6
 
 

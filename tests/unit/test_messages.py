@@ -8,29 +8,23 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 import gpipe_fast
 from tests.unit.message_cases import OF_ARGUMENTS, Case
-from tests.unit.message_cases_of_fusion import OF_FUSION, WARNINGS_OF_FUSION
 from tests.unit.message_cases_of_layers import OF_LAYERS, WARNINGS_OF_LAYERS
 from tests.unit.message_cases_of_models import OF_MODELS, WARNINGS_OF_MODELS
 from tests.unit.message_cases_of_ranks import OF_RANKS
-from tests.unit.message_cases_of_streams import OF_STREAMS
 from tests.unit.message_cases_of_training import OF_TRAINING
-from tests.unit.message_cases_of_weights import OF_WEIGHTS
 
 # One worker of pytest-xdist runs all cases, and so runs each of them once.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("messages")]
 
-ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_FUSION, *OF_WEIGHTS, *OF_MODELS, *OF_TRAINING, *OF_STREAMS]
-ERRORS += OF_RANKS
-WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_FUSION, *WARNINGS_OF_MODELS]
-PACKAGE = Path(gpipe_fast.__file__).parent
+ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_MODELS, *OF_TRAINING, *OF_RANKS]
+WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_MODELS]
 ROOT = Path(__file__).parents[2]
 
 # The beginning of the text of each `raise` that no case triggers; of the statement if its text is no literal.
@@ -53,134 +47,88 @@ EXEMPT = {
 }
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """A `raise`, or a call of `warnings.warn` or `warn_user`, in the sources of gpipe_fast.
 
     Attributes:
         path: the file.
-        lines: the first and the last line.
+        first: the first line.
+        last: the last line.
         kind: the exception's class; "" for a warning.
-        text: the source of its text; "" if it has none.
-        words: a pattern of the text, with `.*` for inserted values; None if the text is a variable.
+        has_text: whether it has an argument.
+        literal: its text, with a NUL for each inserted value; "" if it is no literal.
     """
 
     path: str
-    lines: tuple[int, int]
+    first: int
+    last: int
     kind: str
-    text: str
-    words: str | None
+    has_text: bool
+    literal: str
 
-    def __str__(self) -> str:
-        return f"{Path(self.path).relative_to(PACKAGE)}, line {self.lines[0]}: {self.kind} {self.text}"
-
-    def contains(self, path: str, line: int) -> bool:
-        return self.path == path and self.lines[0] <= line <= self.lines[1]
+    def is_in(self, message: str) -> bool:
+        pattern = ".*".join(map(re.escape, self.literal.split("\0")))
+        return bool(self.literal) and re.search(pattern, message, re.DOTALL) is not None
 
     def is_exempt_by(self, beginning: str) -> bool:
-        literal = None if self.words is None else re.sub(r"\\(.)", r"\1", self.words)
-        return any(text.startswith(beginning) for text in (literal or "", f"raise {self.kind}"))
+        return any(text.startswith(beginning) for text in (self.literal, f"raise {self.kind}"))
 
 
-def words_of(text: ast.expr) -> str | None:
-    """Returns a pattern of a literal or an f-string."""
-    if isinstance(text, ast.JoinedStr):
-        return "".join(words_of(value) or ".*" for value in text.values)
-    return re.escape(text.value) if isinstance(text, ast.Constant) and isinstance(text.value, str) else None
+def literal_of(text: ast.expr | None) -> str:
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts).strip("\0")
 
 
-@functools.cache
-def trees() -> dict[str, ast.Module]:
-    return {str(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+def statement(path: Path, node: ast.Raise | ast.Call, call: ast.expr) -> Statement:
+    has_text = isinstance(call, ast.Call) and bool(call.args)
+    kind = ast.unparse(call.func if isinstance(call, ast.Call) else call) if node is not call else ""
+    literal = literal_of(call.args[0]) if has_text else ""
+    return Statement(str(path), node.lineno, node.end_lineno, kind, has_text, literal)
 
 
-def statement(path: str, node: ast.stmt | ast.expr, call: ast.expr) -> Statement:
-    kind, argument = ast.unparse(call), None
-    if isinstance(call, ast.Call):
-        kind, argument = ast.unparse(call.func), next(iter(call.args), None)
-    text = "" if argument is None else ast.unparse(argument)
-    words = None if argument is None else words_of(argument)
-    return Statement(path, (node.lineno, node.end_lineno or node.lineno), kind, text, words)
-
-
-def raised_in(path: str, tree: ast.Module) -> Iterator[Statement]:
+def statements(tree: ast.Module, path: Path) -> Iterator[Statement]:
     caught = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc) not in caught:
             yield statement(path, node, node.exc)
-
-
-def warned_in(path: str, tree: ast.Module) -> Iterator[Statement]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"):
             yield statement(path, node, node)
 
 
-@functools.cache
-def raises() -> list[Statement]:
-    return [found for path, tree in trees().items() for found in raised_in(path, tree)]
-
-
-@functools.cache
-def warns() -> list[Statement]:
-    return [found for path, tree in trees().items() for found in warned_in(path, tree)]
-
-
-@functools.cache
-def own_exceptions() -> frozenset[str]:
-    """Returns the classes of gpipe_fast; exceptions of these classes are caught in gpipe_fast."""
-    nodes = (node for tree in trees().values() for node in ast.walk(tree))
-    return frozenset(node.name for node in nodes if isinstance(node, ast.ClassDef))
+TREES = {path: ast.parse(path.read_text()) for path in Path(gpipe_fast.__file__).parent.rglob("*.py")}
+FOUND = [each for path, tree in TREES.items() for each in statements(tree, path)]
+RAISES, WARNS = [each for each in FOUND if each.kind], [each for each in FOUND if not each.kind]
+# Exceptions of these classes are caught in gpipe_fast.
+OWN = {node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 @functools.cache
 def error_of(case: Case) -> tuple[str, frozenset[Statement]]:
-    """Returns the text of the error that a case triggers, and the statements that it comes from."""
-    with warnings.catch_warnings():
+    """Returns the text of a case's error, and the statements that raised it or a part of its text."""
+    with warnings.catch_warnings(), pytest.raises(Exception) as caught:
         warnings.simplefilter("ignore")
-        try:
-            case.trigger()
-        except Exception as error:
-            return str(error), raised_by(error)
-    raise AssertionError("no error was raised")
-
-
-def raised_by(error: Exception) -> frozenset[Statement]:
-    """Returns the statement that raised an error, and those whose texts became a part of its text."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in trees()]
-    assert own, f"the error does not come from gpipe_fast: {error!r}"
-    path, line = own[-1].filename, own[-1].lineno or 0
-    found = {each for each in raises() if each.contains(path, line)}
-    assert found, f"{path}, line {line}, has no raise: {error!r}"
-    inner = (each for each in raises() if each.kind in own_exceptions() and each.words)
-    return frozenset(found | {each for each in inner if re.search(each.words or "", str(error))})
+        case.trigger()
+    text = str(caught.value)
+    own = [f for f in traceback.extract_tb(caught.value.__traceback__) if Path(f.filename) in TREES]
+    assert own, f"the error does not come from gpipe_fast: {caught.value!r}"
+    raised = {e for e in RAISES if e.path == own[-1].filename and e.first <= own[-1].lineno <= e.last}
+    assert raised, f"{own[-1]} has no raise: {caught.value!r}"
+    return text, frozenset(raised | {each for each in RAISES if each.kind in OWN and each.is_in(text)})
 
 
 @functools.cache
-def warnings_of(case: Case) -> dict[Statement, warnings.WarningMessage]:
-    """Returns the warnings that a case triggers, by their statement."""
-    found: dict[Statement, warnings.WarningMessage] = {}
-    warn: Any = warnings.warn
-
-    def noting(message: Any, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
-        warn(message, *args, stacklevel=stacklevel + 1, **kwargs)
-        for caller in traceback.extract_stack(limit=3)[:-1]:  # `warn_user`, and its caller
-            for each in warns():
-                if each.contains(caller.filename, caller.lineno or 0):
-                    found[each] = caught[-1]
-
-    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+def warnings_of(case: Case) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(warnings, "warn", noting)
         case.trigger()
-    return found
+    return caught
 
 
-def names(cases: list[Case]) -> list[str]:
-    return [f"{case.received} {case.advice}".strip() for case in cases]
+def name(case: Case) -> str:
+    return f"{case.received} {case.advice}".strip()
 
 
-@pytest.mark.parametrize("case", ERRORS, ids=names(ERRORS))
+@pytest.mark.parametrize("case", ERRORS, ids=name)
 def test_an_error_states_what_was_received_and_what_to_do(case: Case) -> None:
     text, _ = error_of(case)
     assert case.received in text
@@ -189,55 +137,28 @@ def test_an_error_states_what_was_received_and_what_to_do(case: Case) -> None:
 
 def test_the_cases_trigger_every_raise() -> None:
     covered = {statement for case in ERRORS for statement in error_of(case)[1]}
-    private = {each for each in raises() if not each.text and each.kind in own_exceptions()}  # control flow
-    exempt = {each: [b for b in EXEMPT if each.is_exempt_by(b)] for each in raises()}
-    uncovered = [each for each in raises() if each not in covered | private and not exempt[each]]
-    assert not uncovered, "\n".join(map(str, uncovered))
-    stale = [
-        b for b in EXEMPT if [each for each in raises() if b in exempt[each] and each not in covered] == []
-    ]
-    assert not stale, f"exemptions of nothing, or of what a case triggers: {stale}"
+    control_flow = {each for each in RAISES if not each.has_text and each.kind in OWN}
+    left = [each for each in RAISES if each not in covered | control_flow]
+    assert [each for each in left if not any(map(each.is_exempt_by, EXEMPT))] == []
+    assert [beginning for beginning in EXEMPT if not any(each.is_exempt_by(beginning) for each in left)] == []
 
 
-@pytest.mark.parametrize("case", WARNINGS, ids=names(WARNINGS))
+@pytest.mark.parametrize("case", WARNINGS, ids=name)
 def test_a_warning_states_its_place_and_what_to_do(case: Case) -> None:
-    found = warnings_of(case).values()
-    assert {warning.category for warning in found} == {UserWarning}
-    assert any(case.received in str(w.message) and case.advice in str(w.message) for w in found)
+    texts = [str(each.message) for each in warnings_of(case) if each.category is UserWarning]
+    assert [text for text in texts if case.received in text and case.advice in text]
 
 
 def test_the_cases_trigger_every_warning() -> None:
-    uncovered = set(warns()).difference(*(warnings_of(case) for case in WARNINGS))
-    assert not uncovered, "\n".join(map(str, uncovered))
+    """Those whose text is a variable are left out."""
+    found = [str(warning.message) for case in WARNINGS for warning in warnings_of(case)]
+    assert [each for each in WARNS if each.literal and not any(map(each.is_in, found))] == []
 
 
-QUOTED = re.findall(r"^ *- `(.+?)`: ", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE)
-
-
-def texts_in_python(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            parts = (part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
-            yield "".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
-@functools.cache
-def texts() -> str:
-    """Returns the string literals of gpipe_fast and csrc, with line breaks instead of inserted values."""
-    sources = [path.read_text() for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
-    literals = (re.findall(r'(?:"(?:[^"\\\n]|\\.)*"\s*)+', source) for source in sources)
-    native = [re.sub(r'"\s*"', "", literal).strip().strip('"') for found in literals for literal in found]
-    return "\n".join([*native, *(text for tree in trees().values() for text in texts_in_python(tree))])
-
-
-@pytest.mark.parametrize("message", QUOTED)
-def test_the_guide_quotes_messages_of_the_sources(message: str) -> None:
-    words = [part.strip() for part in re.split(r"<[^>]*>", message) if part.strip()]
-    assert words
-    assert [part for part in words if part not in texts()] == []
-
-
-def test_the_guide_quotes_messages() -> None:
-    assert len(QUOTED) > 30
+def test_the_guide_quotes_messages_of_the_sources() -> None:
+    quoted = re.findall(r"^ *- `(.+?)`: ", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 30
+    sources = [path.read_text() for path in (*TREES, *(ROOT / "csrc").rglob("*.cpp"))]
+    texts = re.sub(r'"\s*f?"', "", "\n".join(sources))
+    parts = [part.strip() for message in quoted for part in re.split(r"<[^>]*>", message)]
+    assert [part for part in parts if part not in texts] == []

@@ -8,9 +8,8 @@ import os
 import pty
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,10 +22,7 @@ from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LINE = (
-    "tracing stage 0 of 2, layers 0 to 2 for the first call with inputs of shape (8, 4) in this mode; later "
-    "calls reuse the result; expect 2 more slow calls, the last one slowest, if shapes change"
-)
+LINE = "tracing layer 0 for a test"
 
 
 def model() -> GPipe:
@@ -34,8 +30,15 @@ def model() -> GPipe:
     return GPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), [3, 2], chunks=2, backend="aten")
 
 
-def prepare(pipe: GPipe | None = None) -> None:
-    (pipe or model()).prepare(torch.empty(8, 4, device="meta"))
+def prepare() -> None:
+    model().prepare(torch.empty(8, 4, device="meta"))
+
+
+def show() -> None:
+    """Shows work as the thread of a display does that has waited long enough; looks at it once."""
+    display = progress._Display(Work("tracing layer 0", " for a test"), at_once=False)
+    display._ended = mock.Mock(wait=mock.Mock(side_effect=[False, False, True]))
+    display._run()
 
 
 @pytest.fixture(autouse=True)
@@ -45,43 +48,11 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_first_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Returns a function that makes work wait, in its first step, until a method of the display has run.
-
-    So the display, which has no delay then, does not depend on time.
-    """
-
-    def wait_for(method: str) -> None:
-        shown, displays = threading.Event(), list[Any]()
-        start, enter_step, show = (
-            progress._Display.start,
-            Work.enter_step,
-            getattr(progress._Display, method),
-        )
-
-        def enter_and_wait(work: Work, *arguments: Any) -> None:
-            enter_step(work, *arguments)
-            while displays:
-                start(displays.pop())
-                assert shown.wait(20)
-
-        def show_and_note(display: Any, *arguments: Any) -> Any:
-            result = show(display, *arguments)
-            shown.set()
-            return result
-
-        monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
-        monkeypatch.setattr(progress._Display, "start", lambda display: displays.append(display))
-        monkeypatch.setattr(Work, "enter_step", enter_and_wait)
-        monkeypatch.setattr(progress._Display, method, show_and_note)
-
-    return wait_for
-
-
-@pytest.fixture
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the handlers of pytest, so that logging is as in a program that does not configure it."""
-    monkeypatch.setattr(logging.getLogger("gpipe_fast"), "hasHandlers", lambda: False)
+def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    """Lists the work for which a display starts, and shows none."""
+    found: list[Work] = []
+    monkeypatch.setattr(progress._Display, "start", lambda display: found.append(display._work))
+    return found
 
 
 @contextmanager
@@ -107,76 +78,69 @@ def threads_of_displays() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gpipe_fast progress"]
 
 
-@pytest.mark.usefixtures("unconfigured")
-def test_one_line_is_written_if_there_is_no_terminal(
-    in_first_step: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+def test_one_line_is_written_if_there_is_no_terminal_or_no_tqdm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    in_first_step("_write_line")
-    prepare()
+    """As in a program that does not configure logging, which pytest does."""
+    monkeypatch.setattr(logging.getLogger("gpipe_fast"), "hasHandlers", lambda: False)
+    show()
     assert capsys.readouterr().err == f"gpipe_fast: {LINE}\n"
-    assert not threads_of_displays()
+    with terminal() as written, mock.patch.dict(sys.modules, {"tqdm": None}):
+        show()
+    assert b"".join(written).decode().strip() == f"gpipe_fast: {LINE}"
+    stream = mock.Mock(spec=["write"])
+    monkeypatch.setattr(sys, "stderr", stream)
+    show()
+    assert "".join(call.args[0] for call in stream.write.call_args_list) == f"gpipe_fast: {LINE}\n"
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    show()
 
 
 def test_the_line_is_logged_if_logging_is_configured(
-    in_first_step: Callable[[str], None],
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_first_step("_write_line")
     with caplog.at_level(logging.INFO, "gpipe_fast"):
-        prepare()
-    assert caplog.record_tuples == [("gpipe_fast", logging.INFO, LINE)]
-    assert not capsys.readouterr().err
+        show()
+        assert not capsys.readouterr().err
+        monkeypatch.setattr(sys, "stderr", None)
+        show()
+    assert caplog.record_tuples == [("gpipe_fast", logging.INFO, LINE)] * 2
 
 
-def test_a_bar_is_drawn_on_a_terminal_and_cleared(in_first_step: Callable[[str], None]) -> None:
+def test_a_bar_is_drawn_on_a_terminal_and_cleared() -> None:
     pytest.importorskip("tqdm")
-    in_first_step("_begin_bar")
     with terminal() as written:
-        prepare()
-        assert not threads_of_displays()
+        show()
         sys.stderr.write("next")
     *drawn, blank, after = b"".join(written).decode().split("\r")
-    assert "gpipe_fast: tracing stage 0 of 2, layers 0 to 2:   0%|" in "".join(drawn)
+    assert "gpipe_fast: tracing layer 0:   0%|" in "".join(drawn)
     assert (blank.strip(), after) == ("", "next")
     assert "\n" not in "".join(drawn)
 
 
-@pytest.mark.usefixtures("unconfigured")
-def test_a_line_takes_the_place_of_a_bar_without_tqdm(
-    in_first_step: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    in_first_step("_write_line")
-    with terminal() as written:
-        prepare()
-    assert b"".join(written).decode().strip() == f"gpipe_fast: {LINE}"
+def test_nothing_is_shown_if_a_variable_says_so(monkeypatch: pytest.MonkeyPatch, works: list[Work]) -> None:
+    for name, value in ((progress.VARIABLE, "0"), ("LOCAL_RANK", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            prepare()
+    assert not works
 
 
-@pytest.mark.parametrize(("name", "value"), [(progress.VARIABLE, "0"), ("LOCAL_RANK", "1")])
-def test_nothing_is_shown_if_a_variable_says_so(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    monkeypatch.setattr(progress._Display, "start", lambda display: pytest.fail("a display starts"))
-    prepare()
-
-
-@pytest.mark.usefixtures("unconfigured")
-def test_short_work_is_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_is_silent(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY_SECONDS", 600.0)
-    prepare()
-    assert not capsys.readouterr().err
+    with caplog.at_level(logging.INFO, "gpipe_fast"):
+        prepare()
+    assert not caplog.records
     assert not threads_of_displays()
 
 
-def test_a_cached_plan_starts_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_plan_starts_no_display(works: list[Work]) -> None:
     pipe, x = model(), torch.randn(8, 4)
     pipe(x)
-    monkeypatch.setattr(progress, "Work", lambda *arguments: pytest.fail("work begins"))
     pipe(x)
-    with pytest.raises(pytest.fail.Exception):
-        pipe(torch.randn(6, 4))
+    assert len(works) == 1
 
 
 def test_a_trace_does_not_see_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,73 +153,29 @@ def test_a_trace_does_not_see_the_display(monkeypatch: pytest.MonkeyPatch) -> No
         assert unequal(pipeline_step(pipe, x), expected) == []
 
 
-@pytest.mark.usefixtures("unconfigured")
-def test_a_standard_error_that_fails_does_not_disturb_the_work(
-    in_first_step: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_the_line_says_how_many_slow_calls_to_expect(
+    works: list[Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    in_first_step("_run")
-    with open(os.devnull, "w") as stream, mock.patch.object(sys, "stderr", stream):
-        stream.close()
-        prepare()
-    assert not errors
-
-
-@pytest.mark.usefixtures("unconfigured")
-def test_the_line_is_written_to_any_object(
-    in_first_step: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stream:
-        written = ""
-
-        def write(self, text: str) -> None:
-            self.written += text
-
-    stream = Stream()
-    in_first_step("_run")
-    monkeypatch.setattr(sys, "stderr", stream)
-    prepare()
-    assert stream.written == f"gpipe_fast: {LINE}\n"
-
-
-def test_the_line_is_logged_if_standard_error_is_closed(
-    in_first_step: Callable[[str], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream = io.StringIO()
-    stream.close()
-    in_first_step("_run")
-    monkeypatch.setattr(sys, "stderr", stream)
-    with caplog.at_level(logging.INFO, "gpipe_fast"):
-        prepare()
-    assert [record.message for record in caplog.records] == [LINE]
-
-
-def test_the_line_says_how_many_slow_calls_to_expect(monkeypatch: pytest.MonkeyPatch) -> None:
-    works: list[Work] = []
-    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
     pipe = model()
     for rows in (8, 6, 10, 12):
         pipe(torch.randn(rows, 4))
-    beginning = (
-        " for the first call with inputs of shape ({}, 4) in this mode; later calls reuse the result{}"
+    purpose = (
+        " for the first call with inputs of shape ({}, 4){} in this mode; later calls reuse the result{}"
     )
     assert [work.purpose for work in works] == [
-        beginning.format(8, "; expect 2 more slow calls, the last one slowest, if shapes change"),
-        beginning.format(6, "; expect 1 more slow call, the slowest one, if shapes change"),
-        beginning.format(10, "; the next ones are faster, unless another size varies, such as the batch's"),
-        beginning.format(12, ""),
+        purpose.format(8, "", "; expect 2 more slow calls, the last one slowest, if shapes change"),
+        purpose.format(6, "", "; expect 1 more slow call, the slowest one, if shapes change"),
+        purpose.format(10, "", "; the next ones are faster, unless another size varies, such as the batch's"),
+        purpose.format(12, "", ""),
     ]
-
-
-def test_the_line_says_that_every_shape_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    works: list[Work] = []
-    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+    pipe = GPipe(nn.Sequential(Scale(), nn.Linear(4, 4)), [1, 1])
+    for number in (2, 3):
+        pipe(torch.randn(8, 4), number)
+    assert "if shapes change" in works[-2].purpose
+    assert works[-1].purpose == purpose.format(8, " and the number 3", "; each new number takes as long")
     monkeypatch.setenv("GPIPE_FAST_DISABLE", "templates")
     model()(torch.randn(8, 4))
-    assert works[0].purpose.endswith("; later calls reuse the result; each new shape takes as long")
+    assert works[-1].purpose.endswith("; later calls reuse the result; each new shape takes as long")
 
 
 class Scale(nn.Module):
@@ -263,32 +183,10 @@ class Scale(nn.Module):
         return x * number
 
 
-def test_the_line_blames_a_number_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    works: list[Work] = []
-    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
-    pipe = GPipe(nn.Sequential(Scale(), nn.Linear(4, 4)), [1, 1])
-    for number in (2, 3):
-        pipe(torch.randn(8, 4), number)
-    assert "if shapes change" in works[0].purpose
-    assert works[1].purpose == (
-        " for the first call with inputs of shape (8, 4) and the number 3 in this mode; later calls reuse "
-        "the result; each new number takes as long"
-    )
-
-
-def test_the_line_of_prepared_calls_is_about_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    works: list[Work] = []
-    monkeypatch.setattr(progress._Display, "start", lambda display: works.append(display._work))
+def test_the_line_of_prepared_calls_is_about_the_present_one(works: list[Work]) -> None:
     model().prepare(torch.randn(8, 4), also=[torch.randn(6, 4)])
     (work,) = works
     assert "shape (6, 4)" in work.purpose
-
-
-def test_the_line_lists_the_first_shapes() -> None:
-    assert progress.title_of(torch.empty(n, 2) for n in (1, 1, 2)) == "shape (1, 2), (2, 2)"
-    assert progress.title_of(torch.empty(n) for n in range(9)) == "shape (0,), (1,), (2,), (3,), ..."
-    assert progress.title_of([torch.empty(2, 3), torch.tensor(1)]) == "shape (2, 3)"
-    assert progress.title_of([torch.tensor(1)]) == "shape ()"
 
 
 def test_an_error_ends_the_display() -> None:
@@ -345,36 +243,18 @@ def test_the_steps_of_three_stages_advance_the_bar() -> None:
     ]
 
 
-def test_layers_advance_the_bar_within_a_trace() -> None:
-    work = Work("working")
-    work.enter_stages([4], 0)
-    work.enter_step("tracing", (0, 4))
-    fractions = []
-    for _ in range(20):
-        work.enter_layer()
-        fractions.append(work.fraction)
-    assert fractions == sorted(fractions)
-    assert fractions[:3] == pytest.approx([0.0, 0.05, 0.1])
-    assert fractions[-1] == pytest.approx(0.6)
-
-
-def test_the_bar_never_goes_back() -> None:
+def test_layers_advance_the_bar_within_a_trace_and_it_never_goes_back() -> None:
     """Stages are traced again for the gradients' layouts, from the last to the first."""
     work = Work("working")
-    work.enter_stages([1, 1], 0)
-    work.enter_step("tracing", (1, 1))
-    before = work.fraction
-    work.enter_step("tracing", (0, 1))
-    assert work.doing == "tracing stage 0 of 2, layer 0"
-    assert work.fraction == before
-
-
-def test_several_calls_share_the_bar() -> None:
-    work = Work("preparing calls")
-    work.enter_call(1, 4)
-    work.enter_stages([1, 1], 0)
-    work.enter_step("splitting", (1, 1))
-    assert work.fraction == pytest.approx((1 + 0.8) / 4)
+    work.enter_stages([4, 4], 0)
+    fractions = []
+    for first in (4, 0):
+        work.enter_step("tracing", (first, 4))
+        for _ in range(20):
+            work.enter_layer()
+            fractions.append(work.fraction)
+    assert fractions[:3] == pytest.approx([0.3, 0.325, 0.35])
+    assert fractions[19:] == pytest.approx([0.6] * 21)
 
 
 def test_kernels_are_counted_within_a_stage_or_by_themselves() -> None:
@@ -388,14 +268,6 @@ def test_kernels_are_counted_within_a_stage_or_by_themselves() -> None:
     with progress.working("compiling Triton kernels", ", once for this machine") as work:
         work.count(1, 4)
         assert (work.doing, work.fraction) == ("compiling Triton kernels (1 of 4)", 0.25)
-
-
-def test_measured_layers_do_not_fill_the_bar_of_a_call() -> None:
     with progress.working("preparing calls"), progress.working("measuring layers") as work:
         work.count(3, 3)
         assert (work.doing, work.fraction) == ("measuring layers (3 of 3)", 0.0)
-
-
-def test_steps_outside_of_work_are_ignored() -> None:
-    progress.step("tracing", 0)
-    progress.layer()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.docs.markdown import BLOCK, ROOT, parse_table, tables_of
+from tests.docs.markdown import BLOCK, ROOT, tables_of
 
-README = ROOT / "README.md"
-TEXT = README.read_text()
+TEXT = (ROOT / "README.md").read_text()
 # The number of words as `wc -w` counts them, including code, tables and links.
 MOST_WORDS = 700
 
@@ -25,50 +24,34 @@ TIME, MEMORY = "ms: median [p20, p80]", "peak memory, MiB"
 def measured(file: str, table: int, candidate: str, column: str, microbatches: str | None = None) -> str:
     """Returns one figure of a file in bench/results, without its percentiles."""
     rows = tables_of((ROOT / "bench" / "results" / file).read_text())[table]
-    (row,) = [
-        row
-        for row in rows
-        if row["candidate"] == candidate and microbatches in (None, row.get("micro-batches"))
-    ]
+    rows = [row for row in rows if row["candidate"] == candidate]
+    (row,) = [row for row in rows if microbatches in (None, row.get("micro-batches"))]
     return row[column].split()[0]
 
 
 def test_the_code_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(TEXT.split()) <= MOST_WORDS
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(TEXT)
     assert len(blocks) >= 3
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, README.name, "exec"), names)
-    plain = names["layers"]
-    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+        exec(compile(block, "README.md", "exec"), names)
+    names["layers"].load_state_dict(torch.load(tmp_path / "model.pt"))
     assert names["loss"].item() < 0.6  # guessing gives 0.69
 
 
-def test_the_first_snippet_has_five_lines() -> None:
-    first = BLOCK.findall(TEXT)[0]
-    assert len([line for line in first.splitlines() if line]) == 5
-
-
-def test_the_length_is_that_of_one_page() -> None:
-    assert len(TEXT.split()) <= MOST_WORDS
-
-
-def test_the_table_repeats_the_results_of_the_benchmarks() -> None:
+def test_the_figures_repeat_the_results_of_the_benchmarks() -> None:
     expected = [
-        [measured("step.md", 0, name, TIME, "16") for name in STEP],
-        [measured("step.md", 0, name, MEMORY, "16") for name in STEP],
-        [measured("step.md", 1, name, TIME, "16") for name in STEP],
-        [measured("step.md", 1, name, MEMORY, "16") for name in STEP],
-        [measured("overhead.md", 0, name, TIME) if name else "" for name in OVERHEAD],
+        [measured("step.md", table, name, column, "16") for name in STEP]
+        for table in (0, 1)
+        for column in (TIME, MEMORY)
     ]
+    expected.append([measured("overhead.md", 0, name, TIME) if name else "" for name in OVERHEAD])
     (table,) = [rows for rows in tables_of(TEXT) if "gpipe_fast" in rows[0]]
     columns = ("gpipe_fast", "torchgpipe", "torch pipelining", "plain loop")
     assert [[row[column] for column in columns] for row in table] == expected
-
-
-def test_the_text_repeats_the_times_without_micro_batches() -> None:
     large = measured("step.md", 1, "plain, whole mini-batch", TIME, "16")
     small = measured("overhead.md", 0, "plain, whole mini-batch", TIME)
     assert f"{large} ms and {small} ms" in " ".join(TEXT.split())
@@ -81,10 +64,3 @@ def test_the_number_of_compared_layers_and_models_is_that_of_the_censuses() -> N
     assert classes is not None
     text = " ".join(TEXT.split())
     assert f"{classes[1]} layer classes of `torch.nn`, {len(equal)} models of torchvision" in text
-
-
-def test_the_table_parser_reads_rows_by_column() -> None:
-    assert parse_table("| a | b |\n|---|---|\n| 1 | |\n| 2 | 3 |\n") == [
-        {"a": "1", "b": ""},
-        {"a": "2", "b": "3"},
-    ]

@@ -33,20 +33,16 @@ def test_a_warning_points_to_the_innermost_line_outside_of_libraries() -> None:
     ]
 
 
-def test_warnings_of_idle_stages_end_with_the_outermost_block() -> None:
+def test_warnings_of_idle_stages_end_with_the_outermost_block_of_the_thread() -> None:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(warns_of_idle_stages()))
     assert warns_of_idle_stages()
     with pytest.raises(KeyError), no_warnings_of_idle_stages():
         with no_warnings_of_idle_stages():
             pass
         assert not warns_of_idle_stages()
-        raise KeyError
-    assert warns_of_idle_stages()
-
-
-def test_other_threads_are_warned() -> None:
-    found = []
-    with no_warnings_of_idle_stages():
-        thread = threading.Thread(target=lambda: found.append(warns_of_idle_stages()))
         thread.start()
         thread.join()
+        raise KeyError
+    assert warns_of_idle_stages()
     assert found == [True]
