@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from bench import write_results
-from bench.comparison import Outcome, gradients
 from bench.measure import ROOT
 from tests.docs.test_figures import committed_results
 
 # Of two comparisons with a few candidates, one is called and the other has gradients.
-CHOSEN = ["bench", "-k", "call of 10 modules or U-Net"]
+CHOSEN = ["bench", "-k", "(10 and modules) or U-Net"]
 
 
 @pytest.mark.extended
@@ -37,18 +36,10 @@ def test_durations_are_kept_and_printed_in_one_table(tmp_path: Path) -> None:
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert cells[1] == "gpipe_fast"
     assert cells[3:] == ["1.00", "-", "equal"]
-    assert done.stdout.count("(2 of 2, about ") == 1
-    compare = [sys.executable, "-m", "pytest_benchmark", "compare", str(found), str(found)]
+    compare = [sys.executable, "-m", "pytest_benchmark", "compare", str(found)]
     compared = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert compared.returncode == 0, compared.stderr
-    assert compared.stdout.count("call of 10 modules: whole call") == 2
-
-
-def test_a_candidate_without_a_time_is_wrong_or_has_no_gradients() -> None:
-    assert gradients("gpipe_fast", Outcome(1e-7)) == "WRONG, off by 1e-07"
-    assert gradients("other", Outcome(1e-7)) == "within 1e-07"
-    assert gradients("other", Outcome()) == Outcome().ms() == Outcome().peak() == "-"
-    assert Outcome().over(Outcome(times=[1.0])) == "-"
+    assert compared.stdout.count("call of 10 modules: whole call") == 1
 
 
 def test_every_committed_table_is_written() -> None:
@@ -58,21 +49,18 @@ def test_every_committed_table_is_written() -> None:
     assert write_results.WEIGHTS.keys() <= write_results.commands().keys()
 
 
-def test_results_are_refused_with_uncommitted_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_results, "uncommitted", lambda: " M setup.py")
-    with pytest.raises(SystemExit, match=r"commit these changes first[^\n]*\n M setup.py"):
-        write_results.main()
-
-
-def test_tables_are_made_one_after_another(
+def test_a_table_that_fails_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = {"good": ["-c", ""], "bad": ["-c", "raise SystemExit(3)"], "last": ["-c", ""]}
+    monkeypatch.setattr(write_results, "uncommitted", lambda: " M setup.py")
+    with pytest.raises(SystemExit, match=r"commit these changes first[^\n]*\n M setup.py"):
+        write_results.main()
     monkeypatch.setattr(write_results, "uncommitted", lambda: "")
+    monkeypatch.setattr(write_results.figures, "main", lambda: None)
     monkeypatch.setattr(write_results, "commands", lambda: commands)
     with pytest.raises(SystemExit):
         write_results.main()
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     assert "FAILED (3)" in out
     assert out.count("written") == 2
-    assert "results: last (3 of 3, about 0 min left)" in err

@@ -56,7 +56,7 @@ def random_settings(seed: int) -> dict[str, Any]:
 
 
 def test_the_numbers_are_those_of_the_simulator(page: Any) -> None:
-    settings = [random_settings(seed) for seed in range(200)]
+    settings = [random_settings(seed) for seed in range(50)]
     program = "all => all.map(each => (page.set(each), [page.argumentsOf(page.state), page.shown()]))"
     for each, (arguments, figures) in zip(settings, page.evaluate(program, settings), strict=True):
         schedule = arguments.pop("schedule")
@@ -75,18 +75,6 @@ def test_the_numbers_are_those_of_the_simulator(page: Any) -> None:
             assert memory == pytest.approx(
                 found.peak_bytes[0] if len(found.peak_bytes) == 1 else high, rel=0.06
             )
-
-
-def test_the_numbers_of_a_step_by_hand(page: Any) -> None:
-    """Forwards take 25 / 8 + 0.5 and backwards 50 / 8 + 0.5 ms, in 8 + 4 - 1 turns."""
-    assert page.evaluate("page.shown()") == {
-        "time": f"{11 * (75 / 8 + 1):.1f} ms",
-        "speedup": f"{301 / (11 * (75 / 8 + 1)):.2f} ×",
-        "bubble": f"{3 / 11:.1%}",
-        "memory": "1.1 GiB",
-    }
-    note = "fill-drain of equal stages without recompute: 27.3%"
-    assert page.locator("#bubble-note").inner_text() == note
 
 
 def test_the_note_says_why_the_bubble_is_not_that_of_the_formula(page: Any) -> None:
@@ -112,55 +100,40 @@ def test_a_device_keeps_what_the_tile_says(page: Any) -> None:
         assert f"{kept} micro-batches kept (activations" in page.locator("#memory-note").inner_text()
 
 
-def test_numbers_of_seven_stages_and_of_one(page: Any) -> None:
-    page.evaluate("page.set({ K: 7 })")
-    shares = page.locator("#balance span").all_inner_texts()
-    assert sum(int(share.rstrip("%")) for share in shares) == 100
-    page.evaluate("page.set({ K: 1 })")
-    assert page.evaluate("page.shown()")["bubble"] == "0.0%"
-    assert page.locator("#speedup-note").inner_text() == "of 1 device over one"
+def test_the_line_of_python_gives_the_figures(page: Any) -> None:
+    for schedule in SCHEDULES:
+        page.evaluate(
+            "schedule => page.set({ schedule, latency: 2, costs: [1, 2, 1, 1.5, 1, 1, 1, 1] })", schedule
+        )
+        found = eval(page.locator("#simulate").inner_text(), {"simulate": simulate})
+        assert shown(page)["time"] == pytest.approx(found.time, abs=0.06)
+        assert shown(page)["bubble"] == pytest.approx(100 * found.bubble, abs=0.06)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES])
-def test_the_line_of_python_gives_the_figures(page: Any, schedule: str) -> None:
-    page.evaluate(
-        "schedule => page.set({ schedule, latency: 2, costs: [1, 2, 1, 1.5, 1, 1, 1, 1] })", schedule
-    )
-    found = eval(page.locator("#simulate").inner_text(), {"simulate": simulate})
-    assert shown(page)["time"] == pytest.approx(found.time, abs=0.06)
-    assert shown(page)["bubble"] == pytest.approx(100 * found.bubble, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("control", "value", "figure", "grows"),
-    [
+def test_settings_change_the_figures(page: Any) -> None:
+    begin = page.evaluate("({ ...page.state })")
+    before, code = shown(page), page.locator("#simulate").inner_text()
+    for control, value, figure, grows in [
         ("#K", "8", "time", False),
         ("#M", "32", "bubble", False),
         ("#checkpoint", "always", "memory", False),
         ("#checkpoint", "except_last", "time", True),
-        ("#schedule", "1f1b", "time", None),  # 1F1B has the bubble of GPipe
+        ("#schedule", "1f1b", "memory", False),
         ("#schedule", "interleaved", "bubble", False),
         ("#schedule", "zb-h1", "bubble", False),
         ("#latency", "5", "time", True),
         ("#overhead", "3", "time", True),
-    ],
-)
-def test_a_setting_changes_the_figures(
-    page: Any, control: str, value: str, figure: str, grows: bool | None
-) -> None:
-    before = shown(page)
-    code = page.locator("#simulate").inner_text()
-    element = page.locator(control)
-    if page.evaluate("id => document.querySelector(id).tagName", control) == "SELECT":
-        element.select_option(value)
-    else:
-        element.fill(value)
-    assert str(page.evaluate("id => page.state[id]", control[1:])) == value
-    after = shown(page)
-    assert (after[figure] - before[figure]) * {True: 1, False: -1, None: 0}[grows] >= 0
-    assert (after == before) == (grows is None and after["memory"] == before["memory"])
-    assert page.locator("#simulate").inner_text() != code
-    assert len(page.evaluate("page.timeline.data.stages")) == int(page.evaluate("page.state.K"))
+    ]:
+        page.evaluate("settings => page.set(settings)", begin)
+        if page.evaluate("id => document.querySelector(id).tagName", control) == "SELECT":
+            page.locator(control).select_option(value)
+        else:
+            page.locator(control).fill(value)
+        assert str(page.evaluate("id => page.state[id]", control[1:])) == value
+        after = shown(page)
+        assert after[figure] > before[figure] if grows else after[figure] < before[figure], (control, value)
+        assert page.locator("#simulate").inner_text() != code
+        assert len(page.evaluate("page.timeline.data.stages")) == int(page.evaluate("page.state.K"))
 
 
 def test_the_balance_by_mouse_touch_and_keyboard(open_file: Callable[..., Any]) -> None:
@@ -227,12 +200,9 @@ def test_play_pause_step_speed_and_scrub(open_file: Callable[..., Any]) -> None:
     assert page.evaluate("page.state.position") == max(time for time in begins if time <= at)
 
 
-def test_nothing_moves_by_itself_if_the_system_asks_for_less_motion(page: Any) -> None:
-    assert position(page) == 0
+def test_nothing_moves_by_itself_and_the_status_describes_the_time(page: Any) -> None:
+    assert position(page) == 0  # the system asks for less motion
     assert not page.evaluate("page.state.playing")
-
-
-def test_the_status_describes_the_time(page: Any) -> None:
     page.evaluate("page.seek(0.01)")
     text = "Devices at work: 1 of 4. Micro-batches with a complete gradient: {} of 8."
     assert text.format(0) in page.locator("#status").inner_text()
@@ -254,16 +224,7 @@ def test_the_picture_names_what_it_draws(page: Any) -> None:
     assert "weight gradients" in page.locator("#legend").inner_text()
 
 
-def test_arrows_and_critical_path_can_be_hidden(page: Any) -> None:
-    image = "page.timeline.canvas.toDataURL()"
-    seen = {page.evaluate(image)}
-    for control in ("#arrows", "#critical"):
-        page.locator(control).click()
-        seen.add(page.evaluate(image))
-    assert len(seen) == 3
-
-
-def test_the_picture_is_zoomed_scrubbed_and_read(page: Any) -> None:
+def test_the_picture_is_scrubbed_zoomed_and_read(page: Any) -> None:
     timeline = page.locator("#timeline")
     timeline.scroll_into_view_if_needed()
     box = timeline.bounding_box()
@@ -271,12 +232,6 @@ def test_the_picture_is_zoomed_scrubbed_and_read(page: Any) -> None:
     page.mouse.click(box["x"] + at[0], box["y"] + at[1])
     assert page.evaluate("page.state.position") == pytest.approx(50, abs=0.2)
     assert "stage 0 is idle (bubble)" in page.locator("#tooltip").inner_text()
-    page.locator("#zoom-in").click()
-    length = page.evaluate("page.timeline.view[1] - page.timeline.view[0]")
-    assert length == pytest.approx(page.evaluate("page.timeline.data.end") / 2)
-    page.locator("#zoom-fit").click()
-    assert page.evaluate("page.timeline.isWhole")
-    page.mouse.move(box["x"] + at[0], box["y"] + at[1])
     page.mouse.wheel(0, -300)  # without Ctrl, the page scrolls
     page.keyboard.down("Control")
     page.mouse.wheel(0, -400)
@@ -284,15 +239,18 @@ def test_the_picture_is_zoomed_scrubbed_and_read(page: Any) -> None:
     page.wait_for_function("!page.timeline.isWhole")
     length = page.evaluate("page.timeline.view[1] - page.timeline.view[0]")
     assert length == pytest.approx(page.evaluate("page.timeline.data.end") / math.e)
-    page.locator("#zoom-out").click()
-    page.locator("#zoom-out").click()
+    page.locator("#zoom-fit").click()
     assert page.evaluate("page.timeline.isWhole")
     timeline.focus()
     for _ in range(2):
         timeline.press("ArrowDown")
     assert "1F0: stage 1, forward of micro-batch 0" in page.locator("#tooltip").inner_text()
-    timeline.press(".")
-    assert "1F1: stage 1, forward of micro-batch 1" in page.locator("#tooltip").inner_text()
+    image = "page.timeline.canvas.toDataURL()"
+    seen = {page.evaluate(image)}
+    for control in ("#arrows", "#critical"):
+        page.locator(control).click()
+        seen.add(page.evaluate(image))
+    assert len(seen) == 3
 
 
 def test_every_caption_sets_the_picture_that_it_explains(page: Any) -> None:
@@ -346,14 +304,11 @@ def test_the_fifth_caption_names_the_best_number_of_micro_batches(page: Any) -> 
     assert times[31] > times[15]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(open_file: Callable[..., Any], scheme: str) -> None:
-    page = open_file(PAGE, color_scheme=scheme)
-    other = {"light": "dark", "dark": "light"}[scheme]
-    for expected in (scheme, other):
+def test_light_and_dark(open_file: Callable[..., Any]) -> None:
+    page = open_file(PAGE, color_scheme="dark")
+    for expected, ground in (("dark", "rgb(21, 23, 27)"), ("light", "rgb(250, 249, 246)")):
         assert page.evaluate("document.documentElement.dataset.theme") == expected
-        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 27)"
-        assert dark == (expected == "dark")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
         assert low_contrasts(page) == {}
         page.locator("#theme").click()
 
@@ -372,20 +327,18 @@ def test_every_control_is_named_and_reached_by_keyboard(page: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 8), (8, 32), (1, 1)])
-def test_the_page_fits_into_its_window(
-    open_file: Callable[..., Any], width: int, num_stages: int, num_microbatches: int
-) -> None:
+def test_the_page_fits_into_its_window(open_file: Callable[..., Any], width: int) -> None:
     page = open_file(PAGE, width=width)
-    page.evaluate("([K, M]) => page.set({ K, M })", [num_stages, num_microbatches])
-    assert not is_too_wide(page)
     cut = """[...document.querySelectorAll("button, dd, dt, label, p, select")].filter(
       (each) => each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== "inline"
     ).map((each) => each.outerHTML)"""
-    assert page.evaluate(cut) == []
+    for settings in ({"K": 4, "M": 8}, {"K": 8, "M": 32}, {"K": 1, "M": 1}):
+        page.evaluate("settings => page.set(settings)", settings)
+        assert not is_too_wide(page)
+        assert page.evaluate(cut) == []
 
 
-@pytest.mark.parametrize("width", [1280, 768, 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_of_the_upper_picture_leaves_its_place(open_file: Callable[..., Any], width: int) -> None:
     """At every instant, texts and blocks lie inside the canvas, and no text covers another."""
     page = open_file(PAGE, width=width)
@@ -412,9 +365,9 @@ def test_nothing_of_the_upper_picture_leaves_its_place(open_file: Callable[..., 
         check(this.canvas, x, y, x + w, y + h, "block");
       };
       page.set(settings);
-      for (let i = 0; i <= 60; i++) {
+      for (let i = 0; i <= 30; i++) {
         texts = [];
-        state.position = (i / 60) * page.timeline.data.end;
+        state.position = (i / 30) * page.timeline.data.end;
         drawFlow();
       }
       Object.assign(CanvasRenderingContext2D.prototype, { fillText, roundRect });

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import gpipe_fast
-from gpipe_fast import GPipe
-from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.reference import SEED
+from gpipe_fast import GPipe, keyed_rng
+from tests.reference import SEED, unequal
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -56,29 +54,20 @@ def decoder(name: str, **sizes: Any) -> nn.Module:
 
 
 def gpt2(**sizes: Any) -> nn.Module:
-    own = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    sizes = own | SPECIAL | UNTIED | sizes
-    return transformers("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes)
+    own = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers("GPT2LMHeadModel", **(own | SPECIAL | UNTIED | sizes))
 
 
-def bert(name: str, **sizes: Any) -> nn.Module:
-    return transformers(name, vocab_size=VOCABULARY, max_position_embeddings=20, **SIZES, **UNTIED, **sizes)
+def bert(name: str) -> nn.Module:
+    return transformers(name, vocab_size=VOCABULARY, max_position_embeddings=20, **SIZES, **UNTIED)
 
 
 def encoder_decoder(name: str, **sizes: Any) -> nn.Module:
-    common = {
-        "vocab_size": VOCABULARY,
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "decoder_start_token_id": 0,
-        **SPECIAL,
-    }
-    return transformers(name, **(common | sizes))
+    of_both = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
+    own = {f"{part}_{key}": size for part in ("encoder", "decoder") for key, size in of_both.items()}
+    return transformers(
+        name, vocab_size=VOCABULARY, d_model=16, decoder_start_token_id=0, **own, **SPECIAL, **sizes
+    )
 
 
 def with_labels(*keys: str) -> dict[str, Any]:
@@ -92,139 +81,100 @@ Case = tuple[Callable[[], nn.Module], Inputs, str]
 CAUSAL = with_labels("input_ids", "labels")
 MASKED = with_labels("input_ids", "labels", "attention_mask")
 KEY_VALUES = {"num_key_value_heads": 2}
+
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+MAMBA = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, **UNTIED, **SPECIAL}
+WHISPER = {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
+PATCHES = {"image_size": 16, "patch_size": 8, **SIZES}
+TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **SIZES, **SPECIAL}
 CASES: dict[str, Case] = {
     "GPT-2": (gpt2, CAUSAL, ITEMS),
+    "GPT-2 with tied weights": (partial(gpt2, tie_word_embeddings=True), CAUSAL, ITEMS),
     "GPT-2 without labels": (gpt2, with_labels("input_ids"), NONE),
-    "Llama": (lambda: decoder("LlamaForCausalLM"), CAUSAL, ITEMS),
-    "Llama with padding": (lambda: decoder("LlamaForCausalLM"), MASKED, ITEMS),
-    "BERT": (lambda: bert("BertForMaskedLM"), MASKED, MEAN),
+    "Llama": (partial(decoder, "LlamaForCausalLM"), CAUSAL, ITEMS),
+    "Llama with padding": (partial(decoder, "LlamaForCausalLM"), MASKED, ITEMS),
+    "BERT": (partial(bert, "BertForMaskedLM"), MASKED, MEAN),
     "BERT, one class each": (
-        lambda: bert("BertForSequenceClassification"),
+        partial(bert, "BertForSequenceClassification"),
         {"input_ids": TOKENS, "attention_mask": PADDING, "labels": CLASSES},
         MEAN,
     ),
-    "RoBERTa": (lambda: bert("RobertaForMaskedLM"), MASKED, MEAN),
-    "Qwen2": (lambda: decoder("Qwen2ForCausalLM", **KEY_VALUES), CAUSAL, ITEMS),
-    "Qwen3": (lambda: decoder("Qwen3ForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
-    "Mistral": (lambda: decoder("MistralForCausalLM", sliding_window=4, **KEY_VALUES), CAUSAL, ITEMS),
-    "Gemma": (lambda: decoder("GemmaForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
-    "Mixtral": (lambda: decoder("MixtralForCausalLM", num_local_experts=3, **KEY_VALUES), CAUSAL, ITEMS),
-    "Mamba": (
-        lambda: transformers(
-            "MambaForCausalLM",
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=2,
-            state_size=4,
-            **UNTIED,
-            **SPECIAL,
-        ),
-        CAUSAL,
-        ITEMS,
-    ),
+    "RoBERTa": (partial(bert, "RobertaForMaskedLM"), MASKED, MEAN),
+    "Qwen2": (partial(decoder, "Qwen2ForCausalLM", **KEY_VALUES), CAUSAL, ITEMS),
+    "Qwen3": (partial(decoder, "Qwen3ForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mistral": (partial(decoder, "MistralForCausalLM", sliding_window=4, **KEY_VALUES), CAUSAL, ITEMS),
+    "Gemma": (partial(decoder, "GemmaForCausalLM", head_dim=8, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mixtral": (partial(decoder, "MixtralForCausalLM", num_local_experts=3, **KEY_VALUES), CAUSAL, ITEMS),
+    "Mamba": (partial(transformers, "MambaForCausalLM", vocab_size=VOCABULARY, **MAMBA), CAUSAL, ITEMS),
     "Whisper": (
-        lambda: encoder_decoder(
-            "WhisperForConditionalGeneration", max_source_positions=8, max_target_positions=16, num_mel_bins=4
-        ),
+        partial(encoder_decoder, "WhisperForConditionalGeneration", **WHISPER),
         {"input_features": noise(BATCH, 4, 16), "labels": LABELS},
         MEAN,
     ),
     "ViT": (
-        lambda: transformers(
-            "ViTForImageClassification", image_size=16, patch_size=8, hidden_dropout_prob=0.1, **SIZES
-        ),
+        partial(transformers, "ViTForImageClassification", hidden_dropout_prob=0.1, **PATCHES),
         {"pixel_values": IMAGES, "labels": CLASSES},
         MEAN,
     ),
     "CLIP's text tower": (
-        lambda: transformers(
-            "CLIPTextModel", vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **SIZES, **SPECIAL
-        ),
+        partial(transformers, "CLIPTextModel", **TEXT),
         with_labels("input_ids", "attention_mask"),
         NONE,
     ),
     "CLIP's vision tower": (
-        lambda: transformers("CLIPVisionModel", image_size=16, patch_size=8, **SIZES),
+        partial(transformers, "CLIPVisionModel", **PATCHES),
         {"pixel_values": IMAGES},
         NONE,
     ),
     # Tied: the embedding of the encoder and that of the decoder are one.
-    "T5": (
-        lambda: transformers(
-            "T5ForConditionalGeneration",
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
-        CAUSAL,
-        MEAN,
-    ),
-    "BART": (lambda: encoder_decoder("BartForConditionalGeneration"), CAUSAL, MEAN),
+    "T5": (partial(transformers, "T5ForConditionalGeneration", vocab_size=VOCABULARY, **T5), CAUSAL, MEAN),
+    "BART": (partial(encoder_decoder, "BartForConditionalGeneration"), CAUSAL, MEAN),
 }
 
 
-def vision(name: str, *args: Any, **sizes: Any) -> Case:
-    def make() -> nn.Module:
-        package = pytest.importorskip("torchvision")
+def images_of(package: str, make: Callable[[Any], nn.Module]) -> Case:
+    def made() -> nn.Module:
+        library = pytest.importorskip(package)
         torch.manual_seed(SEED)
-        module: Any = package.models
-        for part in name.split("."):
-            module = getattr(module, part)
-        return module(*args, **sizes).train()
+        return make(library).train()
 
-    return make, {"x": noise(BATCH, 3, 32, 32)}, NONE
+    return made, {"x": noise(BATCH, 3, 32, 32)}, NONE
 
 
-def convnext() -> nn.Module:
-    module = importlib.import_module("torchvision.models.convnext")
-    torch.manual_seed(SEED)
-    return module.ConvNeXt([module.CNBlockConfig(8, 16, 2), module.CNBlockConfig(16, None, 1)], num_classes=4)
+def convnext(models: Any) -> nn.Module:
+    config = models.convnext.CNBlockConfig
+    net: nn.Module = models.ConvNeXt([config(8, 16, 2), config(16, None, 1)], num_classes=4)
+    return net
 
 
-CASES |= {
-    "torchvision's ResNet": vision("resnet18", num_classes=4, width_per_group=64),
-    "torchvision's ConvNeXt": (convnext, {"x": noise(BATCH, 3, 32, 32)}, NONE),
-    "torchvision's DenseNet": vision(
-        "DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=4
-    ),
-    "torchvision's ViT": vision(
-        "VisionTransformer",
-        32,
-        16,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=32,
-        dropout=0.1,
-        num_classes=4,
-    ),
-    "torchvision's Swin": vision("SwinTransformer", [4, 4], 8, [1, 2], [2, 2], [4, 4], num_classes=4),
-    "torchvision's MobileNet": vision("mobilenet_v2", num_classes=4, width_mult=0.1),
+TORCHVISION: dict[str, Callable[[Any], nn.Module]] = {
+    "ResNet": lambda models: models.resnet18(num_classes=4),
+    "ConvNeXt": convnext,
+    "DenseNet": lambda models: models.DenseNet(4, (2, 2), 8, num_classes=4),
+    "ViT": lambda models: models.VisionTransformer(32, 16, 2, 2, 16, 32, dropout=0.1, num_classes=4),
+    "Swin": lambda models: models.SwinTransformer([4, 4], 8, [1, 2], [2, 2], [4, 4], num_classes=4),
+    "MobileNet": lambda models: models.mobilenet_v2(num_classes=4, width_mult=0.1),
 }
-
-
-def timm(name: str, **options: Any) -> Case:
-    def make() -> nn.Module:
-        package = pytest.importorskip("timm")
-        torch.manual_seed(SEED)
-        model: nn.Module = package.create_model(name, num_classes=4, **options).train()
-        return model
-
-    return make, {"x": noise(BATCH, 3, 32, 32)}, NONE
-
-
+TIMM: dict[str, dict[str, Any]] = {
+    "resnet10t": {},
+    "convnext_atto": {"drop_path_rate": 0.2, "depths": (1, 1, 2, 1), "dims": (8, 8, 16, 16)},
+    "vit_tiny_patch16_224": {
+        "img_size": 32,
+        "embed_dim": 16,
+        "num_heads": 2,
+        "depth": 3,
+        "proj_drop_rate": 0.1,
+    },
+    "mobilenetv3_small_050": {},
+    "mixer_s16_224": {"img_size": 32},
+}
 CASES |= {
-    "timm's ResNet": timm("resnet10t"),
-    "timm's ConvNeXt": timm("convnext_atto", drop_path_rate=0.2, depths=(1, 1, 2, 1), dims=(8, 8, 16, 16)),
-    "timm's ViT": timm(
-        "vit_tiny_patch16_224", img_size=32, embed_dim=16, num_heads=2, depth=3, proj_drop_rate=0.1
-    ),
-    "timm's MobileNet": timm("mobilenetv3_small_050"),
-    "timm's MLP-Mixer": timm("mixer_s16_224", img_size=32),
+    f"torchvision's {name}": images_of("torchvision.models", make) for name, make in TORCHVISION.items()
+} | {
+    f"timm's {name}": images_of(
+        "timm", lambda timm, n=name, o=options: timm.create_model(n, num_classes=4, **o)
+    )
+    for name, options in TIMM.items()
 }
 
 
@@ -341,7 +291,7 @@ def plain_step(model: Any, inputs: Inputs, loss: str, chunks: int) -> dict[str, 
     if loss == ITEMS:
         more["num_items_in_batch"] = total
     torch.manual_seed(SEED)
-    with gpipe_fast.keyed_rng(model):
+    with keyed_rng(model):
         outputs = [model(**part, **more) for part in parts]
     if loss == NONE:
         columns = zip(*map(tensors, outputs), strict=True)
@@ -370,12 +320,6 @@ def step_of(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor | None) ->
         f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
     }
     return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def unequal(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    assert ours.keys() == expected.keys()
-    both = ((name, ours[name], expected[name]) for name in expected)
-    return [n for n, a, b in both if not (a is b if a is None or b is None else torch.equal(a, b))]
 
 
 def pipeline_of(case: Case, stages: int, chunks: int, **options: Any) -> Any:
@@ -419,40 +363,26 @@ def test_a_step_equals_that_of_the_plain_model(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama with padding", "BERT"])
-def test_equal_for_every_mode(name: str, stages: int, chunks: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages", "chunks", "mode"),
+    [
+        ("GPT-2", 2, 5, "always"),
+        ("GPT-2 with tied weights", 1, 2, "always"),
+        ("Llama with padding", 3, 2, "never"),
+        ("BERT", 3, 5, "except_last"),
+        ("BERT", 2, 1, "always"),
+    ],
+)
+def test_equal_for_other_settings(name: str, stages: int, chunks: int, mode: str) -> None:
     compare(CASES[name], stages, chunks, mode)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("make", [lambda: gpt2(tie_word_embeddings=True)])
-def test_tied_weights_in_one_stage_are_equal(make: Callable[[], nn.Module]) -> None:
-    model = compare((make, CAUSAL, ITEMS), stages=1, chunks=2, mode="always")
-    assert tied_across_stages(model) == set()
-
-
-TIED = {
-    "GPT-2": (lambda: gpt2(n_layer=3, tie_word_embeddings=True), "transformer.wte.weight"),
-    "Llama": (
-        lambda: decoder("LlamaForCausalLM", num_hidden_layers=3, tie_word_embeddings=True),
-        "model.embed_tokens.weight",
-    ),
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("name", TIED)
-def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages(name: str, stages: int) -> None:
-    make, embedding = TIED[name]
-    model = pipeline_of((make, CAUSAL, ITEMS), stages, chunks=5, balance=[1] * (stages - 1) + [4 - stages])
+def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages() -> None:
+    model = pipeline_of(CASES["GPT-2 with tied weights"], 2, chunks=5, balance=[1, 1])
     ours = pipelined_step(model, CAUSAL, ITEMS)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     untied = plain_step(model.plain(), CAUSAL, ITEMS, chunks=5)
-    untied[f"gradient of {embedding}"] += untied.pop("gradient of lm_head.weight")
+    untied["gradient of transformer.wte.weight"] += untied.pop("gradient of lm_head.weight")
     assert unequal(ours, untied) == []
 
 
@@ -524,20 +454,13 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_plain_calls() -> None:
             assert torch.equal(ours, expected)
 
 
-@pytest.mark.extended
-def test_verify_compares_with_the_plain_model() -> None:
-    model = pipeline_of(CASES["BERT"], 2, 2)
-    report = gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss)
-    assert report, report
-    with torch.no_grad():
-        model.bert.encoder.layer[0].output.dense.weight.mul_(1.5)
-    assert gpipe_fast.verify(model, **MASKED, loss_fn=lambda output: output.loss, chunks=3)
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Tokens(nn.Module):
     """A small model of tokens, with a loss that the test chooses."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(9, 4)
@@ -553,11 +476,11 @@ class Tokens(nn.Module):
 
 
 def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
 
 
 def by_view(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    losses = torch.nn.functional.cross_entropy(logits.view(-1, 9), labels.view(-1), reduction="sum")
+    losses = F.cross_entropy(logits.view(-1, 9), labels.view(-1), reduction="sum")
     return losses / (labels != -100).sum()
 
 
@@ -567,19 +490,21 @@ def by_shifted(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return losses.sum() / (labels != -100).sum()
 
 
-def by_mask(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    mask = (labels != -100).float()
-    return (each_loss(logits, labels) * mask).sum() / mask.sum()
+def by_weights(weights_of: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    def loss(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        weights = weights_of(ids, labels)
+        return (each_loss(logits, labels) * weights).sum() / weights.sum()
+
+    return loss
 
 
-def by_padding(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    mask = (ids != 8).float()
-    return (each_loss(logits, labels) * mask).sum() / mask.sum()
-
-
-def by_weights(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    weights = 1 + 2 * (ids > 5)
-    return (each_loss(logits, labels) * weights).sum() / weights.sum()
+LOSSES: dict[str, Loss] = {
+    "view": by_view,
+    "shifted": by_shifted,
+    "mask": by_weights(lambda ids, labels: (labels != -100).float()),
+    "padding": by_weights(lambda ids, labels: (ids != 8).float()),
+    "weights": by_weights(lambda ids, labels: 1 + 2 * (ids > 5)),
+}
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -591,13 +516,17 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
+def pipelined(plain: nn.Module, chunks: int, balance: Sequence[int] = (1, 1)) -> Any:
+    return GPipe.from_model(plain, args=tokens(), balance=balance, devices=["cpu"] * 2, chunks=chunks)
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("loss", [by_view, by_shifted, by_mask, by_padding, by_weights])
-def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: Any) -> None:
-    plain, (ids, labels) = Tokens(loss), tokens()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: str) -> None:
+    plain, (ids, labels) = Tokens(LOSSES[loss]), tokens()
     expected = plain(ids, labels)
     gradients = torch.autograd.grad(expected, list(plain.parameters()))
-    model = GPipe.from_model(plain, args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=3)
+    model = pipelined(plain, chunks=3)
     torch.testing.assert_close(model.step(ids, labels), expected.detach())
     torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
     torch.testing.assert_close(model(ids, labels), expected)
@@ -607,9 +536,7 @@ def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: Any) -> None:
 def test_a_micro_batch_in_which_nothing_counts() -> None:
     ids, labels = tokens()
     labels[0] = -100
-    model = GPipe.from_model(
-        Tokens(by_mask), args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=7
-    )
+    model = pipelined(Tokens(LOSSES["mask"]), chunks=7)
     for call in (model, model.step):
         with pytest.raises(ValueError, match="in micro-batch 0 of 7, nothing counts"):
             call(ids, labels)
@@ -617,15 +544,12 @@ def test_a_micro_batch_in_which_nothing_counts() -> None:
     torch.testing.assert_close(model.evaluate(ids, labels), model.plain()(ids, labels).detach())
 
 
-def mean_of_targets(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.view(-1, 9), labels.view(-1))
-
-
 def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
-    plain, (ids, labels) = Tokens(mean_of_targets), tokens()
+    plain = Tokens(lambda logits, ids, labels: F.cross_entropy(logits.view(-1, 9), labels.view(-1)))
+    ids, labels = tokens()
     labels[0] = -100
     expected = plain(ids, labels).detach()
-    model = GPipe.from_model(plain, args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=7)
+    model = pipelined(plain, chunks=7)
     losses: list[Tensor] = []
     torch.testing.assert_close(model.step(ids, labels, losses=losses), expected)
     assert losses[0] == 0
@@ -636,7 +560,7 @@ def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
 
 def test_evaluation_without_gradients_and_another_length() -> None:
     plain, (ids, labels) = Tokens(lambda logits, ids, labels: logits), tokens()
-    model = GPipe.from_model(plain, args=(ids, labels), balance=[1, 1], devices=["cpu"] * 2, chunks=2).eval()
+    model = pipelined(plain, chunks=2).eval()
     for length in (5, 3, 4, 2):
         batch = ids[:, :length], labels[:, :length]
         with torch.no_grad():
@@ -659,7 +583,7 @@ def test_models_with_blocks_in_python_are_recorded_while_a_stream_is_open() -> N
     batches = [(ids[:, :n], labels[:, :n]) for n in (5, 4, 5, 3)]
     with torch.no_grad():
         expected = [plain(*batch) for batch in batches]
-    model = GPipe.from_model(plain, args=(ids, labels), balance=[2, 1], devices=["cpu"] * 2, chunks=7).eval()
+    model = pipelined(plain, chunks=7, balance=[2, 1]).eval()
     with pytest.warns(UserWarning, match="runs in Python"):
         found = list(model.stream(batches, depth=3))
     torch.testing.assert_close(found, expected)
@@ -672,7 +596,7 @@ def test_models_with_blocks_in_python_are_recorded_while_a_stream_is_open() -> N
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "ViT", "Mixtral"])
+@pytest.mark.parametrize("name", ["GPT-2", "ViT"])
 def test_a_configuration_that_changes_between_steps_is_seen(name: str) -> None:
     _, inputs, loss = CASES[name]
     model = pipeline_of(CASES[name], 2, 2)

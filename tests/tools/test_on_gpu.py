@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import stat
-import subprocess
 import sys
 import sysconfig
 import time
@@ -30,19 +27,6 @@ def python_command(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def test_output_is_printed_and_saved(results_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = python_command(
-        "import os; print('has', os.environ['TOLD'], os.environ['OWN']); raise SystemExit(3)"
-    )
-    phase = Phase("phase", {"one": words, "two": python_command("print('well')")}, 1, "TOLD", {"OWN": "own"})
-    assert on_gpu.run_commands(phase, 30) == {"one": 3, "two": 0}
-    out = capfd.readouterr().out
-    assert (results_folder / "gpu-one.txt").read_text() == "has 28 own\n"
-    assert (results_folder / "gpu-two.txt").read_text() == "well\n"
-    for line in ("has 28 own", "well", "phase, one: failed (3)", "phase, two: succeeded"):
-        assert line in out
-
-
 # Prints 'on' once its reaction to the interrupt is installed.
 LATE_PROGRAM = "import signal, sys, time; signal.signal(2, {}); print('on', flush=True); time.sleep(60)"
 
@@ -66,64 +50,25 @@ def test_a_late_command_is_interrupted_then_killed(
     assert path.read_text() == text
 
 
-def test_a_phase_leaves_later_phases_their_time_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, time_limits = 0.0, dict[str, float]()
-    monkeypatch.setattr(on_gpu.time, "monotonic", lambda: now)
-
-    def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
-        nonlocal now
-        time_limits[phase.name] = seconds
-        now += {"quick": 1.0}.get(phase.name, seconds + on_gpu.KILL_DELAY)
-        return {}
-
-    monkeypatch.setattr(on_gpu, "run_commands", run_commands)
-    wanted = [Phase(name, {}, share) for name, share in (("quick", 20), ("slow", 30), ("last", 50))]
-    on_gpu.run_all(wanted, 110, on_gpu.Summary([]))
-    assert time_limits == {
-        "quick": 30 - on_gpu.KILL_DELAY,
-        "slow": 59 - on_gpu.KILL_DELAY,
-        "last": 50 - on_gpu.KILL_DELAY,
-    }
-    assert now == pytest.approx(110)
-    now = 0.0
-    on_gpu.run_all(wanted, 50, on_gpu.Summary([]))  # a slow build
-    assert time_limits == {
-        "quick": 10 - on_gpu.KILL_DELAY,
-        "slow": 49 * 30 / 80 - on_gpu.KILL_DELAY,
-        "last": 49 * 50 / 80 - on_gpu.KILL_DELAY,
-    }
-
-
-# Each way to fail, after a line of output and one of the two files.
-FAILURES = {
-    "abort": ("os.abort()", r"FAILED \(-6\); so far"),
-    "hang": ("time.sleep(60)", r"FAILED \(interrupted at the time limit\); KeyboardInterrupt"),
-    "exception": ("raise ValueError('why')", r"FAILED \(1\); ValueError: why"),
-}
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_the_summary_names_what_a_failed_phase_left(results_folder: Path, failure: str) -> None:
-    statement, ended = FAILURES[failure]
+def test_the_summary_names_what_a_failed_phase_left(results_folder: Path) -> None:
     (results_folder / "two.md").touch()  # a file of an earlier run
-    begin = f"import os, time, pathlib; pathlib.Path({str(results_folder)!r}, 'one.md').touch()"
-    text = f"{begin}; print('so far', flush=True); {statement}"
-    good = python_command("print('well')")
+    begin = f"import os, pathlib; pathlib.Path({str(results_folder)!r}, 'one.md').touch()"
+    bad = python_command(f"{begin}; print('so far', flush=True); os.abort()")
+    good = python_command("import os; print('well', os.environ['OWN'])")
     wanted = [
-        Phase("failing", {"bad": python_command(text)}, 1, files=["one.md", "two.*"]),
-        Phase("later", {"good": good}, 1),
+        Phase("failing", {"bad": bad}, 1, files=["one.md", "two.*"]),
+        Phase("later", {"good": good}, 1, environment={"OWN": "own"}),
         Phase("never", {"unused": good}, 1),
     ]
     summary = on_gpu.Summary(wanted)
-    summary.keep(wanted[0], on_gpu.run_commands(wanted[0], 5 if failure == "hang" else 60))
-    summary.keep(wanted[1], on_gpu.run_commands(wanted[1], 60))
-    lines = (results_folder / "gpu-summary.txt").read_text().splitlines()
-    assert lines[0] == "machine: NOT RUN"
-    assert re.fullmatch(f"failing, bad: {ended}", lines[1])
-    assert lines[2:] == [
+    for phase in wanted[:2]:
+        summary.keep(phase, on_gpu.run_commands(phase, 60))
+    assert (results_folder / "gpu-summary.txt").read_text().splitlines() == [
+        "machine: NOT RUN",
+        "failing, bad: FAILED (-6); so far",
         "    files: gpu-bad.txt one.md",
         "    MISSING: two.*",
-        "later, good: succeeded; well",
+        "later, good: succeeded; well own",
         "    files: gpu-good.txt",
         "never: NOT RUN",
     ]
@@ -161,7 +106,6 @@ EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 WORKS = "print('imports'); print('has CUDA code'); print('runs')"
 NO_STEP = "print('imports'); print('has CUDA code', flush=True); raise SystemExit('no step')"
 NO_IMPORT = "raise SystemExit('another torch')"
-HANGS = "print('imports', flush=True); import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +113,7 @@ HANGS = "print('imports', flush=True); import time; time.sleep(60)"
     [
         (WORKS, "never built", WORKS, "existing build used; it runs on the device"),
         (NO_IMPORT, WORKS, WORKS, "because: another torch; it runs on the device"),
-        (None, NO_STEP, NO_STEP, "check failed: no step"),
-        (NO_STEP, "no nvcc", NO_STEP, "BUILD FAILED (1), existing build used; check failed: no step"),
         (NO_STEP, NO_STEP, NO_STEP, "the new build is no better (no step), existing build used"),
-        (HANGS, WORKS, WORKS, "because: the first step took longer than 5 s; it runs on the device"),
         (NO_IMPORT, "no nvcc", None, "BUILD FAILED (1), existing build used; check failed: another torch"),
     ],
 )
@@ -199,62 +140,6 @@ def test_the_better_of_the_existing_and_the_new_extension_is_used(
     assert on_gpu.prepare_extension(60, on_gpu.Summary([])) is (used is not None)
     assert extension.read_text() == (used or old)
     assert summary in (results_folder / "gpu-machine.txt").read_text().splitlines()[-1]
-
-
-def test_an_unknown_phase_is_refused() -> None:
-    with pytest.raises(SystemExit, match="unknown phase: nothing"):
-        on_gpu.main(["nothing"])
-
-
-# Collects tests as if torchgpipe were not installed.
-COLLECT_WITHOUT_TORCHGPIPE = """
-import sys
-from importlib.machinery import PathFinder
-class Without(PathFinder):
-    @classmethod
-    def find_spec(cls, name, *arguments):
-        return None if name.partition(".")[0] == "torchgpipe" else super().find_spec(name, *arguments)
-sys.meta_path[sys.meta_path.index(PathFinder)] = Without
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.extended
-def test_every_cuda_test_file_is_collected_without_torchgpipe() -> None:
-    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--tier=soak", "-m", "cuda", "tests"]
-    command = [sys.executable, "-c", COLLECT_WITHOUT_TORCHGPIPE, *options]
-    done = subprocess.run(command, cwd=on_gpu.ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:]
-    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == set(on_gpu.cuda_test_files())
-    assert len(found) >= 7
-
-
-# A fake sanitizer: reports errors in captured steps, and hangs as racecheck.
-FAKE_SANITIZER = """#!/bin/sh
-echo "$@" "$PYTORCH_NO_CUDA_MEMORY_CACHING"
-case "$*" in *racecheck*) exec sleep 60;; *" captured"*) exit 9;; esac
-"""
-
-
-def test_sanitizer_reports_are_saved(
-    results_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sanitized, "MIN_SECONDS", 0)
-    path = results_folder / "compute-sanitizer"
-    path.write_text(FAKE_SANITIZER)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(results_folder), prepend=":")
-    assert sanitized.find_sanitizer() == str(path)
-    assert not sanitized.run_sanitizer(str(path), 4)
-    text, out = (results_folder / "sanitizer.txt").read_text(), capsys.readouterr().out
-    assert text.startswith("== memcheck, smallest\n--tool memcheck")
-    assert "steps smallest 1\n== memcheck, smallest: exit code 0\n" in text
-    assert "steps captured \n== memcheck, captured: exit code 9\n" in text
-    assert "== racecheck, smallest: exit code none, killed after" in text
-    assert "--tool racecheck" in text  # racecheck was started
-    assert out.count("exit code") == 5
 
 
 @pytest.mark.usefixtures("one_thread")
