@@ -17,12 +17,10 @@ from textwrap import indent
 
 # The modules that make tables, by name; words in names are joined by hyphens.
 _OF_PACKAGES = {
-    "bench.micro": "balance draws engine execution first-call inference-stream interpreted lengths pipeline "
-    "recompute report schedules signature simulated tracing",
-    "bench.compare": "distributed from-model frontier memory overhead replicas step training-step "
-    "within-memory",
+    "bench.micro": "draws engine execution first-call inference-stream interpreted schedules signature",
+    "bench.compare": "distributed frontier memory overhead step training-step within-memory",
     "bench.gpu": "cuda kernels",
-    "tools": "census compiled cuda-counts explain fusion largest ledger published regions traffic",
+    "tools": "census compiled explain fusion largest ledger published regions traffic",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

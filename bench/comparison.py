@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure import samples, timing
+from bench.measure import report, samples, timing
 from bench.peers import describe_difference, gradients_agree, relative_difference
 
 # Functions to be timed by name, and the gradients that all of them must have; None if they have none.
@@ -37,8 +37,12 @@ class Outcome:
         return timing(self.times).median if self.times else None
 
     def ms(self) -> str:
-        """Returns the time as text."""
+        """Returns the time in ms as text."""
         return timing(self.times).ms() if self.times else "-"
+
+    def us(self) -> str:
+        """Returns the time in µs as text."""
+        return str(timing(self.times)) if self.times else "-"
 
     def over(self, other: Outcome) -> object:
         """Returns the time divided by another one."""
@@ -153,3 +157,26 @@ def rows(outcomes: Mapping[str, Outcome], ours: str) -> list[list[object]]:
         [name, each.ms(), each.over(outcomes[ours]), each.peak(), gradients(name, each)]
         for name, each in outcomes.items()
     ]
+
+
+def report_comparisons(
+    module: Mapping[str, Any], in_us: bool = False, **values: object
+) -> list[dict[str, Outcome]]:
+    """Measures a module's `COMPARISONS`, writes their table, and returns what was measured.
+
+    Args:
+        module: its ``globals()``.
+        in_us: whether times are in µs, and there is neither memory nor a gradient.
+        values: values that the docstring names.
+    """
+    table, outcomes = list[list[object]](), list[dict[str, Outcome]]()
+    for comparison in module["COMPARISONS"]:
+        found = comparison.measure()
+        outcomes.append(found)
+        every = rows(found, comparison.names[0])
+        if in_us:
+            every = [[name, found[str(name)].us(), ratio] for name, _, ratio, *_ in every]
+        table += [[comparison.name, *row] for row in every]
+    headers = ["candidate", "µs: median [p20, p80]", "time / ours"] if in_us else HEADERS
+    report(module, ["comparison", *headers], table, (), **values)
+    return outcomes

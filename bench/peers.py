@@ -6,10 +6,12 @@ import importlib.util
 import math
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -121,10 +123,18 @@ class TorchPipelining:
         return _gradients(self.parameters)
 
 
-def join(rendezvous: str, rank: int, size: int) -> None:
-    """Joins this process to a gloo group as `rank`; the processes meet at the file `rendezvous`."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+def free_port() -> int:
+    """Returns a port of the loopback device that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def join(port: int, rank: int, size: int, address: str = "127.0.0.1") -> None:
+    """Joins this process to a gloo group as `rank`; the processes meet at a port of the first one's host."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
 
 
 def has_torchgpipe() -> bool:
@@ -148,9 +158,8 @@ class ProcessCandidate:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # inherited by the processes
-        try:
+        # The processes inherit the environment.
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for number in range(processes):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, make, number, *arguments), daemon=True)
@@ -158,11 +167,6 @@ class ProcessCandidate:
                 theirs.close()
                 self._connections.append(ours)
                 self._processes.append(process)
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
 
     def __call__(self) -> None:
         self._request_all("step")
@@ -177,10 +181,6 @@ class ProcessCandidate:
         """
         peaks = self._request_all("peak_bytes")
         return None if None in peaks else sum(peaks)
-
-    def idle_seconds(self) -> float:
-        """Returns the processor time used between steps so far."""
-        return float(sum(self._request_all("idle_seconds")))
 
     def close(self) -> None:
         for connection in self._connections:
@@ -200,13 +200,10 @@ class _Server:
     def __init__(self, step: Candidate) -> None:
         self.step = step
         self._resident = resident.present() if resident.reset_peak() else None
-        self._idle, self._since = 0.0, time.process_time()
 
     def serve(self, connection: Connection) -> None:
         while (command := connection.recv()) != "close":
-            self._idle += time.process_time() - self._since
             connection.send(getattr(self, command)())
-            self._since = time.process_time()
 
     def gradients(self) -> list[Any]:
         return [gradient.numpy() for gradient in self.step.gradients()]
@@ -218,8 +215,26 @@ class _Server:
         self.step()
         return round((resident.peak() - self._resident) * 2**20)
 
-    def idle_seconds(self) -> float:
-        return self._idle
+
+def in_processes(
+    make: Callable[..., Candidate],
+    candidates: Mapping[str, tuple[int, int]],
+    arguments: Sequence[object],
+    stack: ExitStack,
+) -> dict[str, ProcessCandidate]:
+    """Returns candidates in their own processes, until a stack is closed.
+
+    Args:
+        make: as for `ProcessCandidate`; it gets the candidate's name and a free port before other arguments.
+        candidates: by name, the number of processes, and of threads of each.
+        arguments: further arguments of `make`.
+        stack: closes the processes.
+    """
+    found = {}
+    for name, (processes, threads) in candidates.items():
+        found[name] = ProcessCandidate(make, (name, free_port(), *arguments), threads, processes)
+        stack.callback(found[name].close)
+    return found
 
 
 def _serve(connection: Connection, make: Callable[..., Candidate], number: int, *arguments: object) -> None:

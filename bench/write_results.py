@@ -1,7 +1,8 @@
 """`make results`: writes every table of bench/results that this machine can make, on one commit.
 
-Each table is made in a process of its own. The rounds of a comparison take at most `ROUND_SECONDS`, which
-each table says. A table that cannot be made does not stop the others. The figures of README and docs follow.
+Each table is made in a process of its own: first what is counted, on all cores, then what is timed, one after
+another. The rounds of a comparison take at most `ROUND_SECONDS`, which each table says. A table that cannot
+be made does not stop the others. The figures of README and docs follow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from tabulate import tabulate
 
@@ -17,55 +19,53 @@ from bench import figures
 from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import ROOT, uncommitted
 
-ROUND_SECONDS = 15
-# Modules outside of bench and tools that write a table.
-OTHERS = (
-    "tests.contracts.contract_1_same_bits.census",
-    "tests.contracts.contract_1_same_bits.cuda_operators_table",
-)
+ROUND_SECONDS = 10
 NEED_A_GPU = {"cuda", "kernels"}
-# About how many times as long as most tables some take, for the estimate of the time left.
-WEIGHTS = {
-    "census": 10,
-    "ledger": 8,
-    "step": 3,
-    "frontier": 5,
-    "largest": 3,
-    "first-call": 3,
-    "from-model": 3,
-}
+# What takes about so many times as long as most tables that are timed, for the estimate of the time left.
+WEIGHTS = {"ledger": 5, "frontier": 4, "step": 3, "first-call": 2, "distributed": 2}
+
+
+def counted() -> dict[str, list[str]]:
+    """Returns the arguments of Python that make each table that is counted or computed."""
+    contract = "tests.contracts.contract_1_same_bits"
+    found = {name: ["-m", f"{contract}.{name}"] for name in ("census", "cuda_operators_table")}
+    found["census-torchvision"] = ["-m", "tools", "census"]
+    return found | {name: ["-m", "tools", name] for name in TOOLS if name not in ("census", "ledger")}
 
 
 def commands() -> dict[str, list[str]]:
     """Returns the arguments of Python that make each table."""
-    found = {name: ["-m", "bench", name] for name in BENCHMARKS if name not in NEED_A_GPU}
-    found |= {name: ["-m", "tools", name] for name in TOOLS}
-    return found | {module.rpartition(".")[2]: ["-m", module] for module in OTHERS}
+    timed = {name: ["-m", "bench", name] for name in BENCHMARKS if name not in NEED_A_GPU}
+    return {**counted(), **timed, "ledger": ["-m", "tools", "ledger"]}
 
 
-def weight(name: str) -> int:
-    """Returns about how long a table takes, relative to most others."""
-    return WEIGHTS.get(name, 1)
+def make(name: str, command: list[str]) -> list[str]:
+    """Makes a table in a process, and returns its row of the summary."""
+    began = time.monotonic()
+    environment = {**os.environ, "GPIPE_FAST_ROUND_SECONDS": str(ROUND_SECONDS)}
+    code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
+    return [name, f"{time.monotonic() - began:.0f}", "written" if code == 0 else f"FAILED ({code})"]
 
 
 def main() -> None:
     if changes := uncommitted():
         sys.exit(f"make results: commit these changes first, so that every table has one commit:\n{changes}")
-    environment = {**os.environ, "GPIPE_FAST_ROUND_SECONDS": str(ROUND_SECONDS)}
-    rows: list[list[str]] = []
-    begin, done, every = time.monotonic(), 0, commands()
-    total = sum(map(weight, every))
-    for name, command in every.items():
-        began = time.monotonic()
-        left = f", about {(began - begin) / done * (total - done) / 60:.0f} min left" if done else ""
-        print(f"results: {name} ({len(rows) + 1} of {len(every)}{left})", file=sys.stderr, flush=True)
-        code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
-        rows.append([name, f"{time.monotonic() - began:.0f}", "written" if code == 0 else f"FAILED ({code})"])
-        done += weight(name)
+    begin, every, in_any_order = time.monotonic(), commands(), counted().keys()
+    timed = [name for name in every if name not in in_any_order]
+    print(f"results: {len(every) - len(timed)} tables that are counted", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(lambda name: make(name, every[name]), every.keys() & in_any_order))
+    begin_timed, done, total = time.monotonic(), 0, sum(WEIGHTS.get(name, 1) for name in timed)
+    for number, name in enumerate(timed, 1):
+        spent = time.monotonic() - begin_timed
+        left = f", about {spent / done * (total - done) / 60:.0f} min left" if done else ""
+        print(f"results: {name} ({number} of {len(timed)}{left})", file=sys.stderr, flush=True)
+        rows.append(make(name, every[name]))
+        done += WEIGHTS.get(name, 1)
     figures.main()
     print(tabulate(rows, headers=["table", "seconds", ""], tablefmt="github"))
     print(f"\n{(time.monotonic() - begin) / 60:.0f} minutes")
-    sys.exit(any("FAILED" in str(row[-1]) for row in rows))
+    sys.exit(any("FAILED" in row[-1] for row in rows))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ nothing runs. Mini-batches are those of the paper, 128 images of 224 x 224 or 32
 Transformer has blocks of width 2048 with 32 heads, and 32,000 tokens. A parameter takes 12 bytes, as in
 the paper: itself and two moments of RMSProp in 32 bits; its gradient does not count, and everything
 else is in bfloat16. Naive-1 is one micro-batch, and nothing is recomputed; the others have 32
-micro-batches, and everything is recomputed. An AmoebaNet is cut so that the stage that needs most needs
-least, by the needs of its cells with 256 filters; the paper's models of 36 and 72 cells are left out. Of
+micro-batches, and everything is recomputed. The paper's AmoebaNets in several stages are left out. Of
 a Transformer, the first stage, the last one and one between are counted. The largest sizes are scaled: an
 AmoebaNet's parameters with the square of its filters and the rest with them; a Transformer's stages lie
 on straight lines through 2 and 4 blocks. The paper does not say how many micro-batches it had, which
@@ -30,7 +29,6 @@ from bench.measure import Table, report
 from bench.models.amoebanet import amoebanet_d
 from bench.models.gpt import gpt
 from gpipe_fast import GPipe
-from gpipe_fast.balance import balance_by_cost
 
 GIB = 2**30
 # "Each model parameter needs 12 bytes since we applied RMSProp during training."
@@ -116,11 +114,10 @@ class Row:
         return self.name == "Naive-1"
 
 
-# Without the paper's models of 36 and 72 cells in 4 and 8 stages, which take long to trace.
+# Without the paper's models in 2, 4 and 8 stages, which take long to trace.
 AMOEBANET = [
     Row("Naive-1", 1, (18, 208), 82, 1.05, 6.26),
     Row("Pipeline-1", 1, (18, 416), 318, 3.8, 3.46),
-    Row("Pipeline-2", 2, (18, 544), 542, 6.45, 8.11),
 ]
 # The paper has the first row's bytes of parameters and of activations in the other order.
 TRANSFORMER = [
@@ -132,38 +129,18 @@ TRANSFORMER = [
 ]
 
 
-@cache
-def cells(num_cells: int, num_filters: int, balance: tuple[int, ...], naive: bool) -> Need:
-    """Returns what an AmoebaNet-D needs for 128 images."""
-    with torch.device("meta"):
-        layers = amoebanet_d(num_cells, num_filters).to(DTYPE)
-        images, target = torch.empty(128, 3, 224, 224, dtype=DTYPE), torch.zeros(128, dtype=torch.long)
-    return need(layers, balance or (len(layers),), images, target, naive)
-
-
 def amoebanet(row: Row, num_filters: int) -> Need:
-    """Returns what an AmoebaNet-D needs in stages whose largest need is least.
-
-    The needs of single layers are those with 256 filters, scaled: parameters grow with their square.
-    """
-    num_cells = row.size[0]
-    if row.num_stages == 1:
-        return cells(num_cells, num_filters, (), row.naive)
+    """Returns what an AmoebaNet-D in one stage needs for 128 images."""
     with torch.device("meta"):
-        number = len(amoebanet_d(num_cells, 256))
-    one_each = cells(num_cells, 256, (1,) * number, False)
-    scale = num_filters / 256
-    costs = [
-        PARAMETER_BYTES * number * scale**2 + size * scale
-        for number, size in zip(one_each.parameters, one_each.activations, strict=True)
-    ]
-    return cells(num_cells, num_filters, tuple(balance_by_cost(row.num_stages, costs)), False)
+        layers = amoebanet_d(row.size[0], num_filters).to(DTYPE)
+        images, target = torch.empty(128, 3, 224, 224, dtype=DTYPE), torch.zeros(128, dtype=torch.long)
+    return need(layers, [len(layers)], images, target, row.naive)
 
 
 def largest_amoebanet(row: Row, limit: int) -> tuple[int, Need]:
     """Returns the most filters, in steps of 16, with which a model fits, and what it needs then.
 
-    What it needs is scaled from what it needs at the published size, with the same cuts.
+    What it needs is scaled from what it needs at the published size.
     """
     published = row.size[1]
     found = amoebanet(row, published)
@@ -198,11 +175,19 @@ def blocks(balance: tuple[int, ...], naive: bool) -> Need:
 
 
 def transformer(row: Row, num_blocks: int) -> Need:
-    """Returns what a Transformer needs, whose first stages have one block more than the last ones."""
+    """Returns what a Transformer needs, whose first stages have one block more than the last ones.
+
+    Of all stages between the first and the last one, one is counted.
+    """
     size, more = divmod(num_blocks, row.num_stages)
     if row.num_stages == 1:
         return blocks((size,), row.naive)
-    return _of_all(row, (size + (more > 0), size + (more > 1), size))
+    found = blocks((size + (more > 0), size + (more > 1), size), False)
+    parameters, activations = (
+        [first, *[between] * (row.num_stages - 2), last]
+        for first, between, last in (found.parameters, found.activations)
+    )
+    return Need(parameters, activations)
 
 
 def largest_transformer(row: Row, limit: int) -> tuple[int, Need]:
@@ -235,16 +220,6 @@ def largest_transformer(row: Row, limit: int) -> tuple[int, Need]:
     return total, Need([number for number, _ in stages], [size for _, size in stages])
 
 
-def _of_all(row: Row, sizes: tuple[int, ...]) -> Need:
-    """Returns what all stages need, given the blocks of the first, of each one between, and of the last."""
-    found, counts = blocks(sizes, False), (1, row.num_stages - 2, 1)
-
-    def repeated(values: list[int]) -> list[int]:
-        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-
-    return Need(repeated(found.parameters), repeated(found.activations))
-
-
 def rows(
     table: Sequence[Row],
     limit_gib: int,
@@ -252,30 +227,17 @@ def rows(
     largest: Callable[[Row, int], tuple[int, Need]],
 ) -> tuple[list[list[object]], list[list[object]]]:
     """Returns the rows of two tables: what the published sizes need, and which sizes fit."""
-    needs, fitting = [], []
-    baseline = 0
+    needs: list[list[object]] = []
+    fitting: list[list[object]] = []
     for row in table:
         found = of(row, row.size[-1])
         number, size = sum(found.parameters), sum(found.activations)
-        needs.append(
-            [
-                row.name,
-                ", ".join(map(str, row.size)),
-                row.parameters,
-                number / 1e6,
-                row.parameter_gib,
-                PARAMETER_BYTES * number / GIB,
-                row.activation_gib,
-                size / GIB,
-                found.largest / GIB,
-            ]
-        )
+        parameters = row.parameters, number / 1e6, row.parameter_gib, PARAMETER_BYTES * number / GIB
+        sizes = row.activation_gib, size / GIB, found.largest / GIB
+        needs.append([row.name, ", ".join(map(str, row.size)), *parameters, *sizes])
         most, found = largest(row, limit_gib * GIB)
-        number = sum(found.parameters)
-        baseline = baseline or number
-        published = row.parameters / table[0].parameters
         size_of = ", ".join(map(str, (*row.size[:-1], most)))
-        fitting.append([row.name, size_of, number / 1e6, found.largest / GIB, number / baseline, published])
+        fitting.append([row.name, size_of, sum(found.parameters) / 1e6, found.largest / GIB])
     return needs, fitting
 
 
@@ -284,7 +246,7 @@ NEEDS = (
     " 12 bytes each, GiB | published, for activations, GB | predicted, GiB | "
     "predicted, largest device, GiB"
 )
-FITTING = ["", "largest size", "parameters, M", "largest device, GiB", "times Naive-1", "published"]
+FITTING = ["", "largest size", "parameters, M", "largest device, GiB"]
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 Each figure but those of the first row: {HOW} of {ROUNDS} processes, which alternate. Two stages, 4
 micro-batches, one thread for each stage; lines of code by `.ci/count_lines.py`. Lines of tests are those of
-files that test the mechanism alone. A further length is the fourth to sixth.
+files that test the mechanism alone. A further length is the fourth and fifth.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import os
+import runpy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench import process
+from bench import process, resident
 from bench.measure import ROOT, Ratio, Table, report
 from bench.progress import shown
 
-ROUNDS, STEPS, LENGTHS = 2, 30, (32, 48, 40, 56, 36, 44)
+ROUNDS, STEPS, LENGTHS = 2, 20, (32, 48, 40, 56, 36)
 # Further lengths, after which the memory that plans keep is compared.
-FURTHER = range(65, 97)
+FURTHER = range(65, 81)
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,8 @@ def _replace(place: str, name: str, value: object) -> None:
     setattr(importlib.import_module(place), name, value)
 
 
-def _switch(name: str) -> Callable[[], None]:
-    def off() -> None:
-        os.environ["GPIPE_FAST_DISABLE"] = name
-
-    return off
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _environment(name: str, value: str) -> Callable[[], None]:
+    return lambda: os.environ.update({name: value})
 
 
 def _collect_in_traces() -> None:
@@ -70,31 +62,11 @@ def _collect_in_traces() -> None:
 
 def _leave_garbage() -> None:
     for place in ("gpipe_fast.runtime.planner", "gpipe_fast.runtime.segments"):
-        _replace(place, "collected", _nothing)
-
-
-def _products_out_of_place() -> None:
-    _replace("gpipe_fast.lower.accumulation", "addmm_is_bitwise_equal", lambda a, b: False)
-
-
-def _nothing_evicted() -> None:
-    os.environ["GPIPE_FAST_PLANS_MIB"] = "1000000"
+        _replace(place, "collected", contextlib.nullcontext)
 
 
 def _without_family(name: str) -> Callable[[], None]:
-    def off() -> None:
-        family: Any = importlib.import_module(f"gpipe_fast.fuse.families.{name}")
-        family.cases = lambda stream, own: iter(())
-
-    return off
-
-
-def _without_regions() -> None:
-    _replace("gpipe_fast.fuse.fuse", "regions_of", lambda *arguments, **others: [])
-
-
-def _casts_in_graphs() -> None:
-    _replace("tools.fusion", "hoist_parameter_casts", lambda joint: joint)
+    return lambda: _replace(f"gpipe_fast.fuse.families.{name}", "cases", lambda stream, own: iter(()))
 
 
 ALL_ON, BYTE_LIMITS, GARBAGE = "all on", "byte limits of plans", "garbage collected after plans"
@@ -110,12 +82,12 @@ ON_CPUS = [
             "tests/**/*formulas*.py",
             "tests/**/*symbolic*.py",
         ],
-        _switch("templates"),
+        _environment("GPIPE_FAST_DISABLE", "templates"),
     ),
     Mechanism(
         "equal layers and stages traced once",
         [f"{RUNTIME}equal_layers.py", f"{TRACE}join.py", "tests/**/*equal_layers*.py"],
-        _switch("equal-layers"),
+        _environment("GPIPE_FAST_DISABLE", "equal-layers"),
     ),
     Mechanism(
         "collector paused in traces",
@@ -126,12 +98,12 @@ ON_CPUS = [
     Mechanism(
         "trials of products",
         [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],
-        _products_out_of_place,
+        lambda: _replace("gpipe_fast.lower.accumulation", "addmm_is_bitwise_equal", lambda a, b: False),
     ),
     Mechanism(
         BYTE_LIMITS,
         [f"{RUNTIME}{name}.py" for name in ("eviction", "cache")] + ["tests/**/*eviction*.py"],
-        _nothing_evicted,
+        _environment("GPIPE_FAST_PLANS_MIB", "1000000"),
     ),
 ]
 ON_GPUS = [
@@ -142,11 +114,15 @@ ON_GPUS = [
     )
     for name in ("losses", "rotary", "stacks", "products")
 ] + [
-    Mechanism("regions", [f"{FUSE}regions/*.py", "tests/**/regions/*.py"], _without_regions),
+    Mechanism(
+        "regions",
+        [f"{FUSE}regions/*.py", "tests/**/regions/*.py"],
+        lambda: _replace("gpipe_fast.fuse.fuse", "regions_of", lambda *arguments, **others: []),
+    ),
     Mechanism(
         "casts of parameters once a run",
         [f"{FUSE}casts.py", "csrc/program/parameter_casts.*", "tests/**/*casts*.py"],
-        _casts_in_graphs,
+        lambda: _replace("tools.fusion", "hoist_parameter_casts", lambda joint: joint),
     ),
 ]
 CPU_FIGURES = {
@@ -157,7 +133,7 @@ CPU_FIGURES = {
     "small": "step of few and small operators, ms",
     "kept": f"memory kept after {len(LENGTHS) + len(FURTHER)} lengths, MiB",
 }
-GPU_STAGES = ("GPT", "GPT-2", "Llama", "BERT", "head")
+GPU_STAGES = ("GPT", "GPT-2", "Llama", "head")
 HOW = "without it / with it: median of pairs [95% interval]"
 
 
@@ -165,11 +141,6 @@ def _seconds(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def measure(name: str) -> dict[str, float]:
@@ -203,40 +174,30 @@ def measure(name: str) -> dict[str, float]:
     found["small"] = milliseconds(small, x)
     # Last: further lengths make what follows them faster, or slower if memory is left in fragments.
     if name in (ALL_ON, BYTE_LIMITS, GARBAGE):
-        before = _resident_mib()
+        before = resident.present()
         for length in FURTHER:
             step(blocks, torch.zeros(8, length, dtype=torch.int64))
-        found["kept"] = _resident_mib() - before
+        found["kept"] = resident.present() - before
     return found
 
 
-def count() -> dict[str, dict[str, float]]:
-    """Returns the megabytes and launches of stages on a GPU, in a process with the fake CUDA runtime."""
+def count() -> dict[str, float]:
+    """Returns the bytes that stages on a GPU move, in a process with the fake CUDA runtime."""
     from tools import fusion
     from tools.stages import LARGE
 
-    found = {}
-    for row in fusion.rows(LARGE, GPU_STAGES, fusion.fused):
-        what = f"{row.stage}, {row.precision}" + ", forward" * (row.program == "forward")
-        found[what] = {"MB": row.after.moved / 1e6, "launches": row.after.launches}
-    return found
-
-
-def _counter() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("count_lines", ROOT / ".ci" / "count_lines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return {
+        f"{row.stage}, {row.precision}" + ", forward" * (row.program == "forward"): row.after.moved
+        for row in fusion.rows(LARGE, GPU_STAGES, fusion.fused)
+    }
 
 
 def lines(mechanism: Mechanism) -> tuple[int, int]:
     """Returns the lines of code of a mechanism's sources and of its tests."""
-    counter, found = _counter(), [0, 0]
+    counter, found = runpy.run_path(str(ROOT / ".ci" / "count_lines.py")), [0, 0]
     for pattern in mechanism.files:
         for path in ROOT.glob(pattern):
-            kind = counter.python_lines if path.suffix == ".py" else counter.cpp_lines
+            kind = counter["python_lines" if path.suffix == ".py" else "cpp_lines"]
             found[pattern.startswith("tests")] += kind(path.read_text())
     return found[0], found[1]
 
@@ -262,26 +223,16 @@ def gpu_rows(runtime: Path) -> list[list[object]]:
     """Returns a row for each part of fusion: its lines, and the stages of which it removes bytes."""
     from tools import fake_cuda
 
-    def counted(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = fake_cuda.call(runtime, "tools.ledger:without", name, "count")
-        return found
-
-    with_all = counted(ALL_ON)
-    return [
-        [each.name, *lines(each), *_difference(with_all, counted(each.name))]
-        for each in shown(ON_GPUS, "parts of fusion")
-    ]
-
-
-def _difference(with_it: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
-    changes = {stage: without[stage]["MB"] / found["MB"] for stage, found in with_it.items()}
-    most = max(changes, key=lambda stage: changes[stage])
-    return [
-        f"{changes[most]:.2f} ({most})" if changes[most] > 1.005 else "1.00",
-        f"{median(changes.values()):.2f}",
-        ", ".join(f"{stage} {changed:.2f}" for stage, changed in changes.items() if changed >= 1.05)
-        or "none",
-    ]
+    rows: list[list[object]] = []
+    with_all: dict[str, float] = fake_cuda.call(runtime, "tools.ledger:without", ALL_ON, "count")
+    for each in shown(ON_GPUS, "parts of fusion"):
+        found = fake_cuda.call(runtime, "tools.ledger:without", each.name, "count")
+        changes = {stage: found[stage] / moved for stage, moved in with_all.items()}
+        most = max(changes, key=lambda stage: changes[stage])
+        more = ", ".join(f"{stage} {change:.2f}" for stage, change in changes.items() if change >= 1.05)
+        largest = f"{changes[most]:.2f} ({most})"
+        rows.append([each.name, *lines(each), largest, median(changes.values()), more or "none"])
+    return rows
 
 
 def without(name: str, kind: str) -> dict[str, Any]:
@@ -298,14 +249,7 @@ def main() -> None:
     rows = cpu_rows(ROUNDS)
     tables: list[Table] = []
     if libraries := fake_cuda.libraries("ledger, on GPUs"):
-        headers = (
-            "part",
-            "lines",
-            "of tests",
-            "most bytes without it",
-            "median",
-            "stages with 5% more bytes",
-        )
+        headers = "part | lines | of tests | most bytes without it | median | stages with 5% more bytes"
         note = "Bytes of a stage's forward or recomputing backward, as in fusion.md, without it / with it."
         tables = [Table("On GPUs", headers, gpu_rows(libraries[0]), note)]
     report(globals(), ["mechanism", "lines", "of tests", *CPU_FIGURES.values()], rows, tables)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +54,6 @@ class Device:
 
 NVLINK, PCIE = 150e9, 12e9
 P40 = Device("Tesla P40", 11.8e12, 346e9, PCIE)
-P100 = Device("Tesla P100", 9.3e12, 732e9, PCIE)
 TPU = Device("core of a TPUv3", 61e12, 450e9, NVLINK, torch.bfloat16)
 
 
@@ -115,23 +114,21 @@ def costs(layers: nn.Sequential, sample: Tensor, device: Device) -> list[Cost]:
     return found
 
 
-def entering(layers: Sequence[Cost], balance: Sequence[int], portals: bool = True) -> list[int]:
+def entering(layers: Sequence[Cost], balance: Sequence[int]) -> list[int]:
     """Returns the bytes that enter each stage: the output of the layer before it, and skip tensors.
+
+    A skip tensor goes directly to the stage that pops it.
 
     Args:
         layers: the costs of the layers.
         balance: the number of layers of each stage.
-        portals: whether skip tensors go directly to the stage that pops them, and not through all between.
     """
     found, begin = [0], 0
     for size, next_size in pairwise(balance):
         begin += size
-        stage = layers[begin : begin + next_size]
-        skips = {key: num for layer in layers[:begin] for key, num in layer.stashed.items()}
-        for key in (key for layer in layers[:begin] for key in layer.popped):
-            del skips[key]
-        popped = {key for layer in stage for key in layer.popped}
-        crossing = sum(num for key, num in skips.items() if key in popped or not portals)
+        stashed = {key: num for layer in layers[:begin] for key, num in layer.stashed.items()}
+        popped = {key for layer in layers[begin : begin + next_size] for key in layer.popped}
+        crossing = sum(num for key, num in stashed.items() if key in popped)
         found.append(layers[begin - 1].output_bytes + crossing)
     return found
 
@@ -148,8 +145,6 @@ class Setting:
         published: the published throughput, in any unit.
         balance: the number of layers of each stage; by default, the variance of their operations is least.
         checkpoint: the checkpoint mode.
-        overlap: whether copies overlap with computation.
-        portals: as for `entering`.
     """
 
     name: str
@@ -159,8 +154,6 @@ class Setting:
     published: float
     balance: tuple[int, ...] = ()
     checkpoint: str = "except_last"
-    overlap: bool = True
-    portals: bool = True
 
 
 @dataclass(frozen=True)
@@ -200,10 +193,7 @@ class Published:
             sum(layer.seconds for layer in layers[end - size : end])
             for end, size in zip(ends, balance, strict=True)
         ]
-        crossing = [num / self.device.link for num in entering(layers, balance, setting.portals)]
-        # A copy without a stream of its own takes the time of both stages. A stage has one neighbour or two.
-        busy = [2 * (own + after) for own, after in zip(crossing, [*crossing[1:], 0.0], strict=True)]
-        busy = [each / (2 if 0 < stage < len(busy) - 1 else 1) for stage, each in enumerate(busy)]
+        crossing = [num / self.device.link for num in entering(layers, balance)]
         return simulate(
             "gpipe",
             setting.num_stages,
@@ -212,35 +202,22 @@ class Published:
             backward=[2 * x for x in forward],
             weights=0.0,  # a boundary gradient is sent after the whole backward
             checkpoint=setting.checkpoint,
-            transfer=0.0 if setting.overlap else busy,
             bandwidth=1.0,
-            boundary_bytes=crossing if setting.overlap else 0.0,
+            boundary_bytes=crossing,
         ).time
 
     def speeds(self, by_time: bool = False) -> list[float]:
         """Returns the simulated samples per second of each row; ``by_time`` as for `seconds`."""
         return [setting.batch / self.seconds(setting, by_time) for setting in self.settings]
 
-    def rows(self) -> list[list[object]]:
-        """Returns a row for each setting: samples per second and speed-ups, simulated and published."""
+    def rows(self, by_time: bool = False) -> list[list[object]]:
+        """Returns a row for each setting: speeds, and speed-ups over the first row; ``by_time`` as above."""
         found: list[list[object]] = []
-        speeds = self.speeds()
+        speeds = self.speeds(by_time)
         for setting, speed in zip(self.settings, speeds, strict=True):
             simulated, published = speed / speeds[0], setting.published / self.settings[0].published
             ratios = simulated, published, simulated / published
             found.append([self.model, setting.name, speed, setting.published, *ratios])
-        return found
-
-    def rows_by_cut(self) -> list[list[object]]:
-        """Returns a row for each setting: its speed-up as published, and as simulated with both cuts."""
-        found: list[list[object]] = []
-        by_operations, by_time = self.speeds(), self.speeds(by_time=True)
-        for i, setting in enumerate(self.settings):
-            published = setting.published / self.settings[0].published
-            first, second = by_operations[i] / by_operations[0], by_time[i] / by_time[0]
-            found.append(
-                [self.model, setting.name, published, first, first / published, second, second / published]
-            )
         return found
 
 
@@ -251,83 +228,46 @@ def _costs(make: Any, sample: Any, size: int, device: Device) -> list[Cost]:
         return costs(make().to(device.dtype), x.to(device.dtype) if x.is_floating_point() else x, device)
 
 
-def amoebanet_256() -> nn.Sequential:
-    return amoebanet_d(18, 256)
+def images(side: int) -> Callable[[int], Tensor]:
+    return partial(_images, side)
 
 
-def amoebanet_128() -> nn.Sequential:
-    return amoebanet_d(18, 128)
-
-
-def transformer_48() -> nn.Sequential:
-    return gpt(48, 2048, 32, vocab=32000)
-
-
-def transformer_24() -> nn.Sequential:
-    return gpt(24, 2048, 32, vocab=32000)
-
-
-def unet_5_64() -> nn.Sequential:
-    return unet(5, 64)
-
-
-def images_224(size: int) -> Tensor:
-    return torch.empty(size, 3, 224, 224)
-
-
-def images_192(size: int) -> Tensor:
-    return torch.empty(size, 3, 192, 192)
+def _images(side: int, size: int) -> Tensor:
+    return torch.empty(size, 3, side, side)
 
 
 def tokens(size: int) -> Tensor:
     return torch.zeros(size, 1024, dtype=torch.long)
 
 
-def _paper(batch: int, published: dict[tuple[int, int], float]) -> list[Setting]:
-    """Returns rows by K and M; everything is recomputed."""
+AMOEBANET, UNET = partial(amoebanet_d, 18, 256), partial(unet, 5, 64)
+IMAGES_224, IMAGES_192 = images(224), images(192)
+
+
+def _paper(batch: int, published: Sequence[float]) -> list[Setting]:
+    """Returns rows for each M and K; everything is recomputed."""
+    keys = [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
     return [
         Setting(f"K = {k}, M = {m}", k, batch, m, value, checkpoint="always")
-        for (k, m), value in published.items()
+        for (k, m), value in zip(keys, published, strict=True)
     ]
 
 
-def _keys(*chunks: int) -> list[tuple[int, int]]:
-    return [(k, m) for m in chunks for k in (2, 4, 8)]
-
-
-# arXiv 1811.06965, tables 2 and 3; batch sizes of table 1.
+# arXiv 1811.06965, table 2; batch sizes of table 1.
 TABLE_2 = [
     Published(
         "AmoebaNet-D (18, 256)",
-        amoebanet_256,
-        images_224,
+        AMOEBANET,
+        IMAGES_224,
         TPU,
-        _paper(
-            128, dict(zip(_keys(1, 4, 32), [1, 1.13, 1.38, 1.07, 1.26, 1.72, 1.21, 1.84, 3.48], strict=True))
-        ),
+        _paper(128, [1, 1.13, 1.38, 1.07, 1.26, 1.72, 1.21, 1.84, 3.48]),
     ),
     Published(
         "Transformer-48",
-        transformer_48,
+        partial(gpt, 48, 2048, 32, vocab=32000),
         tokens,
         TPU,
-        _paper(32, dict(zip(_keys(1, 4, 32), [1, 1.07, 1.3, 1.7, 3.2, 4.8, 1.8, 3.4, 6.3], strict=True))),
-    ),
-]
-TABLE_3 = [
-    Published(
-        "AmoebaNet-D (18, 128)",
-        amoebanet_128,
-        images_224,
-        P100,
-        _paper(128, dict(zip(_keys(32), [1, 1.7, 2.7], strict=True))),
-    ),
-    Published(
-        "Transformer-24",
-        transformer_24,
-        tokens,
-        P100,
-        _paper(32, dict(zip(_keys(32), [1, 1.8, 3.3], strict=True))),
+        _paper(32, [1, 1.07, 1.3, 1.7, 3.2, 4.8, 1.8, 3.4, 6.3]),
     ),
 ]
 # arXiv 2004.09910; batches, chunks and balances of its benchmarks/{resnet101,unet,amoebanetd}-speed.
@@ -335,7 +275,7 @@ TORCHGPIPE = [
     Published(
         "ResNet-101",
         resnet101,
-        images_224,
+        IMAGES_224,
         P40,
         [
             Setting("plain", 0, 118, 1, 95.862),
@@ -347,8 +287,8 @@ TORCHGPIPE = [
     ),
     Published(
         "U-Net (5, 64)",
-        unet_5_64,
-        images_192,
+        UNET,
+        IMAGES_192,
         P40,
         [
             Setting("plain", 0, 40, 1, 28.5),
@@ -360,8 +300,8 @@ TORCHGPIPE = [
     ),
     Published(
         "AmoebaNet-D (18, 256)",
-        amoebanet_256,
-        images_224,
+        AMOEBANET,
+        IMAGES_224,
         P40,
         [
             Setting("n = 2, m = 1", 2, 96, 1, 26.733, (7, 17), "always"),
@@ -376,99 +316,37 @@ TORCHGPIPE = [
         ],
     ),
 ]
-_TIMELINE: dict[str, Any] = {"num_stages": 4, "batch": 128, "chunks": 8, "balance": (34, 76, 70, 61)}
-TIMELINE = [
-    Published(
-        "U-Net (5, 64)",
-        unet_5_64,
-        images_192,
-        P40,
-        [
-            Setting("dependencies", published=41.306, overlap=False, portals=False, **_TIMELINE),
-            Setting("and copy streams", published=55.191, portals=False, **_TIMELINE),
-            Setting("and portals", published=58.477, **_TIMELINE),
-        ],
-    )
-]
-
-
-_BY_CUT = (
-    "model | setting | published | cut by operations | ratio to published | cut by time | ratio to published"
+_HEADERS = (
+    "model | setting | simulated, samples/s | published | simulated speed-up | published speed-up | ratio"
 )
-_SPEEDS = (
-    "model | setting | simulated, samples/s | published, samples/s | simulated "
-    "speed-up | published speed-up | ratio"
-)
-
 _TPU_NOTE = """Throughput relative to K = 2, M = 1. Everything is recomputed; mini-batches have 128 images
 of 224 x 224 or 32 x 1024 tokens, as in the paper's table 1. The Transformer has blocks of width 2048 with
-32 heads, and 32,000 tokens. The paper cuts the layers so that the estimated costs of the stages vary least.
-It does not say how the costs of AmoebaNet are estimated, so two cuts are tried, by operations and by time.
-
-- M = 1: one stage computes at a time. Throughput grows a little with K, because a stage recomputes while it
-  waits for its gradient. The paper has more for K = 8. Its batches were "adjusted to fit memory", and more
-  devices have more memory; how is not published.
-- Transformer, M = 32: if all stages take equally long, K M / (M + K - 1) = 6.56 is the limit for K = 8. The
-  paper has 4% less. Here, the head takes as long as 1.2 blocks, so no cut makes the stages equal, and the
-  first row hides a recompute.
-- Transformer, M = 4: K M / (M + K - 1) is 1.60, 2.29 and 2.91, and the paper has 1.7, 3.2 and 4.8. No
-  fill-drain schedule of one mini-batch size does this, so the rows of the paper must differ in their
-  batches.
-- AmoebaNet: stages with equal operations do not take equally long, because the first cells have large
-  images and are bound by memory bandwidth. This is the imbalance that the paper names. With M = 32, it
-  costs as much here as in the paper for K = 2 and 4, and more for K = 8. A cut by time removes most of it.
-"""
-_PCIE_NOTE = """M = 32, relative to K = 2; copies of boundary tensors overlap with computation. The paper
-shows with this table that slow links hardly matter. In the simulation, infinitely fast ones would make K =
-8 faster by 4% and 8% (AmoebaNet) and by 0.1% (Transformer).
+32 heads, and 32,000 tokens. Layers are cut by their operations, or by their time where it says so: the paper
+does not say how it estimates costs. No fill-drain schedule of one mini-batch size reaches the Transformer's
+rows with M = 4: K M / (M + K - 1) is 1.60, 2.29 and 2.91. The rows of the paper must differ in their batches.
 """
 _TORCHGPIPE_NOTE = """Batches, micro-batches and balances are those of torchgpipe's benchmark programs.
 Speed-ups are relative to the first row of each model. The checkpoint mode is `except_last`, but `always` if
-m = 1.
-
-- Samples per second are limits of the data sheet: the first rows reached 56% (AmoebaNet) to 98% (U-Net) of
-  them.
-- n = 1: one of two micro-batches is recomputed, so a step takes 3.5 instead of 3 forwards: 0.857.
-- n = 8: the published speed-ups of ResNet-101 and U-Net are an eighth lower. Shared PCIe switches, and the
-  eight threads of one Python process that launch the kernels, are not modelled.
-- U-Net, n = 4: by these costs, the second stage of the published balance takes a third of the time, which
-  is more than it can have taken on a P40.
-- AmoebaNet, n = 4, m = 4: the published figure is low beside its neighbours, and nothing here explains it.
-"""
-_TIMELINE_NOTE = """Four P40, 128 images in 8 micro-batches, relative to the first row. Without copy
-streams, a copy takes the time of both stages. Without portals, skip tensors pass through all stages
-between. The row without dependencies (30.7 samples/s) has no schedule, because autograd chooses the order
-of its backwards.
+m = 1. Samples per second are limits of the data sheet. Shared PCIe switches, and the eight threads of one
+Python process that launch the kernels, are not modelled.
 """
 
 
 def main() -> None:
-    tables = [
-        Table("torchgpipe", _SPEEDS, [row for each in TORCHGPIPE for row in each.rows()], _TORCHGPIPE_NOTE),
-        Table(
-            "torchgpipe's ablation",
-            _SPEEDS,
-            [row for each in TIMELINE for row in each.rows()],
-            _TIMELINE_NOTE,
-        ),
-        Table(
-            "GPipe, table 2: TPUs", _BY_CUT, [r for each in TABLE_2 for r in each.rows_by_cut()], _TPU_NOTE
-        ),
-        Table(
-            "GPipe, table 3: GPUs without NVLink",
-            _BY_CUT,
-            [row for each in TABLE_3 for row in each.rows_by_cut()],
-            _PCIE_NOTE,
-        ),
-    ]
+    def table(title: str, tables: Sequence[Published], note: str, by_time: bool = False) -> Table:
+        return Table(title, _HEADERS, [row for each in tables for row in each.rows(by_time)], note)
+
     devices = [
-        [
-            each.name,
-            each.flops / 1e12,
-            each.memory / 1e9,
-            each.link / 1e9,
-            str(each.dtype).removeprefix("torch."),
-        ]
-        for each in (P40, P100, TPU)
+        [d.name, d.flops / 1e12, d.memory / 1e9, d.link / 1e9, str(d.dtype).removeprefix("torch.")]
+        for d in (P40, TPU)
     ]
-    report(globals(), ["device", "TFLOP/s", "memory, GB/s", "link, GB/s", "type"], devices, tables)
+    report(
+        globals(),
+        ["device", "TFLOP/s", "memory, GB/s", "link, GB/s", "type"],
+        devices,
+        [
+            table("torchgpipe", TORCHGPIPE, _TORCHGPIPE_NOTE),
+            table("GPipe, table 2: TPUs", TABLE_2, _TPU_NOTE),
+            table("GPipe, table 2, AmoebaNet cut by time", TABLE_2[:1], "", by_time=True),
+        ],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,24 +23,24 @@ EXCLUDED = {
     "fcos_*": _DETECTOR,
     "keypointrcnn_*": _DETECTOR,
     "maskrcnn_*": _DETECTOR,
+    "raft_*": "its 12 updates share their weights, so most of it would be one layer",
     "retinanet_*": _DETECTOR,
     "ssd*": _DETECTOR,
 }
 
-# Shapes of one sample, one for each input; the first matching pattern counts. The sizes are small, but large
-# enough that no batch norm sees a single value.
-SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "*inception_v3": ((3, 96, 96),),
-    "maxvit_t": ((3, 224, 224),),
-    "mvit_*": ((3, 8, 64, 64),),
-    "r3d_18": ((3, 4, 32, 32),),
-    "mc3_18": ((3, 4, 32, 32),),
-    "r2plus1d_18": ((3, 4, 32, 32),),
-    "raft_*": ((3, 128, 128), (3, 128, 128)),
-    "s3d": ((3, 16, 224, 224),),
-    "swin3d_*": ((3, 4, 64, 64),),
-    "vit_h_14": ((3, 56, 56),),
-    "*": ((3, 64, 64),),
+# Shapes of one sample; the first matching pattern counts. The sizes are small, but large enough that no batch
+# norm sees a single value.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "*inception_v3": (3, 96, 96),
+    "maxvit_t": (3, 224, 224),
+    "mvit_*": (3, 8, 64, 64),
+    "r3d_18": (3, 4, 32, 32),
+    "mc3_18": (3, 4, 32, 32),
+    "r2plus1d_18": (3, 4, 32, 32),
+    "s3d": (3, 16, 224, 224),
+    "swin3d_*": (3, 4, 64, 64),
+    "vit_h_14": (3, 56, 56),
+    "*": (3, 64, 64),
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -121,7 +120,6 @@ _CONTAINERS = frozenset(
         "AnyStage",
         "DeepLabHead",
         "FCNHead",
-        "FeatureEncoder",
         "IntermediateLayerGetter",
         "MaxVitBlock",
         "ModuleList",
@@ -130,9 +128,9 @@ _CONTAINERS = frozenset(
 )
 
 
-def shapes_of(name: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the shape of one sample for each input of the model."""
-    found: tuple[tuple[int, ...], ...] = _first_match(SHAPES, name)
+def shape_of(name: str) -> tuple[int, ...]:
+    """Returns the shape of one sample."""
+    found: tuple[int, ...] = _first_match(SHAPES, name)
     return found
 
 
@@ -173,28 +171,21 @@ def _shallow(build: Callable[..., nn.Module], params: Any, **options: Any) -> nn
     return build(params, **options)
 
 
-def _build_with(build: Callable[..., nn.Module], given: dict[str, Any], **options: Any) -> nn.Module:
+def _with(build: Callable[..., nn.Module], given: dict[str, Any], **options: Any) -> nn.Module:
     return build(**{**options, **given})
 
 
-# Reductions that no constructor argument offers: module, class, and a replacement for the class.
-_REDUCED: dict[str, tuple[str, str, Callable[..., Any]]] = {
+# Reductions that no constructor argument offers: module, class, and how to call it.
+_VIT = ("vision_transformer", "VisionTransformer")
+_REDUCED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "mvit_*": (
         "video.mvit",
         "MViT",
-        lambda build: partial(_build_with, build, {"spatial_size": (64, 64), "temporal_size": 8}),
+        lambda b: partial(_with, b, {"spatial_size": (64, 64), "temporal_size": 8}),
     ),
-    "regnet_y_128gf": ("regnet", "RegNet", lambda build: partial(_shallow, build)),
-    "vit_h_14": (
-        "vision_transformer",
-        "VisionTransformer",
-        lambda build: partial(_build_with, build, {"num_layers": 4}),
-    ),
-    "vit_l_*": (
-        "vision_transformer",
-        "VisionTransformer",
-        lambda build: partial(_build_with, build, {"num_layers": 8}),
-    ),
+    "regnet_y_128gf": ("regnet", "RegNet", lambda b: partial(_shallow, b)),
+    "vit_h_14": (*_VIT, lambda b: partial(_with, b, {"num_layers": 4})),
+    "vit_l_*": (*_VIT, lambda b: partial(_with, b, {"num_layers": 8})),
 }
 
 _REMARKS = {
@@ -203,7 +194,6 @@ _REMARKS = {
     "quantized_googlenet": "aux_logits=False, quantize=False",
     "quantized_inception_v3": "aux_logits=False, quantize=False",
     "quantized_*": "quantize=False",
-    "raft_*": "the 12 updates share their weights, so they form one layer",
     "regnet_y_128gf": "4 of 27 blocks, one for each width",
     "vit_h_14": "4 of 32 blocks",
     "vit_l_*": "8 of 24 blocks",
@@ -290,15 +280,11 @@ def _mvit(model: Any, size: Sequence[int]) -> Layers:
     yield "patches", Apply(lambda x, conv: conv(x).flatten(2).transpose(1, 2), model.conv_proj)
     yield "pos_encoding", encoding
     for index, block in enumerate(model.blocks):
-        function = _with_grid if index else lambda x, block: block(x, grid)
+        function = (lambda pair, block: block(*pair)) if index else lambda x, block: block(x, grid)
         yield f"blocks_{index}", Apply(function, block)
     yield "norm", Apply(lambda pair, norm: norm(pair[0]), model.norm)
     yield "token", Apply(lambda x: x[:, 0])
     yield from _expand("head", model.head)
-
-
-def _with_grid(pair: tuple[Tensor, tuple[int, ...]], block: nn.Module) -> Any:
-    return block(*pair)
 
 
 def _segmentation(model: Any, size: Sequence[int]) -> Layers:
@@ -333,56 +319,9 @@ def _apply_to_second(pair: tuple[Any, Tensor], layer: nn.Module) -> tuple[Any, T
     return pair[0], layer(pair[1])
 
 
-def _apply_to_first(pair: tuple[Tensor, Any], layer: nn.Module) -> tuple[Tensor, Any]:
-    return layer(pair[0]), pair[1]
-
-
-def _raft(model: Any, size: Sequence[int]) -> Layers:
-    """Yields RAFT's layers, from two images to twelve flows; the weight-sharing updates form one layer."""
-    yield "images", Apply(lambda pair: (pair[0], torch.cat(pair)))
-    for name, layer in _expand("feature_encoder", model.feature_encoder):
-        yield name, Apply(_apply_to_second, layer)
-    yield "pyramid", Apply(_pyramid, model.corr_block)
-    for name, layer in _expand("context_encoder", model.context_encoder):
-        yield name, Apply(_apply_to_first, layer)
-    held = (model.corr_block, model.update_block, model.mask_predictor or nn.Identity())
-    yield "updates", Apply(_updates, *held)
-
-
-def _pyramid(pair: tuple[Tensor, Tensor], corr_block: Any) -> tuple[Tensor, list[Tensor]]:
-    image, features = pair
-    own = copy.copy(corr_block)  # the block stores the pyramid as an attribute
-    own.build_pyramid(*features.chunk(2))
-    return image, own.corr_pyramid
-
-
-def _updates(
-    pair: tuple[Tensor, list[Tensor]], corr_block: Any, update_block: Any, mask: Any
-) -> list[Tensor]:
-    raft = importlib.import_module("torchvision.models.optical_flow.raft")
-    encoded, pyramid = pair
-    own = copy.copy(corr_block)
-    own.corr_pyramid = pyramid
-    batch, channels, height, width = encoded.shape
-    hidden_size = update_block.hidden_state_size
-    hidden, context = torch.split(encoded, [hidden_size, channels - hidden_size], dim=1)
-    hidden, context = hidden.tanh(), context.relu()
-    start = raft.make_coords_grid(batch, height, width)
-    coordinates, flows = start, []
-    for _ in range(12):
-        coordinates = coordinates.detach()
-        correlations = own.index_pyramid(centroids_coords=coordinates)
-        hidden, change = update_block(hidden, context, correlations, coordinates - start)
-        coordinates = coordinates + change
-        up_mask = None if isinstance(mask, nn.Identity) else mask(hidden)
-        flows.append(raft.upsample_flow(flow=coordinates - start, up_mask=up_mask))
-    return flows
-
-
 _BY_CLASS: dict[str, Callable[[Any, Sequence[int]], Layers]] = {
     "LRASPP": _lraspp,
     "MViT": _mvit,
-    "RAFT": _raft,
     "VisionTransformer": _vit,
     "_SimpleSegmentationModel": _segmentation,
 }

@@ -1,18 +1,14 @@
 """Peak memory of training steps, compared with a plain loop under the same checkpoint policy.
 
-Each candidate has a process of its own. The kernel counts a process's peak of resident memory; writing to
-/proc/self/clear_refs resets the counter, so that the peaks of the first step and of later steps are separate.
-
 Resident memory of the process in MiB. {CHUNKS} micro-batches, checkpoint='except_last', two stages on the CPU
 with one thread each. The plain loop has one thread and the same policy: each partition of each micro-batch
 but the last is a region of `torch.utils.checkpoint`. Each candidate runs in a process of its own; both import
-the same modules.
+the same modules. The kernel counts the peak; the first step's and later ones' are separate.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bench import process, resident
 from bench.measure import report
+from bench.peers import checkpointed
 from examples.gpt.__main__ import gpt
 from gpipe_fast import GPipe
 
@@ -38,7 +34,7 @@ class Case:
     Attributes:
         title: the title of its rows.
         make: makes the model.
-        balance: the number of layers of each stage.
+        balance: the number of layers of each of two stages.
         vocabulary: the number of different tokens.
         batch: sequences in each mini-batch.
         lengths: the length of the sequences, by step.
@@ -47,7 +43,7 @@ class Case:
 
     title: str
     make: Callable[[], nn.Sequential]
-    balance: tuple[int, ...]
+    balance: tuple[int, int]
     vocabulary: int
     batch: int
     lengths: Sequence[int]
@@ -62,48 +58,37 @@ def _gpt2() -> nn.Sequential:
     return layers
 
 
-def _random_lengths(steps: int, longest: int) -> list[int]:
-    order = torch.randperm(longest, generator=torch.Generator().manual_seed(0))
-    return [int(length) + 1 for length in order[:steps]]
+def _small() -> nn.Sequential:
+    return gpt(64, layers=12, heads=4, length=512)
 
 
-def cases() -> dict[str, Case]:
-    """Returns the cases by name."""
-    few, many = _random_lengths(160, 512), _random_lengths(1000, 1024)
-
-    def small() -> nn.Sequential:
-        return gpt(64, layers=12, heads=4, length=512)
-
-    def smaller() -> nn.Sequential:
-        return gpt(32, layers=4, heads=2, length=1024)
-
-    return {
-        "gpt2": Case("GPT-2 small, 4 x 128 tokens, AdamW", _gpt2, (7, 7), 50257, 4, [128] * 5, adamw=True),
-        "lengths": Case("12 blocks of width 64, 160 lengths up to 512", small, (7, 7), 256, 8, few),
-        "many": Case("4 blocks of width 32, 1,000 lengths up to 1,024", smaller, (3, 3), 256, 4, many),
-    }
+def _distinct_lengths() -> list[int]:
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(0))
+    return [int(length) + 1 for length in order[:100]]
 
 
-def checkpointed_loop(layers: nn.Sequential, balance: Sequence[int]) -> Callable[[Tensor], Tensor]:
+CASES = {
+    "gpt2": Case("GPT-2 small, 4 x 128 tokens, AdamW", _gpt2, (7, 7), 50257, 4, [128] * 4, adamw=True),
+    "lengths": Case(
+        "12 blocks of width 64, 100 lengths up to 512", _small, (7, 7), 256, 8, _distinct_lengths()
+    ),
+}
+
+
+def checkpointed_loop(layers: nn.Sequential, balance: tuple[int, int]) -> Callable[[Tensor], Tensor]:
     """Returns the plain loop over micro-batches; each partition is checkpointed except in the last one."""
-    bounds = itertools.accumulate(balance, initial=0)
-    parts = [layers[begin:end] for begin, end in itertools.pairwise(bounds)]
+    recomputing = checkpointed([layers[: balance[0]], layers[balance[0] :]])
 
     def run(tokens: Tensor) -> Tensor:
-        outputs = []
         *first, last = tokens.chunk(CHUNKS)
-        for x in first:
-            for part in parts:
-                x = checkpoint(part, x, use_reentrant=False)
-            outputs.append(x)
-        return torch.cat([*outputs, layers(last)])
+        return torch.cat([*map(recomputing, first), layers(last)])
 
     return run
 
 
 def measured(name: str, kind: str) -> dict[str, float]:
     """Measures a case by its name."""
-    return measure(cases()[name], kind)
+    return measure(CASES[name], kind)
 
 
 def measure(case: Case, kind: str) -> dict[str, float]:
@@ -113,9 +98,7 @@ def measure(case: Case, kind: str) -> dict[str, float]:
     layers = case.make()
     forward = checkpointed_loop(layers, case.balance)
     if kind == "gpipe_fast":
-        pipe = GPipe(
-            layers, list(case.balance), devices=["cpu"] * len(case.balance), chunks=CHUNKS, backend="aten"
-        )
+        pipe = GPipe(layers, list(case.balance), devices=["cpu"] * 2, chunks=CHUNKS, backend="aten")
         pipe.threads_per_stage = 1
         forward = pipe
     optimizer = torch.optim.AdamW(layers.parameters()) if case.adamw else None
@@ -125,29 +108,18 @@ def measure(case: Case, kind: str) -> dict[str, float]:
         if step < 2:
             resident.reset_peak()
         text = torch.randint(case.vocabulary, (case.batch, length + 1), generator=generator)
-        _step(layers, forward, text, optimizer)
+        layers.zero_grad()
+        F.cross_entropy(forward(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        if optimizer is not None:
+            optimizer.step()
         if step == 0:
             found |= {"first step, peak": resident.peak(), "first step, after": resident.present()}
-        if step == 4:
-            found["after 5 steps"] = resident.present()
     return found | {"later steps, peak": resident.peak(), "later steps, after": resident.present()}
-
-
-def _step(
-    layers: nn.Sequential,
-    forward: Callable[[Tensor], Tensor],
-    text: Tensor,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    layers.zero_grad()
-    F.cross_entropy(forward(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
-    if optimizer is not None:
-        optimizer.step()
 
 
 def main() -> None:
     rows: list[list[object]] = []
-    for name, case in cases().items():
+    for name, case in CASES.items():
         by_kind = {kind: process.call("bench.compare.memory:measured", name, kind) for kind in KINDS}
         plain = by_kind["plain"]
         for kind, found in by_kind.items():

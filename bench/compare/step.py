@@ -12,13 +12,16 @@ processes, beyond parameters, input and imported modules.
 
 from __future__ import annotations
 
-import tempfile
+import contextlib
+import ctypes
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from bench.comparison import HEADERS, Comparison, Opened, one_thread, rows
@@ -27,11 +30,11 @@ from bench.models.gpt import blocks
 from bench.peers import (
     Candidate,
     Forward,
-    ProcessCandidate,
     Step,
     TorchPipelining,
     checkpointed,
     has_torchgpipe,
+    in_processes,
     join,
     looped,
 )
@@ -39,9 +42,12 @@ from bench.peers import (
 STAGES, ROUNDS, PAUSE = 2, 15, 0.05
 OURS, PIPELINING, TORCHGPIPE = "gpipe_fast", "torch.distributed.pipelining", "torchgpipe"
 LOOP, WHOLE = "plain loop", "plain, whole mini-batch"
+COMPILED = "torch.compile"
+RECOMPUTING, BUDGET = f"{COMPILED}, torch.utils.checkpoint", f"{COMPILED}, activation_memory_budget=0.5"
 
 # Number of processes, and intra-op threads of each: every candidate gets two cores.
-RESOURCES = {OURS: (1, 1), PIPELINING: (STAGES, 1), TORCHGPIPE: (1, 2), LOOP: (1, 2), WHOLE: (1, 2)}
+RESOURCES = {OURS: (1, 1), PIPELINING: (STAGES, 1)}
+OTHERS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -100,59 +106,81 @@ def names(recompute: bool) -> list[str]:
     return found if recompute else [*found, WHOLE]
 
 
-def make(number: int, name: str, case: Case, rendezvous: str) -> Candidate:
-    """Builds the candidate in process `number`; first runs a tiny step, which triggers all lazy imports."""
+def make(number: int, name: str, port: int, case: Case) -> Candidate:
+    """Builds the candidate in process `number`, before its memory counts.
+
+    A tiny step triggers all lazy imports; if the candidate is compiled, a step of the case compiles it.
+    """
     if name == PIPELINING:
-        join(rendezvous, number, STAGES)
-    build(number, name, case.tiny())()
-    return build(number, name, case)
+        join(port, number, STAGES)
+    if not name.startswith(COMPILED):
+        build(number, name, case.tiny())()
+        return build(number, name, case)
+    step = build(number, name, case)
+    step()
+    for parameter in step.parameters:
+        parameter.grad = None
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return step
 
 
-def build(number: int, name: str, case: Case) -> Candidate:
+def build(number: int, name: str, case: Case) -> Step | TorchPipelining:
     """Builds the part of a candidate that belongs to process `number`."""
     stages, (input, gradient) = case.stages(), case.data()
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
-    balance, mode = [len(stage) for stage in stages], "always" if case.recompute else "never"
     if name == PIPELINING:
         return TorchPipelining(number, stages, case.recompute, case.chunks, input, gradient)
+    mode: Any = "always" if case.recompute else "never"
+    balance, devices = [len(stage) for stage in stages], ["cpu"] * STAGES
     forward: Forward = model
-    if name == OURS:
+    if name.startswith(OURS):
         from gpipe_fast import GPipe
 
-        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=case.chunks, checkpoint=mode)
+        share = name.partition("=")[2]
+        mode = float(share) if share else mode
+        pipe = GPipe(model, balance, devices=devices, chunks=case.chunks, checkpoint=mode)
         pipe.threads_per_stage = 1
         forward = pipe
     elif name == TORCHGPIPE:
         import torchgpipe
 
-        devices = ["cpu"] * STAGES
         forward = torchgpipe.GPipe(model, balance, devices=devices, chunks=case.chunks, checkpoint=mode)
-    elif name == LOOP:
-        forward = looped(checkpointed(stages) if case.recompute else model, case.chunks)
+    elif name != WHOLE:
+        forward = checkpointed(stages) if case.recompute or name == RECOMPUTING else model
+        if name == BUDGET:
+            functorch_config.activation_memory_budget = 0.5
+        if name.startswith(COMPILED):
+            forward = torch.compile(forward, backend=case.backend, dynamic=False)
+        forward = looped(forward, case.chunks)
     return Step(model.parameters(), forward, input, gradient)
 
 
-def comparison(case: Case, names: Sequence[str]) -> Comparison:
+def comparison(case: Case, names: Sequence[str], title: str = "") -> Comparison:
     """Returns the comparison of candidates, each in processes of its own."""
 
     def opened(stack: ExitStack) -> Opened:
-        rendezvous = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rendezvous")
-        candidates = {}
-        for name in names:
-            processes, threads = RESOURCES[name]
-            candidates[name] = ProcessCandidate(make, (name, case, rendezvous), threads, processes)
-            stack.callback(candidates[name].close)
-        return candidates, case.reference_gradients()
+        resources = {name: RESOURCES.get(name.partition(",")[0], OTHERS) for name in names}
+        return in_processes(make, resources, (case,), stack), case.reference_gradients()
 
-    title = f"step of GPT blocks, M = {case.chunks}, {'all' if case.recompute else 'none'} recomputed"
-    return Comparison(title, names, opened, ROUNDS, pause=PAUSE, sampled=case.chunks == 8)
+    sampled = not title and case.chunks == 8
+    title = (
+        title or f"step of GPT blocks, M = {case.chunks}, {'all' if case.recompute else 'none'} recomputed"
+    )
+    return Comparison(title, names, opened, ROUNDS, pause=PAUSE, sampled=sampled)
+
+
+COMPARISONS = [
+    comparison(Case(recompute, chunks), names(recompute)) for recompute in (True, False) for chunks in (8, 16)
+]
 
 
 def main() -> None:
-    tables: dict[bool, list[list[object]]] = {True: [], False: []}
-    for recompute, table in tables.items():
+    headers, found = ["micro-batches", *HEADERS], list[list[list[object]]]()
+    for recompute in (True, False):
+        found.append([])
         for chunks in (8, 16):
-            found = comparison(Case(recompute, chunks), names(recompute)).measure()
-            table += [[chunks, *row] for row in rows(found, OURS)]
-    headers = ["micro-batches", *HEADERS]
-    report(globals(), headers, tables[True], [Table("No recomputation", headers, tables[False])])
+            outcomes = comparison(Case(recompute, chunks), names(recompute)).measure()
+            found[-1] += [[chunks, *row] for row in rows(outcomes, OURS)]
+    report(globals(), headers, found[0], [Table("No recomputation", headers, found[1])])

@@ -32,7 +32,6 @@ class KernelCase:
         ours: the public function that computes outputs and gradients from inputs and output gradients.
         launched: the launcher that ``ours`` calls, with the same arguments; its launches are counted.
         overwritten: the indices of the tensors that ``ours`` overwrites, counting inputs, then gradients.
-        liger: Liger-Kernel's version of ``baseline``; see `bench.gpu.liger`.
         moved: computes the bytes read and written from inputs and gradients, if launches do not show them.
         memory_bound: whether memory traffic determines the run time.
     """
@@ -44,7 +43,6 @@ class KernelCase:
     ours: Function
     launched: Function
     overwritten: Sequence[int] = ()
-    liger: Function | None = None
     moved: Callable[[Sequence[Tensor], Sequence[Tensor]], int] | None = None
     memory_bound: bool = True
 

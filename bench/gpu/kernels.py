@@ -1,4 +1,4 @@
-"""Benchmarks kernels on a GPU against eager PyTorch, Inductor, Liger-Kernel and a copy of the same size.
+"""Benchmarks kernels on a GPU against eager PyTorch, Inductor and a copy of the same size.
 
 `python -m bench kernels [family ...]` measures only some families, selected by the first word of case names.
 The measurements run in a child process; if one crashes it or hangs, a new process continues with the next.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bench.gpu import liger
+from bench.gpu import children
 from bench.gpu.accuracy import Results
 from bench.gpu.case import DTYPES, AccuracyCheck, KernelCase
 from bench.gpu.families import all_cases
-from bench.gpu.timing import Candidate, Sample, candidate_on_copies, ours, samples
+from bench.gpu.timing import Candidate, Sample, ours, samples
 from bench.measure import Ratio, timing, write
-from gpipe_fast.reports.case_processes import ChildProcess, Process, connect_to_parent, run_cases
 from tools.traffic import fused_bytes
 
 # Time limit in seconds.
@@ -32,8 +31,8 @@ SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "inf"))
 # Sizes in millions of elements. The largest come first, because the time on a GPU may run out.
 MILLIONS = (256, 16, 1)
 ROUNDS = 50
-OURS, EAGER, INDUCTOR, LIGER, COPY = "ours", "eager", "Inductor", "Liger-Kernel", "copy"
-PEERS = (EAGER, INDUCTOR, LIGER)
+OURS, EAGER, INDUCTOR, COPY = "ours", "eager", "Inductor", "copy"
+PEERS = (EAGER, INDUCTOR)
 # Peers may round where PyTorch does not. A peer whose error exceeds this many times our allowed error
 # computes a different function.
 MAX_PEER_ERROR = 8
@@ -101,15 +100,11 @@ def candidates(
     """Returns our function and its peers, by name."""
     torch.compiler.reset()
     compiled = torch.compile(joint_graph(case, inputs, gradients), backend=backend, dynamic=False)
-    found = {
+    return {
         OURS: ours(case, inputs, gradients),
         EAGER: Candidate(lambda: case.unfused(inputs, gradients)),
         INDUCTOR: Candidate(lambda: compiled(*inputs, *gradients)),
     }
-    function = case.liger
-    if function is not None and liger.available():
-        found[LIGER] = candidate_on_copies(lambda i, g: case.unfused(i, g, function), inputs, gradients)
-    return found
 
 
 def measure_error(candidate: Candidate, accuracy_check: AccuracyCheck, peer: bool) -> float:
@@ -163,26 +158,13 @@ def measure(
     return result
 
 
-def run_here(names: Sequence[str]) -> Iterator[list[Any]]:
-    """Measures in this process and yields messages for `run_cases`.
-
-    Raises:
-        RuntimeError: the device has become unusable.
-    """
-    keys = keys_of(all_cases().values())
-    for name in names:
-        yield ["begin", name]
-        try:
-            row = measure(*keys[name]).row()
-        except torch.OutOfMemoryError:
-            row = Measurement(*keys[name], fault="out of memory").row()
-        except Exception as error:
-            traceback.print_exc()
-            words = " ".join(str(error).split())[:200]
-            row = Measurement(*keys[name], fault=f"FAILED: {type(error).__name__}: {words}").row()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        yield ["end", name, row]
+def row_of(name: str) -> list[object]:
+    """Measures in this process, and returns a row."""
+    key = keys_of(all_cases().values())[name]
+    try:
+        return measure(*key).row()
+    except torch.OutOfMemoryError:
+        return Measurement(*key, fault="out of memory").row()
 
 
 def keys_of(cases: Iterable[KernelCase]) -> dict[str, tuple[KernelCase, str, int]]:
@@ -211,53 +193,37 @@ def main(names: Sequence[str] = ()) -> bool:
     places = {name: (cases.index(c), list(DTYPES).index(d), m) for name, (c, d, m) in keys.items()}
     rows: dict[str, list[object]] = {}
 
-    def keep(name: str, found: Sequence[Any] | str, seconds: float) -> None:
-        ended = isinstance(found, str)
-        row = rows[name] = Measurement(*keys[name], fault=str(found)).row() if ended else list(found[0])
+    def keep(name: str, found: Any, seconds: float) -> None:
+        row = rows[name] = Measurement(*keys[name], fault=found).row() if isinstance(found, str) else found
         print(*row, sep=" | ", flush=True)
         # The report is written after every row, so that results survive if the time on the GPU runs out.
         _report(names, [rows[each] for each in sorted(rows, key=lambda each: places[each])])
 
-    not_run = run_cases(list(keys), SECONDS, _start, keep)
+    not_run = children.run("bench.gpu.kernels", list(keys), SECONDS, keep)
     rest = "; no time left for the others" if not_run else ""
     timed = sum(row[3] != "-" for row in rows.values())
     print(f"{timed} of {len(keys)} measurements are right and timed{rest}", flush=True)
     return timed == len(keys)
 
 
-def _start(names: Sequence[str]) -> Process:
-    return ChildProcess([sys.executable, "-X", "faulthandler", "-m", "bench.gpu.kernels", "--here", *names])
-
-
 def _report(names: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    found = f"Triton {_version('triton')}, Liger-Kernel {_version('liger-kernel')}"
     write(
         "_".join(["kernels", *names]),
         "Kernels: the backward of a recomputed segment",
         HEADERS,
         rows,
-        f"{found}. Microseconds between GPU events: medians [p20, p80] of {ROUNDS} rounds in which all "
-        "candidates alternate, launched without gaps, with L2 flushed before each. Bytes are counted "
-        '([traffic.md](traffic.md)); "of copy" compares with a copy of as many bytes within the GPU. Ratios '
-        "are medians of paired samples of one round, with 95% confidence intervals; above 1 ours is faster. "
-        "Inductor compiles forward and gradients as one graph. The error is a fraction of the allowed error: "
-        "twice PyTorch's own error against float64, or one rounding; above 1 no times are given.\n",
+        f"Triton {version('triton')}. Microseconds between GPU events: medians [p20, p80] of {ROUNDS} "
+        "rounds in which all candidates alternate, launched without gaps, with L2 flushed before each. Bytes "
+        'are counted ([traffic.md](traffic.md)); "of copy" compares with a copy of as many bytes within the '
+        "GPU. Ratios are medians of paired samples of one round, with 95% confidence intervals; above 1 ours "
+        "is faster. Inductor compiles forward and gradients as one graph. The error is a fraction of the "
+        "allowed error: twice PyTorch's own error against float64, or one rounding; above 1 no times are "
+        "given.\n",
     )
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--here"]:
-        send = connect_to_parent()
-        for message in run_here(sys.argv[2:]):
-            send(message)
+        children.serve(sys.argv[2:], row_of)
     else:
         sys.exit(0 if main(sys.argv[1:]) else 1)

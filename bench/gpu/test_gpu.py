@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from bench.comparison import Outcome
-from bench.gpu.subjects import ROWS, comparison
+from bench.comparison import Outcome, Series
+from bench.gpu.cuda import outcomes
+from bench.gpu.subjects import ROWS
 
 # Without a GPU, there is nothing to compare.
 COMPARISONS = [
-    comparison(row.title, row.full, "cuda:0", row.small) for row in ROWS.values() if torch.cuda.is_available()
+    Series(row.title, row.full.candidates(), partial(outcomes, row), sampled=True)
+    for row in ROWS.values()
+    if torch.cuda.is_available()
 ]
 
 

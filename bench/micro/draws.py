@@ -1,24 +1,24 @@
-"""Benchmarks keyed random ops against PyTorch's.
+"""Keyed random draws, compared with PyTorch's.
 
-Both are called through `torch.ops` with the same options, so that they have the same Python overhead.
-
-float32; both called through torch.ops with the same options.
+float32 on one thread; both are called through torch.ops with the same options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.measure import alternate, report
+from bench.comparison import Comparison, Opened, report_comparisons
 from gpipe_fast.randomness.random import make_key
 
 aten, keyed = torch.ops.aten, torch.ops.gpipe_fast
 KEY = make_key(0x9E3779B97F4A7C15 - 2**64, 0)
 TO = {"dtype": torch.float32, "device": torch.device("cpu")}
+SIZES = (1_000, 1 << 22)
 
 # Distribution: PyTorch's op, the keyed op, and the mean and standard deviation that both must have.
 DRAWS: dict[str, tuple[Callable[[int], Tensor], Callable[[int], Tensor], float, float]] = {
@@ -50,28 +50,33 @@ DRAWS: dict[str, tuple[Callable[[int], Tensor], Callable[[int], Tensor], float, 
 
 
 def check(name: str, draw: Callable[[int], Tensor], mean: float, std: float) -> None:
+    """Asserts that the mean and the standard deviation of a million draws are right."""
     drawn = draw(1 << 20)
     error = abs(drawn.mean().item() - mean) / (std / drawn.numel() ** 0.5)
     assert error < 5, f"{name}: mean {drawn.mean().item()} is {error:.1f} standard errors from {mean}"
-    assert abs(drawn.std().item() / std - 1) < 0.01, (
-        f"{name}: standard deviation is {drawn.std().item()}, expected {std}"
+    assert abs(drawn.std().item() / std - 1) < 0.01, f"{name}: standard deviation is {drawn.std()}, not {std}"
+
+
+def _opened(name: str, size: int, stack: ExitStack) -> Opened:
+    theirs, ours, mean, std = DRAWS[name]
+    for draw in (ours, theirs):
+        check(name, draw, mean, std)
+    return {"keyed": partial(ours, size), "torch": partial(theirs, size)}, None
+
+
+COMPARISONS = [
+    Comparison(
+        f"{name} draws, {size:,} elements",
+        ["keyed", "torch"],
+        partial(_opened, name, size),
+        rounds=9 if size > 1 << 20 else 41,
+        calls=max(1, 20_000 // size),
+        sampled=name == "normal",
     )
+    for name in DRAWS
+    for size in SIZES
+]
 
 
 def main() -> None:
-    rows = []
-    for name, (baseline, ours, mean, std) in DRAWS.items():
-        for draw in (baseline, ours):
-            check(name, draw, mean, std)
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for n in (1_000, 1 << 16, 1 << 22):
-                candidates = {"torch": partial(baseline, n), "keyed": partial(ours, n)}
-                timings = alternate(candidates, rounds=9 if n > 1 << 20 else 41, calls=max(1, 20_000 // n))
-                ratio = timings["torch"].median / timings["keyed"].median
-                rows.append([name, threads, n, str(timings["torch"]), str(timings["keyed"]), ratio])
-    report(
-        globals(),
-        ["draw", "threads", "elements", "torch, µs: median [p20, p80]", "keyed, µs", "torch / keyed"],
-        rows,
-    )
+    report_comparisons(globals(), in_us=True)

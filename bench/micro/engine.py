@@ -10,37 +10,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.measure import report
+from bench.comparison import Outcome, Series
+from bench.measure import ROOT, Timing, report, timing
 
-ROOT = Path(__file__).parents[2]
-SOURCES = [
-    "bench/micro/engine.cpp",
-    "csrc/engine/engine.cpp",
-    "csrc/engine/actions.cpp",
-    "csrc/engine/cores.cpp",
-]
+SOURCES = ["bench/micro/engine.cpp", *(f"csrc/engine/{name}.cpp" for name in ("engine", "actions", "cores"))]
 ROUNDS, STEPS = 200, 20
+STEP, HAND_OFF = "step", "bare hand-off"
+WHAT = (STEP, "recorded step", "step, workers asleep", HAND_OFF)
+SIZES = [(stages, microbatches) for stages in (2, 4) for microbatches in (8, 64)]
 
-
-@dataclass
-class Samples:
-    """Times in µs: steps, recorded steps, steps that must wake the workers, and single hand-offs."""
-
-    steps: list[float] = field(default_factory=list)
-    recorded_steps: list[float] = field(default_factory=list)
-    waking_steps: list[float] = field(default_factory=list)
-    hand_offs: list[float] = field(default_factory=list)
-
-
-Size = tuple[int, int]  # stages, micro-batches
+# Microseconds by what took them, for each number of stages and of micro-batches.
+Samples = dict[tuple[int, int], dict[str, list[float]]]
 
 
 def build(folder: Path) -> Path:
@@ -52,56 +37,53 @@ def build(folder: Path) -> Path:
     return binary
 
 
-def run(binary: Path, rounds: int, steps: int) -> dict[Size, Samples]:
-    """Runs the C++ program, which checks the order of actions; returns samples by size."""
-    command = [str(binary), str(rounds), str(steps)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    samples: dict[Size, Samples] = defaultdict(Samples)
+def run(rounds: int = ROUNDS, steps: int = STEPS) -> Samples:
+    """Compiles and runs the C++ program, which checks the order of actions."""
+    found: Samples = defaultdict(lambda: {what: [] for what in WHAT})
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(build(Path(folder))), str(rounds), str(steps)]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     for line in lines:
         num_stages, num_microbatches, *times = line.split()
-        sample = samples[int(num_stages), int(num_microbatches)]
-        lists = (sample.steps, sample.recorded_steps, sample.waking_steps, sample.hand_offs)
-        for values, time in zip(lists, times, strict=True):
-            values.append(float(time))
-    return samples
+        for what, time in zip(WHAT, times, strict=True):
+            found[int(num_stages), int(num_microbatches)][what].append(float(time))
+    return found
 
 
-def rows(samples: Mapping[Size, Samples]) -> list[list[object]]:
-    """Returns one row per size; a row starts with the numbers of stages and micro-batches."""
-    result: list[list[object]] = []
+def rows(samples: Samples) -> list[list[object]]:
+    """Returns one row per size; a row starts with the numbers of stages, of micro-batches and of actions."""
+    found: list[list[object]] = []
     for (num_stages, num_microbatches), sample in samples.items():
-        num_compute_actions = 2 * num_stages * num_microbatches
+        # Each hand-off is a SEND and a RECV.
         hand_offs = 2 * (num_stages - 1) * num_microbatches
-        actions = num_compute_actions + 2 * hand_offs  # each hand-off is a SEND and a RECV
-        bare_total = statistics.median(sample.hand_offs) * hand_offs
-        result.append(
-            [
-                *(num_stages, num_microbatches, actions),
-                _spread(sample.steps, actions, 3),
-                f"{statistics.median(sample.steps) / num_compute_actions:.3f}",
-                _spread(sample.recorded_steps, actions, 3),
-                _spread(sample.steps, 1, 1),
-                _spread(sample.waking_steps, 1, 1),
-                _spread(sample.hand_offs, 1, 1),
-                f"{hand_offs} x = {bare_total:.0f}",
-            ]
-        )
-    return result
+        actions = 2 * num_stages * num_microbatches + 2 * hand_offs
+        times = {what: timing(each) for what, each in sample.items()}
+        per_action = [_divided(times[what], actions) for what in WHAT[:2]]
+        bare = f"{hand_offs} x = {times[HAND_OFF].median * hand_offs:.0f}"
+        found.append([num_stages, num_microbatches, actions, *per_action, *map(str, times.values()), bare])
+    return found
 
 
-def _spread(samples: Sequence[float], count: int, digits: int) -> str:
-    each = sorted(sample / count for sample in samples)
-    cuts = statistics.quantiles(each, n=10) if len(each) > 1 else each * 9
-    return f"{statistics.median(each):.{digits}f} [{cuts[1]:.{digits}f}, {cuts[7]:.{digits}f}]"
+def _divided(time: Timing, count: int) -> str:
+    median, p20, p80 = (f"{each / count:.3f}" for each in (time.median, time.p20, time.p80))
+    return f"{median} [{p20}, {p80}]"
+
+
+def _outcomes() -> dict[str, Outcome]:
+    return {f"{k} stages, {m} micro-batches": Outcome(times=each[STEP]) for (k, m), each in run().items()}
+
+
+COMPARISONS = [
+    Series(
+        "step of the engine", [f"{k} stages, {m} micro-batches" for k, m in SIZES], _outcomes, sampled=True
+    )
+]
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        samples = run(build(Path(folder)), ROUNDS, STEPS)
     report(
         globals(),
-        "stages | micro-batches | actions | per action: median [p20, p80] | per F or B | "
-        "per action, recorded | step | step, workers asleep | bare hand-off | bare "
-        "hand-offs of a step",
-        rows(samples),
+        "stages | micro-batches | actions | per action: median [p20, p80] | per action, recorded | step | "
+        "recorded step | step, workers asleep | bare hand-off | bare hand-offs of a step",
+        rows(run()),
     )

@@ -1,19 +1,21 @@
-"""One stage's programs, compared with eager autograd.
+"""Programs of one stage and of single operators, compared with eager autograd.
 
 Backward recomputes the forward, then adds to the gradients of an earlier micro-batch. Outputs and gradients
-are bitwise equal to eager's.
+are bitwise equal to eager's. One thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure import alternate, report
+from bench.comparison import Comparison, Opened, report_comparisons
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
 from gpipe_fast._extension import Arena
@@ -24,7 +26,6 @@ from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, parameters_of
 from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
-CPU = torch.device("cpu")
 Run = Callable[[bool], tuple[list[Tensor], list[Tensor | None]]]
 
 
@@ -39,7 +40,7 @@ class StageUnderTest:
     def program(self, graph: StageGraph) -> Run:
         """Returns `run(first)` of a graph."""
         program = lower(graph)
-        native = program.build(Arena(), CPU)
+        native = program.build(Arena(), torch.device("cpu"))
         parameters = [p.detach() for p in parameters_of(self.layers)]
         native.bind(parameters)
         given = {GraphPort(GraphRole.INPUT, 0): self.input, GraphPort(GraphRole.TANGENT, 0): self.tangent}
@@ -83,22 +84,17 @@ def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[],
 
     The backward is that of a later micro-batch: it adds to existing gradients.
     """
-    stage, forward_graph, backward_graph = prepare(layers, input)
-    ours = [stage.program(g) for g in (forward_graph, backward_graph)]
-    check(stage, ours[0], ours[1])
+    stage, *graphs = prepare(layers, input)
+    forward, backward = (stage.program(graph) for graph in graphs)
+    check(stage, forward, backward)
     model, leaf = nn.Sequential(*layers), input.detach().requires_grad_()
     saved = model(leaf)
-
-    def both() -> None:
-        ours[0](True)
-        ours[1](False)
-
     return {
-        "forward": lambda: ours[0](True),
-        "forward, eager": lambda: _without_grad(model, input),
-        "backward": lambda: ours[1](False),
+        "forward": lambda: forward(True),
+        "forward, eager": torch.no_grad()(lambda: model(input)),
+        "backward": lambda: backward(False),
         "backward, eager without recompute": lambda: saved.backward(stage.tangent, retain_graph=True),
-        "both": both,
+        "both": lambda: (forward(True), backward(False)),
         "both, eager with checkpoint": lambda: checkpoint(model, leaf, use_reentrant=False).backward(
             stage.tangent
         ),
@@ -106,24 +102,56 @@ def candidates(layers: list[nn.Module], input: Tensor) -> dict[str, Callable[[],
     }
 
 
-@torch.no_grad()
-def _without_grad(model: nn.Module, input: Tensor) -> Tensor:
-    result: Tensor = model(input)
-    return result
+@dataclass(frozen=True)
+class Case:
+    """Layers and the shape of their input.
+
+    Attributes:
+        layers: makes the layers.
+        shape: the shape of the input.
+        calls: calls per sample.
+    """
+
+    layers: Callable[[], list[nn.Module]]
+    shape: tuple[int, ...]
+    calls: int = 20
+
+
+STAGES = {
+    "2 x (Linear(64, 64), ReLU), batch 8": Case(mlp, (8, 64), 200),
+    "2 GPT blocks of width 256, 2 x 128 tokens": Case(partial(blocks, 2), (2, 128, 256), 1),
+}
+OPERATORS = {
+    "Linear": Case(lambda: [nn.Linear(256, 256)], (256, 256)),
+    "LayerNorm": Case(lambda: [nn.LayerNorm(256)], (256, 256)),
+    "GELU": Case(lambda: [nn.GELU()], (256, 256)),
+    "Softmax": Case(lambda: [nn.Softmax(-1)], (256, 256)),
+    "Conv2d": Case(lambda: [nn.Conv2d(16, 16, 3, padding=1)], (8, 16, 32, 32)),
+}
+NAMES = {
+    "both": ("both", "both, eager with checkpoint", "both, eager without recompute"),
+    "forward": ("forward", "forward, eager"),
+    "backward": ("backward", "backward, eager without recompute"),
+}
+
+
+def _opened(case: Case, names: Sequence[str], stack: ExitStack) -> Opened:
+    torch.manual_seed(0)
+    found = candidates(case.layers(), torch.randn(case.shape))
+    return {name: found[name] for name in names}, None
+
+
+def _comparison(name: str, case: Case, what: str, sampled: bool) -> Comparison:
+    names = NAMES[what]
+    title = f"program of {name}, {what}"
+    return Comparison(title, names, partial(_opened, case, names), calls=case.calls, sampled=sampled)
+
+
+COMPARISONS = [
+    *(_comparison(name, case, what, what == "both") for name, case in STAGES.items() for what in NAMES),
+    *(_comparison(name, case, "both", sampled=False) for name, case in OPERATORS.items()),
+]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    cases = {
-        "2 x (Linear(64, 64), ReLU), batch 8": (mlp(), torch.randn(8, 64), 60, 200),
-        "2 GPT blocks of width 256, 2 x 128 tokens": (blocks(2), torch.randn(2, 128, 256), 40, 1),
-    }
-    rows = []
-    for name, (layers, input, rounds, calls) in cases.items():
-        timings = alternate(candidates(layers, input), rounds, calls)
-        for what, timing in timings.items():
-            ours = timings[what.split(",")[0]]
-            rows.append([name, what, str(timing), ours.median / timing.median])
-            name = ""
-    report(globals(), ["stage", "what", "µs: median [p20, p80]", "ours / this"], rows)
+    report_comparisons(globals(), in_us=True)

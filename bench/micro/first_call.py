@@ -1,7 +1,7 @@
-"""First calls of three models, calls with further sequence lengths, and the start of a process.
+"""First calls of three models, and calls with further sequence lengths.
 
-Two stages on the CPU, one thread each; the medians of {PROCESSES} processes, which run by turns. A call
-includes the step itself. Processor time is that of all threads.
+Two stages on the CPU, one thread each; each model in a process of its own. A call includes the step itself.
+Processor time is that of all threads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,13 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import process
+from bench.comparison import Outcome, Series
 from bench.measure import report
-from bench.progress import shown
 
-CHUNKS, PROCESSES = 4, 3
-LENGTHS = (32, 48, 40, 33, 41, 36, 45, 38, 43, 35, 46)
-# What a process has done before it imports gpipe_fast.
-IMPORTS = {"torch": False, "torch and an optimizer's first step": True}
+CHUNKS = 4
+LENGTHS = (32, 48, 40, 33, 41, 36, 45, 38)
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,10 @@ def lengths() -> Case:
 
 MODELS = {"densenet": densenet, "gpt2": gpt2, "lengths": lengths}
 # The rows of a model, and the calls of which a row has the median.
-CALLS: dict[str, dict[str, Sequence[int]]] = {
-    "densenet": {"first call": [0], "third call": [2]},
-    "gpt2": {"first call": [0], "third call": [2]},
+ONE_LENGTH: dict[str, Sequence[int]] = {"first call": [0], "third call": [2]}
+CALLS = {
+    "densenet": ONE_LENGTH,
+    "gpt2": ONE_LENGTH,
     "lengths": {
         "first length": [0],
         "second length": [1],
@@ -96,35 +96,24 @@ def calls(model: str) -> list[list[float]]:
     return found
 
 
-def import_seconds(after_optimizer: bool) -> float:
-    """Returns how long the import of gpipe_fast takes in this process."""
-    if after_optimizer:  # for its first step, PyTorch imports its compiler
-        parameter = nn.Parameter(torch.zeros(1))
-        parameter.sum().backward()
-        torch.optim.AdamW([parameter]).step()
-    begin = time.perf_counter()
-    importlib.import_module("gpipe_fast")
-    return time.perf_counter() - begin
+def _outcomes(model: str) -> dict[str, Outcome]:
+    found = process.call("bench.micro.first_call:calls", model)
+    return {what: Outcome(times=[1e6 * found[i][1] for i in steps]) for what, steps in CALLS[model].items()}
 
 
-def rows_of(model: str, runs: Sequence[list[list[float]]]) -> list[list[object]]:
-    """Returns the rows of one model."""
-    title = str(MODELS[model].__doc__).rstrip(".")
-    found: list[list[object]] = []
-    for what, steps in CALLS[model].items():
-        values = (median(median(run[step][column] for run in runs) for step in steps) for column in range(3))
-        found.append([title, what, *(f"{value:.2f}" for value in values)])
-    return found
+COMPARISONS = [
+    Series(
+        f"first calls of {model}", list(CALLS[model]), partial(_outcomes, model), sampled=model == "lengths"
+    )
+    for model in MODELS
+]
 
 
 def main() -> None:
-    runs: dict[str, list[list[list[float]]]] = {model: [] for model in MODELS}
-    imports: dict[str, list[float]] = {after: [] for after in IMPORTS}
-    for _ in shown(range(PROCESSES), "rounds of processes"):
-        for model, found in runs.items():
-            found.append(process.call("bench.micro.first_call:calls", model))
-        for after, seconds in imports.items():
-            seconds.append(process.call("bench.micro.first_call:import_seconds", IMPORTS[after]))
-    rows = [row for model, found in runs.items() for row in rows_of(model, found)]
-    rows += [["", f"import gpipe_fast, after {a}", "", f"{median(s):.2f}", ""] for a, s in imports.items()]
+    rows: list[list[object]] = []
+    for model, make in MODELS.items():
+        found = process.call("bench.micro.first_call:calls", model)
+        for what, steps in CALLS[model].items():
+            seconds = (median(found[step][column] for step in steps) for column in range(3))
+            rows.append([str(make.__doc__).rstrip("."), what, *seconds])
     report(globals(), ["model", "call", "forward, s", "forward and backward, s", "processor, s"], rows)

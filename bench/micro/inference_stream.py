@@ -8,8 +8,8 @@ to the first result: the median of {FIRST_RESULTS}.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from bench.measure import Ratio, report, samples, timing
 from gpipe_fast import GPipe
 
-NUMBER, ROUNDS, FIRST_RESULTS = 200, 3, 15
-BATCH = 32
+NUMBER, BATCH, ROUNDS, FIRST_RESULTS = 40, 32, 3, 5
 DEPTHS = (1, 2, 4, 8)
 CALLS = "calls"
 
@@ -32,81 +31,52 @@ class Sleep(nn.Module):
         return x + 1
 
 
-def linears(width: int, count: int) -> nn.Sequential:
-    return nn.Sequential(*(each for _ in range(count) for each in (nn.Linear(width, width), nn.ReLU())))
+def sleeping() -> list[nn.Module]:
+    """Sleeping layers, 16 ms per stage."""
+    return [Sleep(), Sleep()]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model in two stages of equal time.
-
-    Attributes:
-        name: its name.
-        make: makes its layers.
-        balance: layers of each stage.
-        width: the features of a sample.
-        backend: as for `GPipe`.
-    """
-
-    name: str
-    make: Callable[[], nn.Sequential]
-    balance: Sequence[int]
-    width: int
-    backend: str = "aten"
-
-    def pipe(self, chunks: int) -> GPipe:
-        torch.manual_seed(0)
-        devices = ["cpu"] * len(self.balance)
-        pipe = GPipe(self.make(), self.balance, devices=devices, chunks=chunks, backend=self.backend)
-        pipe.threads_per_stage = 1
-        return pipe.eval()
+def linear() -> list[nn.Module]:
+    """20 linear layers of width 512 per stage."""
+    return [each for _ in range(40) for each in (nn.Linear(512, 512), nn.ReLU())]
 
 
-CASES = (
-    Case("sleeping layers, 16 ms per stage", lambda: nn.Sequential(Sleep(), Sleep()), [1, 1], 4, "eager"),
-    Case("20 linear layers of width 512 per stage", lambda: linears(512, 40), [40, 40], 512),
-)
-
-
-def called(pipe: GPipe, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the results of a call for each mini-batch."""
+def results(pipe: GPipe, batches: list[Tensor], depth: int | None) -> Iterator[Tensor]:
+    """Yields the results of a stream; ``depth`` None: of a call for each mini-batch."""
     with torch.no_grad():
-        return [pipe(x) for x in batches]
+        yield from pipe.stream(batches, depth=depth) if depth else map(pipe, batches)
 
 
-def first_result(pipe: GPipe, batches: Sequence[Tensor], depth: int | None) -> float:
-    """Returns the milliseconds until the first result; ``depth`` None: of a call."""
-    begin = time.perf_counter()
-    results = pipe.stream(batches, depth=depth) if depth else iter(called(pipe, batches[:1]))
-    next(results)
-    return (time.perf_counter() - begin) * 1e3
-
-
-def streaming(pipe: GPipe, batches: Sequence[Tensor], depth: int) -> Callable[[], object]:
-    return lambda: sum(1 for _ in pipe.stream(batches, depth=depth))
-
-
-def rows_of(case: Case, chunks: int, number: int = NUMBER, rounds: int = ROUNDS) -> list[list[object]]:
+def rows_of(make: Callable[[], list[nn.Module]], chunks: int) -> list[list[object]]:
     """Measures a model; checks that results equal those of calls."""
-    pipe = case.pipe(chunks)
-    batches = [torch.randn(BATCH, case.width) for _ in range(number)]
-    expected = called(pipe, batches)
-    candidates: dict[str, Callable[[], object]] = {CALLS: lambda: called(pipe, batches)}
-    depths: dict[str, int | None] = {CALLS: None} | {f"stream, depth={depth}": depth for depth in DEPTHS}
+    torch.manual_seed(0)
+    layers = make()
+    balance = [len(layers) // 2] * 2
+    backend = "eager" if make is sleeping else "aten"
+    pipe = GPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 2, chunks=chunks, backend=backend)
+    pipe.threads_per_stage = 1
+    pipe.eval()
+    batches = [torch.randn(BATCH, 512) for _ in range(NUMBER)]
+    run = partial(results, pipe, batches)
+    depths = {CALLS: None, **{f"stream, depth={depth}": depth for depth in DEPTHS}}
+    expected = list(run(None))
     for name, depth in depths.items():
-        if depth is not None:
-            if not all(map(torch.equal, pipe.stream(batches, depth=depth), expected)):
-                raise AssertionError(f"{case.name}, {name}: results differ from those of calls")
-            candidates[name] = streaming(pipe, batches, depth)
-    found = samples(candidates, rounds)
+        assert all(map(torch.equal, run(depth), expected)), f"{name}: results differ from those of calls"
+    found = samples({name: lambda d=depth: list(run(d)) for name, depth in depths.items()}, ROUNDS)  # type: ignore[misc]
+
+    def first_result(depth: int | None) -> float:
+        begin = time.perf_counter()
+        next(run(depth))
+        return (time.perf_counter() - begin) * 1e3
+
     return [
         [
-            case.name,
+            str(make.__doc__).rstrip("."),
             chunks,
             name,
-            f"{number / timing(times).median * 1e6:.1f}",
+            f"{NUMBER / timing(times).median * 1e6:.1f}",
             str(Ratio.of(found[CALLS], times)),
-            f"{median(first_result(pipe, batches, depths[name]) for _ in range(FIRST_RESULTS)):.1f}",
+            f"{median(first_result(depths[name]) for _ in range(FIRST_RESULTS)):.1f}",
         ]
         for name, times in found.items()
     ]
@@ -114,9 +84,9 @@ def rows_of(case: Case, chunks: int, number: int = NUMBER, rounds: int = ROUNDS)
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = [row for case in CASES for chunks in (1, 2) for row in rows_of(case, chunks)]
+    cases = ((sleeping, 1), (sleeping, 2), (linear, 1))
     report(
         globals(),
         ["model", "chunks", "candidate", "mini-batches per s", "relative to calls", "first result, ms"],
-        rows,
+        [row for case in cases for row in rows_of(*case)],
     )

@@ -1,26 +1,32 @@
 """The cost of one layer that cannot be traced: alone in Python, or with all layers in Python.
 
-Milliseconds of forward and backward, {CHUNKS} micro-batches, medians [p20, p80]; the candidates alternate.
-The layer checks whether its input is finite. All candidates have one intra-op thread; each of our stages has
-its own core as far as cores are available. Our gradients are bitwise equal to the plain loop's.
+Forward and backward, {CHUNKS} micro-batches; the candidates alternate. The layer checks whether its input is
+finite. All candidates have one intra-op thread; each of our stages has its own core as far as cores are
+available. Gradients are compared with the plain loop's; the candidate without the layer has the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.measure import alternate, report
+from bench.comparison import Comparison, Opened, report_comparisons
 from bench.models.gpt import blocks
 from bench.models.mlp import mlp
-from bench.peers import Step, looped, relative_difference
+from bench.peers import Step, has_torchgpipe, looped
 from gpipe_fast import GPipe
 
 CHUNKS = 8
-LOOP = "plain loop"
+LOOP, TORCHGPIPE = "plain loop", "torchgpipe"
+OURS = "gpipe_fast, the layer in Python, the others lowered"
+WITHOUT, EAGER = "gpipe_fast, without the layer, all lowered", "gpipe_fast, all in Python"
+NAMES = [OURS, LOOP, WITHOUT, EAGER, *([TORCHGPIPE] if has_torchgpipe() else [])]
 
 
 class FiniteCheck(nn.Module):
@@ -32,69 +38,56 @@ class FiniteCheck(nn.Module):
 
 def candidates(layers: Sequence[nn.Module], balance: Sequence[int], x: Tensor, mode: str) -> dict[str, Step]:
     """Returns the candidates; the untraceable layer is in the middle of the second stage, absent in one."""
-    import torchgpipe
-
     first, second, *rest = balance
     position = first + second // 2
     gradient = torch.randn(x.shape)
 
-    def model(check: bool = True) -> nn.Sequential:
+    def step(name: str) -> Step:
+        check = name != WITHOUT
         copied = list(deepcopy(nn.ModuleList(layers)))
-        return nn.Sequential(*copied[:position], *([FiniteCheck()] if check else []), *copied[position:])
-
-    def step(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
-        return Step(module.parameters(), forward, x, gradient)
-
-    def ours(backend: str, check: bool = True) -> Step:
+        model = nn.Sequential(*copied[:position], *([FiniteCheck()] if check else []), *copied[position:])
         sizes = [first, second + check, *rest]
-        devices = ["cpu"] * len(sizes)
-        pipe = GPipe(model(check), sizes, devices=devices, chunks=CHUNKS, checkpoint=mode, backend=backend)
-        pipe.threads_per_stage = 1
-        return step(pipe, pipe)
+        options: dict[str, Any] = {"devices": ["cpu"] * len(sizes), "chunks": CHUNKS, "checkpoint": mode}
+        forward: Callable[[Tensor], Tensor] = looped(model, CHUNKS)
+        if name == TORCHGPIPE:
+            import torchgpipe
 
-    plain, peer = (
-        model(),
-        torchgpipe.GPipe(
-            model(),
-            [first, second + 1, *rest],
-            devices=["cpu"] * len(balance),
-            chunks=CHUNKS,
-            checkpoint=mode,
-        ),
-    )
-    found = {
-        LOOP: step(plain, looped(plain, CHUNKS)),
-        "without the layer, all lowered": ours("aten", check=False),
-        "the layer in Python, the others lowered": ours("auto"),
-        "all in Python": ours("eager"),
-        "torchgpipe": step(peer, peer),
-    }
+            forward = torchgpipe.GPipe(model, sizes, **options)
+        elif name != LOOP:
+            backend = {OURS: "auto", WITHOUT: "aten", EAGER: "eager"}[name]
+            pipe = GPipe(model, sizes, backend=backend, **options)
+            pipe.threads_per_stage = 1
+            forward = pipe
+        return Step(model.parameters(), forward, x, gradient)
+
+    found = {name: step(name) for name in NAMES}
     for _ in range(4):  # until plans are made and caches are warm
         for each in found.values():
             each()
     return found
 
 
-def row(what: str, steps: dict[str, Step], rounds: int, calls: int) -> list[object]:
-    """Returns a row: the median time in ms of each candidate."""
-    expected = steps[LOOP].gradients()
-    for name, step in steps.items():
-        if name != "torchgpipe":
-            assert relative_difference(step.gradients(), expected) == 0, f"gradients of {name}"
-    timings = alternate(steps, rounds, calls)
-    return [what, *(timing.ms() for timing in timings.values())]
+def _tiny(stack: ExitStack) -> Opened:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in mlp()]
+    found = candidates(layers, [4, 4, 4, 4], torch.randn(64, 64), "never")
+    return found, found[LOOP].gradients()
+
+
+def _gpt(mode: str, stack: ExitStack) -> Opened:
+    torch.manual_seed(0)
+    found = candidates(blocks(8, width=128), [4, 4], torch.randn(8, 128, 128), mode)
+    return found, found[LOOP].gradients()
+
+
+COMPARISONS = [
+    Comparison("4 stages of 2 x (Linear(64, 64), ReLU), never", NAMES, _tiny, calls=10),
+    *(
+        Comparison(f"2 stages of 4 GPT blocks of width 128, {mode}", NAMES, partial(_gpt, mode))
+        for mode in ("never", "always")
+    ),
+]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tiny = [layer for _ in range(4) for layer in mlp()]
-    gpt = blocks(8, width=128)
-    rows = []
-    for mode in ("never", "always"):
-        steps = candidates(tiny, [4, 4, 4, 4], torch.randn(64, 64), mode)
-        rows.append(row(f"4 stages of 2 x (Linear(64, 64), ReLU), {mode}", steps, rounds=40, calls=10))
-    for mode in ("never", "always"):
-        steps = candidates(gpt, [4, 4], torch.randn(8, 128, 128), mode)
-        rows.append(row(f"2 stages of 4 GPT blocks of width 128, {mode}", steps, rounds=20, calls=1))
-    report(globals(), ["step", *steps], rows)
+    report_comparisons(globals())

@@ -1,60 +1,48 @@
 """Schedules of whole steps: bubbles of sleeping stages, times of GPT blocks, and updates in the drain.
 
 Stages that sleep {nap_ms:.0f} ms, a tick, in the forward, for the gradient of their input and for that of
-their weight; {MICROBATCHES} micro-batches; medians of 5 steps. Gradients of inputs are sent before those of
-weights are computed, so that the bubble of gpipe and 1f1b is less than (K - 1) / (M + K - 1).
+their weight; {MICROBATCHES} micro-batches; medians of {STEPS} steps. Gradients of inputs are sent before
+those of weights are computed, so that the bubble of gpipe and 1f1b is less than (K - 1) / (M + K - 1).
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from bench.measure import Ratio, Table, report, samples, timing
 from bench.models.gpt import blocks
 from gpipe_fast import GPipe
 from gpipe_fast.schedule import SCHEDULES, Action, Kind
 
-NAP = 0.05
-MICROBATCHES = 8
-# Schedule, stages, ranks, and the ticks of a step, if a stage's F, I and W of a micro-batch take a tick each.
+NAP, STEPS, MICROBATCHES = 0.03, 3, 8
+# Stages, ranks, and the ticks of a step, if a stage's F, I and W of a micro-batch take a tick each.
 CASES: dict[str, tuple[int, int, str, Callable[[int, int], int]]] = {
     "gpipe": (4, 4, "3 M + 2 (K - 1)", lambda m, k: 3 * m + 2 * (k - 1)),
     "1f1b": (4, 4, "3 M + 2 (K - 1)", lambda m, k: 3 * m + 2 * (k - 1)),
     "zb-h1": (4, 4, "3 M + K - 1", lambda m, k: 3 * m + k - 1),
     "interleaved": (4, 2, "6 M + 2 (K / 2 - 1)", lambda m, k: 6 * m + 2 * (k // 2 - 1)),
 }
-WIDTH, BATCH, LENGTH, COUNT, ROUNDS = 256, 2, 256, 8, 15
+WIDTH, BATCH, LENGTH, COUNT, ROUNDS = 256, 2, 128, 4, 15
 UPDATE_LENGTH = 64
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": AdamW,
-    "AdamW(fused=True)": lambda parameters: AdamW(parameters, fused=True),
-    "SGD(momentum=0.9)": lambda parameters: SGD(parameters, momentum=0.9),
-}
-
-_nap_defined = False
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"AdamW": AdamW, "SGD(momentum=0.9)": partial(SGD, momentum=0.9)}
 
 
-def _define_nap() -> None:
-    """Defines an operator that sleeps and returns a copy of its input."""
-    global _nap_defined
-    if _nap_defined:
-        return
-    _nap_defined = True
+@torch.library.custom_op("gpipe_fast_bench::nap", mutates_args=())
+def nap(x: Tensor) -> Tensor:
+    """Sleeps, and returns a copy of its input."""
+    time.sleep(NAP)
+    return x.clone()
 
-    @torch.library.custom_op("gpipe_fast_bench::nap", mutates_args=())
-    def nap(x: Tensor) -> Tensor:
-        time.sleep(NAP)
-        return x.clone()
 
-    nap.register_fake(lambda x: torch.empty_like(x))
+nap.register_fake(torch.empty_like)
 
 
 class Nap(torch.autograd.Function):
@@ -67,8 +55,8 @@ class Nap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        nap = torch.ops.gpipe_fast_bench.nap
-        return nap(gradients[0]), nap(gradients[0].sum(0))
+        sleep = torch.ops.gpipe_fast_bench.nap
+        return sleep(gradients[0]), sleep(gradients[0].sum(0))
 
 
 class Sleeper(nn.Module):
@@ -83,12 +71,12 @@ class Sleeper(nn.Module):
         return found
 
 
-def _pipe(layers: nn.Sequential, balance: list[int], schedule: str, chunks: int, mode: str) -> Any:
+def _pipe(layers: list[nn.Module], num_stages: int, schedule: str, mode: str) -> Any:
     pipe = GPipe(
-        layers,
-        balance,
-        devices=["cpu"] * len(balance),
-        chunks=chunks,
+        nn.Sequential(*layers),
+        [len(layers) // num_stages] * num_stages,
+        devices=["cpu"] * num_stages,
+        chunks=MICROBATCHES,
         checkpoint=mode,
         schedule=schedule,
         backend="aten",
@@ -99,33 +87,19 @@ def _pipe(layers: nn.Sequential, balance: list[int], schedule: str, chunks: int,
 
 def _sleeping() -> list[list[Any]]:
     """Returns a row for each schedule: its bubble by the formula, by its actions, and as measured."""
-    _define_nap()
     rows = []
+    x = torch.zeros(MICROBATCHES, 4, requires_grad=True)
     for name, (num_stages, num_ranks, formula, ticks) in CASES.items():
-        pipe = _pipe(
-            nn.Sequential(*(Sleeper() for _ in range(num_stages))),
-            [1] * num_stages,
-            name,
-            MICROBATCHES,
-            "never",
-        )
-        x = torch.zeros(MICROBATCHES, 4, requires_grad=True)
-
-        def step(pipe: Any = pipe, x: Tensor = x) -> float:
-            begin = time.perf_counter()
-            pipe.step(x, loss_fn=Tensor.sum, normalizer=1)
-            return time.perf_counter() - begin
-
-        step()
-        seconds = sorted(step() for _ in range(5))[2]
+        pipe = _pipe([Sleeper() for _ in range(num_stages)], num_stages, name, "never")
+        step = partial(pipe.step, x, loss_fn=Tensor.sum, normalizer=1)
+        found = timing(samples({name: step}, STEPS)[name]).median / 1e6 / NAP
         schedule = SCHEDULES[name](num_stages, MICROBATCHES, recomputed=())
-        work = 3 * MICROBATCHES * num_stages / num_ranks
         expected = ticks(MICROBATCHES, num_stages)
         assert schedule.critical_path(_duration) == expected
-        found = seconds / NAP
+        work = 3 * MICROBATCHES * num_stages / num_ranks
+        bubbles = [f"{1 - work / each:.3f}" for each in (expected, found)]
         rows.append(
-            [name, f"{num_stages} on {num_ranks}", formula, expected, found, found / expected]
-            + [f"{1 - work / each:.3f}" for each in (expected, found)]
+            [name, f"{num_stages} on {num_ranks}", formula, expected, found, found / expected, *bubbles]
         )
     return rows
 
@@ -134,63 +108,55 @@ def _duration(action: Action) -> float:
     return {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}.get(action.kind, 0.0)
 
 
+def _gpt(schedule: str, mode: str) -> Any:
+    torch.manual_seed(0)
+    return _pipe(blocks(COUNT, WIDTH), 4 if schedule == "interleaved" else 2, schedule, mode)
+
+
+def _text(length: int) -> Tensor:
+    return torch.randn(BATCH * MICROBATCHES, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
 def _computing() -> list[list[Any]]:
     """Returns a row for each mode and schedule: the time of a step of GPT blocks in two stages."""
-    rows = []
-    x = torch.randn(BATCH * MICROBATCHES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    rows, x = [], _text(LENGTH)
     for mode in ("never", "always"):
-        steps = {}
-        for name in SCHEDULES:
-            torch.manual_seed(0)
-            num_stages = 4 if name == "interleaved" else 2
-            layers = nn.Sequential(*blocks(COUNT, WIDTH))
-            pipe = _pipe(layers, [COUNT // num_stages] * num_stages, name, MICROBATCHES, mode)
-            steps[name] = lambda pipe=pipe: pipe.step(x, target=x, loss_fn=F.mse_loss)
+        steps = {name: partial(_gpt(name, mode).step, x, target=x, loss_fn=F.mse_loss) for name in SCHEDULES}
         found = samples(steps, ROUNDS)
-        for name, own in found.items():
-            rows.append([mode, name, timing(own).ms(), str(Ratio.of(own, found["gpipe"]))])
+        rows += [[mode, name, timing(t).ms(), str(Ratio.of(t, found["gpipe"]))] for name, t in found.items()]
     return rows
 
 
 def _updating() -> list[list[Any]]:
     """Returns a row for each optimizer: the time of a step without it, with it at the end, in the drain."""
-    rows = []
-    x = torch.randn(BATCH * MICROBATCHES, UPDATE_LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    rows, x = [], _text(UPDATE_LENGTH)
     for name, make in OPTIMIZERS.items():
-        torch.manual_seed(0)
-        layers = nn.Sequential(*blocks(COUNT, WIDTH))
-        pipe = _pipe(layers, [COUNT // 2] * 2, "gpipe", MICROBATCHES, "except_last")
+        pipe = _gpt("gpipe", "except_last")
         optimizer = make(pipe.parameters())
-
-        def step(pipe: Any = pipe, **options: Any) -> None:
-            pipe.step(x, target=x, loss_fn=F.mse_loss, **options)
-
-        steps: dict[str, Callable[[], None]] = {"without": step}
-        for place in ("end", "drain"):
-            steps[place] = functools.partial(step, optimizer=optimizer, optimizer_in=place)
-        found = samples(steps, 4 * ROUNDS)
-        without, *updated = (timing(own) for own in found.values())
-        end, drain = (each.median - without.median for each in updated)
-        rows.append([name, *(timing(own).ms() for own in found.values()), 1 - drain / end])
+        step = partial(pipe.step, x, target=x, loss_fn=F.mse_loss)
+        steps = {"without": step}
+        steps |= {place: partial(step, optimizer=optimizer, optimizer_in=place) for place in ("end", "drain")}
+        found = [timing(own) for own in samples(steps, 2 * ROUNDS).values()]
+        end, drain = (each.median - found[0].median for each in found[1:])
+        rows.append([name, *(each.ms() for each in found), 1 - drain / end])
     return rows
 
 
 def main() -> None:
-    updates = Table(
-        "The optimizer in the drain",
-        ["optimizer", "ms without [20%, 80%]", "optimizer_in='end'", "optimizer_in='drain'", "hidden"],
-        _updating(),
-        f"The same blocks and stages under gpipe and 'except_last', {BATCH * MICROBATCHES} x {UPDATE_LENGTH} "
-        f"tokens, by turns, medians of {4 * ROUNDS} rounds. Hidden: the share of the optimizer's time at the "
-        "end that a step takes less in the drain.\n",
-    )
+    tokens = BATCH * MICROBATCHES
     blocks_of_gpt = Table(
         "Steps of GPT blocks",
         ["checkpoint", "schedule", "ms per step [20%, 80%]", "relative to gpipe"],
         _computing(),
-        f"{COUNT} GPT blocks of width {WIDTH}; {BATCH * MICROBATCHES} x {LENGTH} tokens in {MICROBATCHES} "
-        "micro-batches, two stages with one thread each ('interleaved': four, on two ranks), by turns, "
-        f"medians of {ROUNDS} rounds.\n",
+        f"{COUNT} GPT blocks of width {WIDTH}; {tokens} x {LENGTH} tokens in {MICROBATCHES} micro-batches, "
+        "two stages with one thread each ('interleaved': four, on two ranks), by turns.\n",
+    )
+    updates = Table(
+        "The optimizer in the drain",
+        ["optimizer", "ms without [20%, 80%]", "optimizer_in='end'", "optimizer_in='drain'", "hidden"],
+        _updating(),
+        f"The same blocks and stages under gpipe and 'except_last', {tokens} x {UPDATE_LENGTH} tokens, by "
+        "turns. Hidden: the share of the optimizer's time at the end that a step takes less in the drain.\n",
     )
     report(
         globals(),

@@ -1,23 +1,25 @@
 """Overhead of a call before any stage runs: checking that nothing changed since the last call.
 
-Times in µs, medians [p20, p80] of calls without changes. The modules are Linear(8, 8) and ReLU, alternately,
-in two stages; 8 micro-batches of one sample, under no_grad. The Python part is a whole call, including the
-check for changes, of a pipeline whose C++ part returns immediately.
+Calls without changes, under no_grad. The modules are Linear(8, 8) and ReLU, alternately, in two stages; 8
+micro-batches of one sample. The Python part is a whole call, including the check for changes, of a pipeline
+whose C++ part returns immediately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from bench.measure import alternate, report
+from bench.comparison import Comparison, Opened, report_comparisons
 from gpipe_fast import GPipe
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 
-SIZES = (10, 500)
+CHECK, PYTHON, WHOLE = "check for changes", "Python part of a call", "whole call"
 
 
 class _StubPipeline:
@@ -30,15 +32,11 @@ class _StubPipeline:
         return self._outputs, ONE_TENSOR
 
 
-CHECK, PYTHON, WHOLE = "check for changes", "Python part of a call", "whole call"
-
-
 def parts(num_modules: int) -> dict[str, Callable[[], object]]:
     """Returns the parts of a repeated call, without gradients, of a pipeline of so many modules."""
     layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.ReLU() for index in range(num_modules)]
     half = num_modules // 2
-    sizes = [half, num_modules - half]
-    pipe = GPipe(nn.Sequential(*layers), sizes, devices=["cpu"] * 2, chunks=8)
+    pipe = GPipe(nn.Sequential(*layers), [half, num_modules - half], devices=["cpu"] * 2, chunks=8)
     input = torch.randn(8, 8)
     stub = deepcopy(pipe)
     with torch.no_grad():
@@ -55,12 +53,18 @@ def parts(num_modules: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def _opened(num_modules: int, stack: ExitStack) -> Opened:
+    stack.enter_context(torch.no_grad())
+    return parts(num_modules), None
+
+
+COMPARISONS = [
+    Comparison(
+        f"call of {n} modules", [WHOLE, PYTHON, CHECK], partial(_opened, n), 40, calls=20, sampled=True
+    )
+    for n in (10, 500)
+]
+
+
 def main() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    rows = []
-    for size in SIZES:
-        with torch.no_grad():
-            timings = alternate(parts(size), rounds=40, calls=20)
-        rows.append([size, *(str(timings[part]) for part in (CHECK, PYTHON, WHOLE))])
-    report(globals(), ["modules", CHECK, PYTHON, WHOLE], rows)
+    report_comparisons(globals(), in_us=True)

@@ -8,7 +8,6 @@ float64. `gpu_checks` runs the cases.
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
 # The first two steps make plans; the third captures graphs.
 STEPS = 5
 DEVICE = "cuda:0"
-# Memory limit of a captured step, as a multiple of an uncaptured step's memory.
-MAX_MEMORY_RATIO = 1.3
 
 
 @dataclass(frozen=True)
@@ -115,17 +112,12 @@ def find_differences(pipe: GPipe, x: Tensor, steps: int = STEPS) -> list[str]:
     return found[:1] + found[-1:]
 
 
-def model_case(name: str, device: str = DEVICE, **keywords: Any) -> Verdict:
-    """Checks several steps of a model; the last ones must be replayed."""
+def model_case(
+    name: str, device: str = DEVICE, dtype: torch.dtype = torch.float32, **keywords: Any
+) -> Verdict:
+    """Checks several steps of a model in a dtype; the last ones must be replayed."""
     model, x = subject(name)
-    pipe = make_pipeline(model, device, **keywords)
-    return make_verdict(pipe, find_differences(pipe, x))
-
-
-def dtype_case(name: str, dtype: torch.dtype) -> Verdict:
-    """Checks several steps of a model whose parameters and inputs have the given dtype."""
-    model, x = subject(name)
-    pipe = make_pipeline(model.to(dtype))
+    pipe = make_pipeline(model.to(dtype), device, **keywords)
     return make_verdict(pipe, find_differences(pipe, x.to(dtype) if x.is_floating_point() else x))
 
 
@@ -275,38 +267,6 @@ def inference_between_case(trained_first: bool, size: int, **keywords: Any) -> V
     return make_verdict(pair.pipe, pair.found)
 
 
-def memory_case() -> Verdict:
-    """Runs captured steps within a memory limit slightly above the need of uncaptured ones."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(2 * STAGES) for layer in mlp(256)]
-    model, x = nn.Sequential(*layers).to(DEVICE), torch.randn(4096, 256).to(DEVICE)
-
-    def steps(capture: bool) -> tuple[GPipe, float]:
-        pipe = make_pipeline(model, capture=capture, checkpoint="never")
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # workspaces for streams of the previous pipeline
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(STEPS):
-            for parameter in pipe.parameters():
-                parameter.grad = None
-            loss_of(pipe(x)).backward()
-        torch.cuda.synchronize()
-        return pipe, float(torch.cuda.max_memory_reserved())
-
-    _, needed = steps(capture=False)
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    limit = MAX_MEMORY_RATIO * needed / total
-    try:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit), DEVICE)
-        pipe, used = steps(capture=True)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
-    verdict = make_verdict(pipe, [])
-    words = f"{verdict.text}; {used / 2**20:.0f} MiB captured, {needed / 2**20:.0f} MiB uncaptured"
-    return Verdict(verdict.good, words, verdict.captured)
-
-
 def model_cases() -> dict[str, Callable[[], Verdict]]:
     """Returns a case for each model, some with fused kernels, and one across GPUs if there are several."""
     found: dict[str, Callable[[], Verdict]] = {}
@@ -330,13 +290,12 @@ def plan_cases() -> dict[str, Callable[[], Verdict]]:
             for what, size in (("another shape", half), ("the same shape", BATCH)):
                 title = f"inference of {what} before a backward, {name} captured first, {mode}"
                 found[title] = partial(inference_between_case, trained, size, checkpoint=mode)
-    found["memory"] = memory_case
     found["gpt, fused kernels, autocast to bfloat16"] = partial(fused_case, "gpt", torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float16):
         word = str(dtype).removeprefix("torch.")
         found[f"gpt, autocast to {word}"] = partial(autocast_case, "gpt", dtype)
         found[f"resnet, autocast to {word}"] = partial(autocast_case, "resnet", dtype)
-        found[f"gpt, {word}"] = partial(dtype_case, "gpt", dtype)
+        found[f"gpt, {word}"] = partial(model_case, "gpt", dtype=dtype)
     for mode in ("always", "never"):
         found[f"unet, {mode}"] = partial(model_case, "unet", checkpoint=mode)
     for transport in ("peer", "pinned"):

@@ -7,10 +7,10 @@
                  loop: what is replayed, and what prevents a replay;
                  fused kernels, compared with float64
     plans        plans in flight, memory, autocast, transports             gpu-plans.md
-    steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md, .json
+    steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md
                  torch.compile
     tests        the tests marked `cuda`                                   gpu-pipelines.txt, gpu-others.txt
-    kernels      compared with eager PyTorch, Inductor and Liger-Kernel    kernels.md
+    kernels      compared with eager PyTorch and Inductor                   kernels.md
     sanitizer    steps under compute-sanitizer                             sanitizer.txt
     (all)        how each phase ended, and the files that it wrote         gpu-summary.txt
 
@@ -64,7 +64,6 @@ class Phase:
         name: name of the phase.
         commands: command lines by name; the name also names the output file.
         share: minimum time in seconds; time that earlier phases left unused is added.
-        seconds_variable: environment variable that passes the time limit to the commands.
         environment: further environment variables.
         files: patterns of the files in `RESULTS` that it writes, beside the output of its commands.
     """
@@ -72,7 +71,6 @@ class Phase:
     name: str
     commands: Mapping[str, Sequence[str]]
     share: float
-    seconds_variable: str = "GPIPE_FAST_SECONDS"
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[str] = ()
 
@@ -95,33 +93,20 @@ def phases() -> list[Phase]:
         "tests/contracts/contract_1_same_bits/test_cuda.py",
     ]
     others = [path for path in cuda_test_files() if path not in pipelines]
+
+    def module(name: str, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", name, *arguments]
+
+    checks, tests = "tools.on_gpu.checks", "tools.on_gpu.tests"
+    both = {"pipelines": module(tests, *pipelines), "others": module(tests, *others)}
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    module = [sys.executable, "-m"]
-    tests = [*module, "tools.on_gpu.tests"]
     return [
-        Phase("models", {"models": [*module, "tools.on_gpu.checks", "models"]}, 50, files=["gpu-models.md"]),
-        Phase("plans", {"plans": [*module, "tools.on_gpu.checks", "plans"]}, 60, files=["gpu-plans.md"]),
-        Phase(
-            "steps",
-            {"cuda": [*module, "bench.gpu.cuda"]},
-            205,
-            "GPIPE_FAST_BENCH_SECONDS",
-            files=["*-20??-??-??.md", "*-20??-??-??.json"],
-        ),
-        Phase(
-            "tests",
-            {"pipelines": [*tests, *pipelines], "others": [*tests, *others]},
-            70,
-            environment=deterministic,
-        ),
-        Phase("kernels", {"kernels": [*module, "bench.gpu.kernels"]}, 50, files=["kernels.md"]),
-        Phase(
-            "sanitizer",
-            {"sanitizer": [*module, "tools.on_gpu.sanitized"]},
-            80,
-            "GPIPE_FAST_SANITIZER_SECONDS",
-            files=["sanitizer.txt"],
-        ),
+        Phase("models", {"models": module(checks, "models")}, 50, files=["gpu-models.md"]),
+        Phase("plans", {"plans": module(checks, "plans")}, 60, files=["gpu-plans.md"]),
+        Phase("steps", {"cuda": module("bench.gpu.cuda")}, 205, files=["*-20??-??-??.md"]),
+        Phase("tests", both, 70, environment=deterministic),
+        Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 50, files=["kernels.md"]),
+        Phase("sanitizer", {"sanitizer": module("tools.on_gpu.sanitized")}, 80, files=["sanitizer.txt"]),
     ]
 
 
@@ -199,7 +184,7 @@ def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:
     print(f"{phase.name}: {seconds:.0f} s", flush=True)
     deadline = time.monotonic() + seconds
     RESULTS.mkdir(exist_ok=True)
-    variables = {phase.seconds_variable: f"{max(1.0, seconds - 2):.0f}", "PYTHONUNBUFFERED": "1"}
+    variables = {"GPIPE_FAST_SECONDS": f"{max(1.0, seconds - 2):.0f}", "PYTHONUNBUFFERED": "1"}
     environment = {**os.environ, **phase.environment, **variables}
     with contextlib.ExitStack() as stack:
         started = {
