@@ -1,14 +1,19 @@
-"""Every torchvision model as a pipeline: which layers run natively, and whether a step is bitwise equal."""
+"""torchvision's models as pipelines of `GPipe.from_model`: which run natively, and whether a step is equal.
+
+`python -m tools census` examines the smallest model of each family; `python -m tools census 'resnet*'`
+examines every constructor whose name matches a pattern, and writes no table.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
-import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +23,93 @@ from bench.measure import write as write_tables
 from gpipe_fast import GPipe, verify
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.reports.verify import Report
-from tools.sequences import as_sequence, build_perturbed, exclusion_reason, reduction_note, shape_of
 
 NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
+
+# The smallest model of each family; a family has one kind of block.
+FAMILIES = (
+    "alexnet convnext_tiny deeplabv3_mobilenet_v3_large deeplabv3_resnet50 densenet121 efficientnet_b0 "
+    "efficientnet_v2_s fcn_resnet50 googlenet inception_v3 lraspp_mobilenet_v3_large maxvit_t mc3_18 "
+    "mnasnet0_5 mobilenet_v2 mobilenet_v3_small mvit_v1_b mvit_v2_s quantized_googlenet "
+    "quantized_inception_v3 quantized_mobilenet_v2 quantized_mobilenet_v3_large quantized_resnet18 "
+    "quantized_shufflenet_v2_x0_5 r2plus1d_18 r3d_18 regnet_x_400mf regnet_y_400mf resnet18 resnet50 "
+    "resnext50_32x4d s3d shufflenet_v2_x0_5 squeezenet1_1 swin3d_t swin_t swin_v2_t vgg11 "
+    "vgg11_bn vit_b_16 wide_resnet50_2"
+)
+
+_DETECTOR = "takes lists of images and targets, and its computation depends on the boxes that it detects"
+EXCLUDED = {
+    "fasterrcnn_*": _DETECTOR,
+    "fcos_*": _DETECTOR,
+    "keypointrcnn_*": _DETECTOR,
+    "maskrcnn_*": _DETECTOR,
+    "raft_*": "its 12 updates share their weights, so most of it would be one block",
+    "retinanet_*": _DETECTOR,
+    "ssd*": _DETECTOR,
+}
+
+# Shapes of one sample; the first matching pattern counts. The sizes are small, but large enough that no batch
+# norm sees a single value.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "*inception_v3": (3, 96, 96),
+    "maxvit_t": (3, 224, 224),
+    "mvit_*": (3, 8, 64, 64),
+    "r3d_18": (3, 4, 32, 32),
+    "mc3_18": (3, 4, 32, 32),
+    "r2plus1d_18": (3, 4, 32, 32),
+    "s3d": (3, 16, 224, 224),
+    "swin3d_*": (3, 4, 64, 64),
+    "*": (3, 64, 64),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vit_*": {"image_size": 64},
+    "googlenet": {"aux_logits": False, "init_weights": False},
+    "inception_v3": {"aux_logits": False, "init_weights": False},
+    "quantized_googlenet": {"aux_logits": False, "init_weights": False, "quantize": False},
+    "quantized_inception_v3": {"aux_logits": False, "init_weights": False, "quantize": False},
+    "quantized_*": {"quantize": False},
+    "deeplabv3_*": {"weights_backbone": None},
+    "fcn_*": {"weights_backbone": None},
+    "lraspp_*": {"weights_backbone": None},
+    "*": {},
+}
+
+
+def _first_match(table: dict[str, Any], name: str) -> Any:
+    return next(value for pattern, value in table.items() if fnmatch(name, pattern))
+
+
+def build(name: str) -> nn.Module:
+    """Returns a torchvision model with its default initialization."""
+    models = importlib.import_module("torchvision.models")
+    torch.manual_seed(0)
+    # The constructors of MViT take no size of videos.
+    mvit = importlib.import_module("torchvision.models.video.mvit")
+    small = {"spatial_size": (64, 64), "temporal_size": 8}
+    with mock.patch.object(mvit, "MViT", lambda kind=mvit.MViT, **options: kind(**options | small)):
+        model: nn.Module = models.get_model(name, weights=None, **_first_match(OPTIONS, name))
+    return model
+
+
+def perturb_constants(model: nn.Module) -> nn.Module:
+    """Perturbs constant parameters: for example, a zero head would make every gradient before it zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+_REMARKS = {
+    "googlenet": "aux_logits=False",
+    "inception_v3": "aux_logits=False",
+    "quantized_googlenet": "aux_logits=False, quantize=False",
+    "quantized_inception_v3": "aux_logits=False, quantize=False",
+    "quantized_*": "quantize=False",
+    "mvit_*": "8 frames of 64 x 64",
+    "*": "",
+}
 
 
 @dataclass(frozen=True)
@@ -28,31 +117,22 @@ class Verdict:
     """The result for one model.
 
     Attributes:
-        num_layers: number of layers in the sequence.
-        refused: layers that cannot be lowered, with the reasons.
-        report: the comparison with the plain loop; None if a layer was refused.
-        note: how the model was reduced, and what went wrong.
         name: name of the constructor.
-        seconds: time to examine the model.
+        num_layers: number of layers: what comes before the blocks, each block, and the rest.
+        report: the comparison with the plain loop; None if a layer does not run natively.
+        note: how the model was reduced, and what went wrong.
     """
 
-    num_layers: int
-    refused: dict[str, str]
-    report: Report | None
+    name: str
+    num_layers: int = 0
+    report: Report | None = None
     note: str = ""
-    name: str = ""
-    seconds: float = 0.0
-
-    @property
-    def num_native(self) -> int:
-        """Number of lowered layers."""
-        return self.num_layers - len(self.refused)
 
     @property
     def result(self) -> str:
         """'equal', or the number of differing tensors and the largest relative difference."""
         if self.report is None:
-            return "-"
+            return "not native"
         if self.report.ok:
             return "equal"
         wrong = [row for row in self.report.rows if not row.equal]
@@ -61,8 +141,8 @@ class Verdict:
 
     def row(self) -> list[object]:
         """Returns the table row."""
-        share = f"{self.num_native / self.num_layers:.0%}" if self.num_layers else "-"
-        return [self.name, self.num_layers, self.num_native, share, self.result, self.note]
+        tensors = len(self.report.rows) if self.report else ""
+        return [self.name, self.num_layers or "", tensors, self.result, self.note]
 
 
 def loss_of(output: object) -> Tensor:
@@ -72,107 +152,72 @@ def loss_of(output: object) -> Tensor:
     return torch.stack([(t * torch.randn(t.shape, generator=generator)).mean() for t in tensors]).sum()
 
 
-def check_outputs(model: nn.Module, sequence: nn.Sequential, x: Tensor) -> None:
-    """Raises AssertionError unless model and sequence return bitwise equal outputs in evaluation mode."""
-    model.eval()
-    with torch.no_grad():
-        (wanted, _), (found, _) = flatten(model(x)), flatten(sequence(x))
-    model.train()
-    assert len(wanted) == len(found)
-    assert all(map(torch.equal, wanted, found)), "the sequence computes another function than the model"
-
-
-def count_dead_gradients(sequence: nn.Sequential, x: object) -> int:
+def count_dead_gradients(model: nn.Module, x: Tensor) -> int:
     """Returns the number of parameters whose gradient is missing or zero: comparing these proves nothing.
 
     Raises:
         AssertionError: a gradient is not finite, so comparing it would prove nothing either.
     """
-    for module in sequence.modules():
+    for module in model.modules():
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
             module.eval()  # stochastic depth would zero gradients at random
-    parameters = list(sequence.parameters())
-    gradients = torch.autograd.grad(loss_of(sequence(x)), parameters, allow_unused=True)
-    sequence.train()
+    gradients = torch.autograd.grad(loss_of(model(x)), list(model.parameters()), allow_unused=True)
+    model.train()
     assert all(g is None or bool(g.isfinite().all()) for g in gradients), "a gradient is not finite"
     return sum(g is None or not g.any() for g in gradients)
 
 
+def compare(model: nn.Module, x: Tensor, name: str = "", note: str = "") -> Verdict:
+    """Compares one step of the model as a pipeline with the plain loop; its running statistics change."""
+    num_dead = count_dead_gradients(perturb_constants(model), x)
+    notes = [note, f"{num_dead} gradients are zero" if num_dead else ""]
+    try:
+        pipe = GPipe.from_model(model, (x,), devices=["cpu"] * NUM_STAGES, chunks=CHUNKS, backend="aten")
+        found = Verdict(name, sum(pipe.balance), verify(pipe, x, loss_fn=loss_of))
+    except RuntimeError as error:  # it names the layer
+        found, notes = Verdict(name), [*notes, str(error).splitlines()[0]]
+    return replace(found, note="; ".join(filter(None, notes)))
+
+
 def examine(name: str) -> Verdict:
     """Builds a constructor's model and compares one pipelined step with the plain loop."""
-    start, shape = time.perf_counter(), shape_of(name)
-    x = torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
-    verdict = compare(build_perturbed(name), x, shape[-2:])
-    notes = filter(None, [reduction_note(name), verdict.note])
-    return replace(verdict, name=name, seconds=time.perf_counter() - start, note="; ".join(notes))
-
-
-def compare(model: nn.Module, x: Tensor, size: Sequence[int]) -> Verdict:
-    """Compares one step of the model as a pipeline with the plain loop.
-
-    Args:
-        model: the model; its running statistics change.
-        x: a mini-batch.
-        size: height and width of the images.
-    """
-    sequence = as_sequence(model, size)
-    assert sequence is not None, f"no rule for {type(model).__name__}"
-    check_outputs(model, sequence, x)
-    num_dead = count_dead_gradients(sequence, x)
-    note = f"{num_dead} gradients are zero" if num_dead else ""
-    cuts = [len(sequence) * i // NUM_STAGES for i in range(NUM_STAGES + 1)]
-    balance = [end - begin for begin, end in itertools.pairwise(cuts)]
-    pipe = GPipe(sequence, balance, devices=["cpu"] * NUM_STAGES, chunks=CHUNKS, backend="aten")
+    x = torch.randn(BATCH, *_first_match(SHAPES, name), generator=torch.Generator().manual_seed(1))
     try:
-        return Verdict(len(sequence), {}, verify(pipe, x, loss_of), note)
-    except RuntimeError as error:  # it names the layer
-        return Verdict(len(sequence), {"the first": str(error).splitlines()[0]}, None, note)
-
-
-def _examine_safely(name: str) -> Verdict:
-    try:
-        verdict = examine(name)
+        verdict = compare(build(name), x, name, _first_match(_REMARKS, name))
     except Exception as error:
-        verdict = Verdict(0, {}, None, f"{type(error).__name__}: {error}".splitlines()[0], name)
+        verdict = Verdict(name, note=f"{type(error).__name__}: {error}".splitlines()[0])
     gc.collect()
-    print(*verdict.row(), f"{verdict.seconds:.1f} s", *verdict.refused.items(), sep=" | ", flush=True)
+    print(*verdict.row(), sep=" | ", flush=True)
     return verdict
 
 
-def write(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> None:
+def write(verdicts: Sequence[Verdict]) -> None:
     """Prints the tables and writes them to bench/results."""
-    layers, native = (sum(n) for n in zip(*((v.num_layers, v.num_native) for v in verdicts), strict=True))
-    equal = sum(v.report is not None and v.report.ok for v in verdicts)
-    total = [f"{len(verdicts)} models", layers, native, f"{native / layers:.1%}", f"{equal} equal", ""]
-    refused = [(v.name, *item) for v in verdicts for item in v.refused.items()]
-    more_tables = [Table("Excluded constructors", ["constructor", "reason"], sorted(skipped.items()))]
-    if refused:
-        more_tables.insert(0, Table("Layers that cannot run natively", ["model", "layer", "reason"], refused))
+    equal = sum(v.result == "equal" for v in verdicts)
+    total = [f"{len(verdicts)} models", "", "", f"{equal} equal", ""]
     version = importlib.import_module("torchvision").__version__
     text = write_tables(
         "census_torchvision",
         "Census of torchvision's models",
-        ["model", "layers", "native", "share", "compared with the plain loop", "note"],
+        ["model", "layers", "tensors", "compared with the plain loop", "note"],
         [*(v.row() for v in verdicts), total],
-        f"torchvision {version}. Every constructor's model has random weights and is rewritten as a sequence "
-        f"of its blocks that computes the same function, in {NUM_STAGES} stages. One step in training mode, "
-        f"{BATCH} samples in {CHUNKS} micro-batches, checkpoint='except_last', one thread. 'equal' means "
-        "that output, loss, gradients and buffers are bitwise equal.\n",
-        more_tables,
+        f"torchvision {version}. The smallest model of each family, with random weights, as a pipeline of "
+        f"`GPipe.from_model` in {NUM_STAGES} stages, balanced by time; no layer runs in Python. One step in "
+        f"training mode, {BATCH} samples in {CHUNKS} micro-batches, checkpoint='except_last', one thread. "
+        "'equal' means that output, loss, gradients and buffers are bitwise equal.\n",
+        [Table("Excluded constructors", ["constructor", "reason"], list(EXCLUDED.items()))],
     )
     print(text, flush=True)
 
 
 def main(patterns: Sequence[str] = ()) -> None:
-    """Examines the models whose names match a pattern; without patterns, all, and writes the tables."""
+    """Examines the models whose names match a pattern; without patterns, `FAMILIES`, and writes the table."""
     if importlib.util.find_spec("torchvision") is None:
         print("census: skipped, torchvision is not installed")
         return
     torch.set_num_threads(1)
-    names = importlib.import_module("torchvision.models").list_models()
-    skipped = {name: why for name in names if (why := exclusion_reason(name))}
-    names = [name for name in names if name not in skipped]
-    names = [name for name in names if not patterns or any(fnmatch(name, p) for p in patterns)]
-    verdicts = [_examine_safely(name) for name in names]
+    every = importlib.import_module("torchvision.models").list_models()
+    names = [name for name in every if any(fnmatch(name, p) for p in patterns)] or FAMILIES.split()
+    verdicts = [examine(name) for name in names]
     if not patterns:
-        write(verdicts, skipped)
+        write(verdicts)

@@ -612,6 +612,7 @@ _QUANTIZERS = (
     "aqlm",
     "eetq",
 )
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 
 def make_pipelined(
@@ -676,7 +677,8 @@ def _refuse_quantized(model: nn.Module) -> None:
         tensors = (*module._parameters.values(), *module._buffers.values())
         if (
             package.startswith(_QUANTIZERS)
-            or package.startswith(("torch.ao.nn.quantized", "torch.nn.quantized"))
+            # A FloatFunctional is where a model that may be quantized adds or concatenates.
+            or (package.startswith(_QUANTIZED) and type(module).__name__ != "FloatFunctional")
             or any(t is not None and (t.is_quantized or hasattr(t, "quant_state")) for t in tensors)
             or (module is model and getattr(model, "is_quantized", False))
         ):
