@@ -3,7 +3,7 @@
 The stages are traced first. The ladders of their graphs (gpipe_fast/lower/ladder.py), the times of their
 operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. Programs are then lowered for
 what was chosen, and the choice is made again with the scratch memory that they turn out to need. At last the
-plan is made, and counted as `GPipe.memory` does; if it needs more, the choice is made once more with less.
+plan is made, and counted as `GPipe.memory` does; the choice is made once more with what it leaves, or lacks.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # How often programs are lowered for a choice. After that, one is made among those that are lowered.
 _MAX_ATTEMPTS = 8
+# How often plans are counted, and the share of a limit that a plan may leave unused without another attempt.
+_MAX_PLANS = 6
+_UNUSED_SHARE = 0.01
 Limits = Mapping[torch.device, float]
 
 
@@ -70,13 +73,8 @@ def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
     limited = _Limited(planner, call)
     limited.calibrate()
     found = limited.nothing_recomputed
-    if limited.excess(found.checkpoint, limits):
-        for _ in range(_MAX_ATTEMPTS):
-            found = limited.choose(limits)
-            if limited.fits(found.checkpoint, limits):
-                break
-        else:
-            found = limited.everything_recomputed
+    if min(limited.unused(found.checkpoint, limits).values()) < 0:
+        found = limited.fastest(limits)
     planner.within[key] = found
     return found
 
@@ -174,8 +172,44 @@ class _Limited:
         least = Budget(self.costs, self.sizes, self._schedule).least()
         self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
+    def fastest(self, limits: Limits) -> Choice:
+        """As `choice_within`: the fastest of a few choices whose plans fit.
+
+        The costs are estimates. So what is given to `choose` is what a plan has left or lacked more or less,
+        halfway to what has been too much.
+        """
+        found = self.everything_recomputed
+        given, enough, too_much = dict(limits), dict[torch.device, float](), dict[torch.device, float]()
+        tried = set[Checkpoint]()
+        for _ in range(_MAX_PLANS):
+            choice = self.choose(given)
+            if choice.checkpoint in tried:
+                break
+            tried.add(choice.checkpoint)
+            unused = self.unused(choice.checkpoint, limits)
+            fits = min(unused.values()) >= 0
+            if fits and choice.nanoseconds < found.nanoseconds:
+                found = choice
+            if fits and all(left <= _UNUSED_SHARE * limits[device] for device, left in unused.items()):
+                break
+            for device, left in unused.items():
+                if left < 0:
+                    too_much[device] = min(given[device], too_much.get(device, math.inf))
+                elif fits:
+                    enough[device] = max(given[device], enough.get(device, 0.0))
+                wanted = given[device] + left
+                if device in too_much and device in enough:
+                    wanted = (enough[device] + too_much[device]) / 2
+                given[device] = max(wanted, self._least(device))
+        return found
+
+    def _least(self, device: torch.device) -> float:
+        """Returns what `choose` takes at least for a device."""
+        least = Budget(self.costs, self.sizes, self._schedule).least()
+        return sum(size for size, stage in zip(least, self._stages, strict=True) if stage.device == device)
+
     def choose(self, limits: Limits) -> Choice:
-        """As `choice_within`."""
+        """Returns the fastest choice that fits by the estimated costs, as `choice_within`."""
         for _ in range(_MAX_ATTEMPTS):
             climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
             unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]
@@ -185,23 +219,16 @@ class _Limited:
                 return self._choice_of(climb)
         return self._choice_of(self._known_choice(limits))
 
-    def fits(self, checkpoint: Checkpoint, limits: Limits) -> bool:
-        """Returns whether the plan for a choice fits; if not, the next choice is made with higher costs."""
-        excess = self.excess(checkpoint, limits)
-        for stage, size in excess.items():
-            self._beside[stage] += size
-        return not excess
-
-    def excess(self, checkpoint: Checkpoint, limits: Limits) -> dict[int, float]:
-        """Returns, for each device whose limit a choice's plan exceeds, by how much: by its largest stage."""
+    def unused(self, checkpoint: Checkpoint, limits: Limits) -> dict[torch.device, float]:
+        """Returns how many bytes of each device's limit a choice's plan leaves; negative if it exceeds it."""
         needed = self._needed(replace(self._call, checkpoint=checkpoint))
-        found = {}
-        for device, limit in limits.items():
-            own = [stage for stage, each in enumerate(self._stages) if each.device == device]
-            size = sum(needed[stage].total for stage in own) - limit
-            if size > 0:
-                found[max(own, key=lambda stage: needed[stage].total)] = size
-        return found
+        return {
+            device: limit
+            - sum(
+                own.total for own, stage in zip(needed, self._stages, strict=True) if stage.device == device
+            )
+            for device, limit in limits.items()
+        }
 
     def _needed(self, call: Call) -> list[StageBytes]:
         return stage_bytes(self._stages, _compiled(self._planner, call), call)

@@ -19,7 +19,7 @@ from gpipe_fast import GPipe, is_recomputing, tune
 from gpipe_fast.runtime.stage_memory import StageBytes
 from gpipe_fast.schedule import SCHEDULES
 from tests.models.test_paper_models import SMALL
-from tests.reference import SEED, Result, loop_step, pipeline_step, unequal
+from tests.reference import SEED, Result, leaf, loop_step, pipeline_step, unequal
 from tests.untraceable import FunctionLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,14 +59,15 @@ def test_calls_within_a_memory_equal_the_plain_loop(name: str) -> None:
         return GPipe(layers, balance, devices=["cpu"] * 2, chunks=CHUNKS, backend="aten", **options)
 
     x = batch()
-    ends = [needed(made(checkpoint=checkpoint), x) for checkpoint in ("always", "never")]
+    differentiated = leaf(x)  # as the steps do, so that gradients of inputs count
+    ends = [needed(made(checkpoint=checkpoint), differentiated) for checkpoint in ("always", "never")]
     torch.manual_seed(SEED)
     expected = loop_step(make(), x, CHUNKS)
     for share in (0.3, 0.7):
         limit = int(ends[0] + share * (ends[1] - ends[0]))
         pipe = made(memory=limit)
         assert unequal(pipeline_step(pipe, x), expected) == []
-        assert needed(pipe, x) <= limit
+        assert needed(pipe, differentiated) <= limit
 
 
 @pytest.mark.sampled(1)
@@ -144,7 +145,10 @@ def wide(**options: object) -> tuple[GPipe, Tensor]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_a_memory_that_is_enough_is_accepted_and_used(chunks: int) -> None:
-    """Everything between the least and the most that a step can use is used to within a tenth."""
+    """Everything between the least and the most that a step can use is used to within a tenth.
+
+    A single micro-batch may need less if something is saved than if everything is recomputed.
+    """
     ends = []
     for checkpoint in ("always", "never"):
         pipe, x = wide(balance=[4, 4], chunks=chunks, checkpoint=checkpoint)
@@ -152,8 +156,8 @@ def test_a_memory_that_is_enough_is_accepted_and_used(chunks: int) -> None:
     for share in (0.0, 0.5, 1.0):
         limit = int(ends[0] + share * (ends[1] - ends[0]))
         pipe, x = wide(balance=[4, 4], chunks=chunks, memory=limit)
-        assert 0.9 * limit <= needed(pipe, x) <= limit, share
-    pipe, x = wide(balance=[4, 4], chunks=chunks, memory=int(0.97 * ends[0]))
+        assert (0.85 if chunks == 1 else 0.9) * limit <= needed(pipe, x) <= limit, share
+    pipe, x = wide(balance=[4, 4], chunks=chunks, memory=int(0.97 * min(ends)))
     with pytest.raises(ValueError, match=f"at least {ends[0] / 2**20:.1f} MiB is needed"):
         pipe(x)
 
