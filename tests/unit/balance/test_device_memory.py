@@ -54,6 +54,18 @@ def test_moved_parameters_must_fit_into_free_memory(memory: Callable[[int, int],
         check_partitions_fit([partition()], [GPU])
 
 
+def test_unused_memory_of_the_allocator_is_free(
+    memory: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(16 * MIB, 3 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * MIB)
+    check_partitions_fit([partition()], [GPU])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * MIB + 1)
+    with pytest.raises(ValueError, match="stages 0 move"):
+        check_partitions_fit([partition()], [GPU])
+
+
 def test_gradients_count_for_parameters_that_require_them() -> None:
     layer = nn.BatchNorm1d(4)
     buffers = 2 * 16 + 8  # running mean and variance in float32, and the number of batches in int64

@@ -39,6 +39,13 @@ def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None
     assert first._number == second._number == 1
 
 
+def test_ranks_that_are_not_ready_are_named() -> None:
+    store = dist.HashStore()
+    store.set("0/ready/2", "")
+    with pytest.raises(RuntimeError, match=r"rank 0 has waited for 0\.1 s for ranks \[1, 3\], which have"):
+        Ranks(0, 4, store, timeout=0.1)._wait_until_ready()
+
+
 def on_meta(pipe: GPipe) -> list[bool]:
     return [parameter.is_meta for parameter in pipe.parameters()]
 

@@ -51,6 +51,19 @@ class Chunked(nn.Module):
         return q * k + v
 
 
+class Halved(nn.Module):
+    """Casts a third of a weight, and the rest, whose copy it halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, (key, value) = self.weight[:8].bfloat16(), self.weight[8:].bfloat16().chunk(2)
+        q, k, v = (nn.functional.linear(x, part) for part in (query, key, value))
+        return q * k + v
+
+
 class Part(nn.Module):
     """Casts a part of each of two weights: some rows, and some columns."""
 
@@ -84,6 +97,7 @@ STAGES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor]]] = 
     "block": (lambda: [Block(8, 2)], lambda: torch.randn(2, 5, 8)),
     "tied": (lambda: [Tied(), nn.Tanh()], lambda: torch.randn(4, 8)),
     "chunked": (lambda: [Chunked()], lambda: torch.randn(4, 8)),
+    "halved": (lambda: [Halved()], lambda: torch.randn(4, 8)),
     "part": (lambda: [Part()], lambda: torch.randn(4, 8)),
     "returned": (lambda: [Returned()], lambda: torch.randn(4, 8)),
     "frozen": (frozen, lambda: torch.randn(4, 8)),
@@ -126,6 +140,7 @@ def microbatches(layers: Sequence[nn.Module], joint: JointGraph, x: Tensor, frac
         ("block", [f"parameter_cast[{i}] to bfloat16" for i in (5, 4, 7, 6, 9, 8, 11, 10)]),
         ("tied", ["parameter_cast[0] to bfloat16"]),
         ("chunked", ["parameter_cast[0] to bfloat16"]),
+        ("halved", ["parameter_cast[0] to bfloat16"]),
         ("part", []),
         (
             "returned",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from gpipe_fast.reports.network import Edge, Network, RankInfo
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpipe_fast.reports.network import Edge, Network, RankInfo, _own_device
 
 RANKS = [RankInfo(rank, f"host{rank}", f"cuda:{rank}", "2.14.1", "0.1") for rank in range(3)]
 EDGES = [Edge(0, 1, "gloo", 25e-6, 1.5e9), Edge(1, 0, "gloo", 30e-6, 2e9)]
@@ -38,3 +42,10 @@ def test_an_edge_that_failed_is_a_problem() -> None:
         "nccl",
         "failed",
     ]
+
+
+@pytest.mark.parametrize("missing", ["no GPU", "no NCCL"])
+def test_without_a_gpu_or_nccl_the_cpu_is_measured(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: missing != "no GPU")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: missing != "no NCCL")
+    assert _own_device() == torch.device("cpu")
