@@ -292,7 +292,9 @@ def replays_launch_the_kernels() -> None:
     for _ in range(6):
         for case in cases:
             before = launched.copy()
-            found.append((gradients(case.model, x.detach().requires_grad_(), weights), launched - before))
+            step = gradients(case.model, x.detach().requires_grad_(), weights)
+            torch.cuda.synchronize()  # work may be deferred
+            found.append((step, launched - before))
         (plain, launches), (captured, replayed) = found[-2:]
         assert all(map(torch.equal, plain, captured))
     assert launches == replayed
