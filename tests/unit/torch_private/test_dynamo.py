@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
+import pytest
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.side_effects import SideEffects
 
-from gpipe_fast.torch_private.dynamo import effective_changes_only, settings
+from gpipe_fast.torch_private.dynamo import _is_empty_again, effective_changes_only, settings
 
 
 def test_settings_hold_in_a_block_and_unknown_ones_are_left_out() -> None:
@@ -25,3 +27,12 @@ def test_patches_of_side_effects_end() -> None:
     with effective_changes_only([]):
         assert SideEffects._get_modified_vars is not before
     assert SideEffects._get_modified_vars is before
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_empty"), [({}, {}, True), ({}, {"a": 1}, False), ({"a": 1}, {}, False)]
+)
+def test_a_dict_that_was_filled_is_not_empty_again(before: object, after: object, is_empty: bool) -> None:
+    variable = SimpleNamespace(source="source", original_items=before, items=after)
+    assert _is_empty_again(variable) == is_empty
+    assert not _is_empty_again(SimpleNamespace(original_items={}, items={}))  # made by the forward
