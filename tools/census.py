@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -26,7 +27,7 @@ from gpipe_fast.reports.verify import Report
 
 NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
 
-# The smallest model of each family; a family has one kind of block.
+# The smallest model of each family, whose larger models have the same kinds of blocks.
 FAMILIES = (
     "alexnet convnext_tiny deeplabv3_mobilenet_v3_large deeplabv3_resnet50 densenet121 efficientnet_b0 "
     "efficientnet_v2_s fcn_resnet50 googlenet inception_v3 lraspp_mobilenet_v3_large maxvit_t mc3_18 "
@@ -217,7 +218,9 @@ def main(patterns: Sequence[str] = ()) -> None:
         return
     torch.set_num_threads(1)
     every = importlib.import_module("torchvision.models").list_models()
-    names = [name for name in every if any(fnmatch(name, p) for p in patterns)] or FAMILIES.split()
-    verdicts = [examine(name) for name in names]
+    names = [name for name in every if any(fnmatch(name, p) for p in patterns)]
+    if patterns and not names:
+        sys.exit(f"census: no model of torchvision matches {', '.join(patterns)}")
+    verdicts = [examine(name) for name in names or FAMILIES.split()]
     if not patterns:
         write(verdicts)

@@ -173,10 +173,11 @@ class _Limited:
         self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
     def fastest(self, limits: Limits) -> Choice:
-        """As `choice_within`: the fastest of a few choices whose plans fit.
+        """Returns the fastest of a few choices whose plans fit, as `choice_within`.
 
-        The costs are estimates. So what is given to `choose` is what a plan has left or lacked more or less,
-        halfway to what has been too much.
+        `choose` estimates what a plan needs, and here the plan is counted. What it leaves of the limits is
+        added to what `choose` is given next, and what it lacks is taken away. Between a number of bytes whose
+        plan fits and one whose plan does not, the next one is their mean.
         """
         found = self.everything_recomputed
         given, enough, too_much = dict(limits), dict[torch.device, float](), dict[torch.device, float]()
