@@ -440,8 +440,8 @@ class GPipe(Reporting, Container):
         else:
             gradients = []
             if torch.is_grad_enabled():
-                like = plan.first_output(self._stages[-1])
-                gradients = given.gradients(plan.schedule.num_microbatches, like)
+                losses = plan.possible_losses(self._stages[-1])
+                gradients = given.gradients(plan.schedule.num_microbatches, losses)
             key = call.key()
             update = None if given.updates is None else given.updates.of(call.parameters)
             outputs, structure = call.pipeline.step(

@@ -31,6 +31,15 @@ at::Tensor make_key(int64_t minibatch, int64_t microbatch, int64_t first_layer, 
   return device.is_cpu() ? key : key.to(device, /*non_blocking=*/true);
 }
 
+// Keeps the gradient that has the dtype of the loss, if a step has got one for each dtype that the loss may have.
+void keep_gradient_of_loss(Tensors& gradients, const Tensors& outputs) {
+  if (gradients.size() < 2) return;
+  const auto found = std::find_if(gradients.begin(), gradients.end(), [&](const at::Tensor& gradient) {
+    return gradient.scalar_type() == outputs.front().scalar_type();
+  });
+  gradients = {found == gradients.end() ? gradients.front() : *found};
+}
+
 }  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Transport> transport,
@@ -415,6 +424,9 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
     mark_ready(segment->stashes, skips, action.stage);
   }
   microbatch_state.outputs = std::move(value);
+  // Other stages may have begun to receive their gradients.
+  if (&stage == &stages_.back())
+    keep_gradient_of_loss(microbatch_state.tangents, microbatch_state.outputs.tensors);
 }
 
 }  // namespace gpipe_fast

@@ -78,7 +78,8 @@ class MiniBatch final : public Work {
   using Update =
       std::function<void(int32_t stage, const std::vector<int64_t>& parameters, Tensors gradients)>;
   // Takes the inputs of a run of forwards and backwards: the first stage's boundary inputs, the given skip tensors and
-  // the gradients of the outputs, each by micro-batch. `update` may be empty if there are no update actions.
+  // the gradients of the loss for each dtype that it may have, all by micro-batch. `update` may be empty if there are
+  // no update actions.
   void begin_step(std::vector<Tensors> microbatches, std::vector<Tensors> given,
                   std::vector<Tensors> gradients, Update update);
   // The gradients that a step has computed, until a backward takes them.

@@ -45,9 +45,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   Gradients backward(MiniBatch& minibatch, const Tensors& gradients, const PartLengths& sizes, bool retain);
 
   // Runs forward and backward of one mini-batch in one run, in the order of the plan's step. `given`: the tensors of
-  // the plan's given skips, on the last stage's device. `gradients`: those of the outputs, by micro-batch. The outputs
-  // are connected to the autograd graph; its backward only returns the gradients, whatever it gets. If the run fails,
-  // nothing has changed, unless there are update actions.
+  // the plan's given skips, on the last stage's device. `gradients`: those of the first output, the loss, by
+  // micro-batch: one for each dtype that it may have. The outputs are connected to the autograd graph; its backward only
+  // returns the gradients, whatever it gets. If the run fails, nothing has changed, unless there are update actions.
   //
   // `update`: called by the worker of a stage in its update action, if the step has one, with the indices of the
   // parameters that no other stage uses, after their gradients were added to their `.grad`; these belong to no graph.

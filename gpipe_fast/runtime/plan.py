@@ -26,6 +26,8 @@ from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4
+# Half precision is not among them: the losses of micro-batches are added up in float32.
+_DTYPES_OF_LOSSES = (torch.float32, torch.float64)
 
 
 class StepOrder(NamedTuple):
@@ -88,11 +90,13 @@ class PlannedCall:
             return None
         return [[StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in self.compiled]
 
-    def first_output(self, stage: Stage) -> Tensor:
-        """Returns an uninitialized tensor like the first output of the last layer: the loss of a step.
+    def possible_losses(self, stage: Stage) -> list[Tensor]:
+        """Returns uninitialized tensors like the first output of the last layer: the loss of a step.
+
+        There are several if its dtype is known only at run time: one for each dtype that it may have.
 
         Args:
-            stage: the last stage. If its outputs are known only at run time, its parameters tell the dtype.
+            stage: the last stage.
 
         Raises:
             ValueError: nothing requires a gradient.
@@ -103,9 +107,8 @@ class PlannedCall:
                 "one; call model.evaluate, or compute the loss from the output without detach()"
             )
         if self.compiled is None:
-            is_double = any(p.dtype == torch.float64 for p in parameters_of(stage.layers))
-            return torch.empty(1, dtype=torch.float64 if is_double else torch.float32, device=stage.device)
-        return self.compiled[0][-1].outputs.tensors[0].example()
+            return [torch.empty(1, dtype=dtype, device=stage.device) for dtype in _DTYPES_OF_LOSSES]
+        return [self.compiled[0][-1].outputs.tensors[0].example()]
 
     def compiled_stages(self) -> list[CompiledStage]:
         """Returns the compiled stages of all micro-batches, each once."""

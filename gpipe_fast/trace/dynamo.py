@@ -659,6 +659,9 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
             f"it computes with tensors on {devices[1]} and {devices[2]}; make constants on the device of the "
             "inputs, or register them as buffers of the layer, or of a loss that is a module of your own"
         )
+    raised = _RAISED.search(text)
+    if raised is not None:
+        return Refused(f"tracing raised {raised[1]}: {raised[3]}")
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, dynamo.Unsupported):
         return Refused(f"tracing raised {type(error).__name__}: {first}")
@@ -674,6 +677,8 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
 
 # How PyTorch says that an operator got tensors on two devices.
 _TWO_DEVICES = re.compile(r"two (?:different )?devices,? (\w+:?\d*)(?: and|,) (\w+:?\d*)")
+# How Dynamo quotes the error of an operator: its class, and the first line of its message.
+_RAISED = re.compile(r": got (\w+)\((['\"])(.*?)\.?(?:\\n|\2\))")
 # Where Dynamo's own objects begin in what it says about a place.
 _ARGUMENTS = re.compile(r",? (?:args: |\[?<class 'torch\._dynamo)")
 # The maximum number of characters of what Dynamo says about the place of a failure.

@@ -42,15 +42,25 @@ class Given(NamedTuple):
     updates: StageUpdates | None = None
     offer: Callable[[Sequence[Tensor]], None] | None = None
 
-    def gradients(self, num_microbatches: int, like: Tensor) -> list[list[Tensor]]:
-        """Returns the gradient of the loss of each micro-batch, in the order in which autograd multiplies."""
-        gradient = torch.ones_like(like)
+    def gradients(self, num_microbatches: int, losses: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the gradients of the loss of each micro-batch, in the order in which autograd multiplies.
+
+        Args:
+            num_microbatches: the number of micro-batches.
+            losses: tensors like the loss, one for each dtype that it may have.
+        """
+        found = [self._gradient(torch.ones_like(loss)) for loss in losses]
+        if self.weights is None:
+            return [found] * num_microbatches
+        columns = [[gradient * weight for weight in self.weights] for gradient in found]
+        return list(map(list, zip(*columns, strict=True)))
+
+    def _gradient(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of the loss of a micro-batch of weight 1, given that of the scaled loss."""
         if self.scaler is not None:
             gradient = self.scaler.scale(gradient)
-        gradient = (gradient / self.divisor).view(shape_of_loss(self.dim))
-        if self.weights is None:
-            return [[gradient]] * num_microbatches
-        return [[gradient * weight] for weight in self.weights]
+        found: Tensor = gradient / self.divisor
+        return found.view(shape_of_loss(self.dim))
 
 
 class Losses(NamedTuple):

@@ -23,7 +23,7 @@ needs_gloo = pytest.mark.skipif(
 )
 
 # A rank that takes longer hangs. Errors that are expected come within the timeouts of the pipelines.
-MAX_SECONDS = 240.0
+MAX_SECONDS = 600.0
 
 
 class RankFailed(Exception):

@@ -24,7 +24,7 @@ pytestmark = needs_gloo
 )
 def test_gradients_are_summed_in_the_order_of_replicas(names: list[str], schedules: list[str]) -> None:
     """Two replicas with 9 and 6 samples, of two stages each, equal two processes added up, bit for bit."""
-    assert run_ranks(4, cases.same_sums, names, schedules) == [len(schedules)] * 4
+    assert run_ranks(4, cases.same_sums, names, schedules) == [len(names) * len(schedules)] * 4
 
 
 def test_gradients_of_several_dtypes_layouts_and_buckets() -> None:

@@ -13,7 +13,7 @@ pytestmark = needs_gloo
 # eleven samples in 2, 3, 4 or 5 micro-batches, the last is smaller.
 CASES = {
     "smaller last micro-batch": (2, ["batch norm"], ["gpipe"], [5], ["except_last"], 2, 11),
-    "skips beyond neighbours": (3, ["skips"], ["zb-h1"], [4], ["except_last"], 3, 12),
+    "skips beyond neighbours, and pairs": (3, ["skips", "tuples"], ["zb-h1"], [4], ["except_last"], 3, 12),
     "stages in turn": (2, ["ties"], ["interleaved"], [4], ["except_last"], 4, 12),
 }
 SCHEDULES, BOUNDARIES = ["gpipe", "1f1b", "zb-h1"], ["tuples", "skips", "dropout", "ties"]

@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     "ViT": (
         partial(transformers, "ViTForImageClassification", hidden_dropout_prob=0.1, **PATCHES),
         {"pixel_values": IMAGES, "labels": CLASSES},
-        MEAN,
+        ITEMS,
     ),
     "CLIP's text tower": (
         partial(transformers, "CLIPTextModel", **TEXT),
@@ -276,8 +276,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def num_targets(labels: Tensor, loss: str) -> int:
-    """Returns how many targets count; causal models shift them."""
-    counted = labels[..., 1:] if loss == ITEMS else labels
+    """Returns how many targets count; causal models shift them, those of images do not."""
+    counted = labels[..., 1:] if loss == ITEMS and labels.dim() > 1 else labels
     return int((counted != -100).sum())
 
 

@@ -208,6 +208,11 @@ SUBJECTS = TORCH | OTHERS
 # A backward of its own for each micro-batch adds up several uses in another order.
 _SEVERAL_USES = {"weight used repeatedly", "weight and its transpose", "tied within", "GRU", "bidirectional"}
 _SEVERAL_USES |= {"sparse gradients"}  # of a row
+_SUBJECTS_OF_SEVERAL_USES = {"spectral norm", "torch.nn: RNN", "torch.nn: GRU"}
+# Numbers of samples and chunks: even ones, single samples, and uneven ones.
+_SIZES = [(8, 4), (8, 8), (7, 4)]
+# Batch norm needs two values per channel in every micro-batch.
+_SIZES_OF_SINGLE_PIXELS = [(8, 4), (8, 4), (8, 3)]
 
 
 def draw_of(subject: str, seed: int) -> Run:
@@ -216,14 +221,14 @@ def draw_of(subject: str, seed: int) -> Run:
     balance = _draw_balance(r, len(list(SUBJECTS[subject].make())))
     shares = [_draw_checkpoint(r, len(balance)) for _ in range(3)]
     layouts = [r.choice(LAYOUTS[:3]) for _ in range(4)]
-    ways = ("call",) if subject == "spectral norm" else WAYS  # which uses its weight twice
+    ways = ("call",) if subject in _SUBJECTS_OF_SEVERAL_USES else WAYS
+    sizes = _SIZES_OF_SINGLE_PIXELS if subject == "channels_last: batch norm, 1 pixels wide" else _SIZES
+    uneven = sizes[-1]
     steps = [
         Step(2, 1, checkpoint=shares[0]),
-        Step(7, 4, checkpoint=shares[1], layout=layouts[0], loss=r.choice(["noise", *LOSSES])),
-        Step(
-            *r.choice([(8, 4), (8, 8), (7, 4)]), checkpoint=shares[2], layout=layouts[1], way=r.choice(ways)
-        ),
-        Step(7, 4, layout=layouts[2], training=False, grad=r.random() < 0.7),
+        Step(*uneven, checkpoint=shares[1], layout=layouts[0], loss=r.choice(["noise", *LOSSES])),
+        Step(*r.choice(sizes), checkpoint=shares[2], layout=layouts[1], way=r.choice(ways)),
+        Step(*uneven, layout=layouts[2], training=False, grad=r.random() < 0.7),
     ]
     backend = r.choice(["auto", "auto", "eager"])
     return Run(

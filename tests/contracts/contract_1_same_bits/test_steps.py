@@ -218,6 +218,38 @@ def test_a_loss_of_ones_own_with_a_normalizer_and_nested_targets() -> None:
     torch.testing.assert_close(sum(losses[1:], losses[0]), found)
 
 
+class CountCalls(nn.Module):
+    """Runs in Python because it changes an attribute."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_a_loss_has_its_own_dtype_behind_a_layer_in_python(
+    dtypes: tuple[torch.dtype, torch.dtype], backend: str
+) -> None:
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return (output.to(dtypes[1]) - target).square().sum()
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CountCalls(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        return model.to(dtypes[0])
+
+    x, y = X.to(dtypes[0]), X.to(dtypes[1]).flip(0)
+    pipe, plain = GPipe(layers(), [2, 2], chunks=3, backend=backend), layers()
+    for _ in range(2):  # from the second step on, the loss runs as a program with the backend "auto"
+        found = step(pipe, x, y, loss_fn=total, normalizer=7)
+        expected = plain_step(plain, x, y, 3, "gpipe", total, 7)
+        torch.testing.assert_close(found.pop("loss"), expected.pop("loss"))  # divided after it is added up
+        assert unequal(found, expected) == []
+
+
 def test_gradients_accumulate_and_hooks_are_called() -> None:
     pipe, seen = GPipe(without_norm(), [1, 2], chunks=2), []
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)

@@ -83,6 +83,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "it computes with a number read from a tensor",
     ),
     "boolean index": (lambda: Apply(lambda self, x: x[x > 0]), "tracing raised"),
+    "failing operator": (lambda: nn.Linear(5, 4), "tracing raised RuntimeError: a and b must have same"),
     "attribute set": (lambda: Apply(keep_input), "its forward changes self."),
     "list attribute changed": (
         lambda: Apply(lambda self, x: self.log.append(1) or x, log=[]),

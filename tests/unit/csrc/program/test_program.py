@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import GPipe
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.heap import heap_bytes
+from tests.reference import loop_step, pipeline_step
+from tests.reference import unequal as unequal_results
 from tests.stages import CPU, Runner, input_values, run_graph, run_graphs, saved, trace_joint, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,3 +207,16 @@ def test_a_program_reads_updated_and_rebound_parameters() -> None:
     runner.native.bind([p.detach() for p in parameters])
     assert torch.equal(runner(input_values(layers, joint, x))[OUTPUT], model(x))
     assert num_references(old) == num_references(torch.ones(1))  # the program has released it
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_large_and_small_gradients_add_up_in_every_dtype_and_layout(
+    dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 300, 5), nn.Flatten(), nn.Linear(1200, 16))
+    model.to(dtype).to(memory_format=layout)
+    x = torch.randn(6, 3, 8, 8).to(dtype).to(memory_format=layout)
+    found = pipeline_step(GPipe(model, [4], devices=["cpu"], chunks=3), x)
+    assert unequal_results(found, loop_step(model, x, 3)) == []
