@@ -1,24 +1,22 @@
 """The time that an operator of a graph takes: measured once for equal calls, or estimated.
 
-A call is measured alone, on tensors with the shapes, strides and dtypes of the trace: floating point numbers
-are 0.5, integers are zero. An estimate counts the bytes that the call moves, and its floating point
-operations, if it is a matrix product, a convolution or attention (``torch.utils.flop_counter``).
+A call is measured alone, on tensors with the shapes, strides and dtypes of the trace. An estimate counts the
+bytes that the call moves, and its floating point operations, if it is a matrix product, a convolution or
+attention (``torch.utils.flop_counter``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
 from gpipe_fast.lower.work import ATTENTION
-from gpipe_fast.strides import span
-from gpipe_fast.torch_private.modes import DisableAutocast
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -29,9 +27,6 @@ _LEAST = 1_000
 # may run beside some of them.
 _RUNS, _MOST_RUNS = 3, 20
 _BRIEF, _LONG = 2_000_000, 20_000_000
-
-# What operators raise if they cannot run alone, as for indices that are out of range.
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 # By everything that the time depends on; in nanoseconds.
 _known: dict[Hashable, int] = {}
@@ -46,8 +41,8 @@ def nanoseconds(node: fx.Node) -> int:
     device = _device(node)
     is_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
     measures = is_there and not torch.are_deterministic_algorithms_enabled()
-    arguments: Any = fx.map_arg((node.args, dict(node.kwargs)), cast(Any, _Spec))
-    key = node.target, repr(arguments), torch.get_num_threads(), measures
+    arguments: Any = fx.map_arg((node.args, dict(node.kwargs)), _spec)
+    key = node.target, repr(arguments), device, torch.get_num_threads(), measures
     found = _known.get(key)
     if found is None:
         found = _measured(node, arguments, device) if measures else None
@@ -55,26 +50,12 @@ def nanoseconds(node: fx.Node) -> int:
     return found
 
 
-class _Spec:
-    """What stands for a node among arguments: the metadata of its value."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.value = node.meta.get("val")
-
-    def __repr__(self) -> str:
-        value = self.value
-        if not isinstance(value, AnyTensor):
-            return repr(value)
-        return f"{tuple(value.shape)} {tuple(value.stride())} {value.dtype} {value.device}"
-
-    def example(self, device: torch.device | str) -> Tensor:
-        """Returns a tensor like the value."""
-        value = self.value
-        assert isinstance(value, AnyTensor)
-        shape, strides = tuple(value.shape), tuple(value.stride())
-        number = 0.5 if value.dtype.is_floating_point or value.dtype.is_complex else 0
-        memory = torch.full((span(shape, strides),), number, dtype=value.dtype, device=device)
-        return memory.as_strided(shape, strides)
+def _spec(node: fx.Node) -> Any:
+    """Returns what stands for a node among arguments: a tensor's spec, or another value."""
+    value = node.meta.get("val")
+    if not isinstance(value, AnyTensor):
+        return value
+    return Spec(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def _device(node: fx.Node) -> torch.device:
@@ -84,28 +65,14 @@ def _device(node: fx.Node) -> torch.device:
     return next((v.device for v in values if isinstance(v, AnyTensor)), torch.device("cpu"))
 
 
-def _examples(arguments: Any, device: torch.device | str) -> Any:
-    """Returns arguments with tensors in the place of specs."""
-    if isinstance(arguments, _Spec):
-        return arguments.example(device)
-    if isinstance(arguments, (list, tuple)):
-        return type(arguments)([_examples(each, device) for each in arguments])
-    if isinstance(arguments, dict):
-        return {name: _examples(each, device) for name, each in arguments.items()}
-    return arguments
-
-
 def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None:
     """Returns the least time of some runs; None if the operator cannot run alone."""
     if not isinstance(node.target, OpOverload):  # the launch of a kernel
         return None
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with contextlib.ExitStack() as held:
-        held.enter_context(torch.inference_mode(False))
-        held.enter_context(torch.no_grad())
-        held.enter_context(DisableAutocast())
+    with as_in_a_program():
         try:
-            args, kwargs = _examples(arguments, device)
+            args, kwargs = examples(arguments, device)
             least, runs, total = None, 0, 0
             # The first is not counted, unless it is long.
             while runs <= _RUNS or (total < _BRIEF and runs <= _MOST_RUNS):
@@ -117,7 +84,7 @@ def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None
                 total += taken
                 runs += _RUNS if taken > _LONG else 1
             return least
-        except _CANNOT_RUN:
+        except CANNOT_RUN:
             return None
 
 
@@ -136,12 +103,12 @@ def _operations(node: fx.Node, arguments: Any) -> int:
     if not isinstance(node.target, OpOverload):
         return 0
     try:
-        args, kwargs = _examples(arguments, "meta")
+        args, kwargs = examples(arguments, "meta")
         if node.target._schema.name.partition("::")[2].startswith(ATTENTION):
             return int(sdpa_flop_count(*(each.shape for each in args[:3])))
         count = flop_registry.get(node.target.overloadpacket)
         return 0 if count is None else int(count(*args, **kwargs, out_val=node.target(*args, **kwargs)))
-    except _CANNOT_RUN:
+    except CANNOT_RUN:
         return 0
 
 

@@ -23,8 +23,9 @@ OptimizerChoice = Optimizer | Callable[[list[torch.nn.Parameter]], Optimizer] | 
 class MemoryReport(Printed):
     """What a step needs, in bytes. ``print`` shows tables.
 
-    On a GPU, a tensor counts as what PyTorch's allocator takes for it, a multiple of 512 bytes. Libraries'
-    workspaces, such as cuBLAS's, are not counted, nor is what the allocator keeps for later.
+    On a GPU, a tensor counts as what PyTorch's allocator takes for it, a multiple of 512 bytes. If the GPU is
+    there, so does what operators of PyTorch allocate and free again. What libraries such as cuBLAS and the
+    allocator keep for later does not.
 
     Attributes:
         stages: what each stage needs; None if that is not known, because layers run in Python.

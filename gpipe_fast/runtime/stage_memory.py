@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.checkpoint import SavedFraction
+from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.steps import AdoptAsAccumulator, Release, values_written
 from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
@@ -578,7 +579,7 @@ def _course(
             if program.values[index].storage in allocated and index not in live:
                 live[index] = _value_bytes(program, [index], device)
                 now += live[index]
-        most = max(most, now)
+        most = max(most, now + temporary_bytes(step, program.values, device))
     return [*found, (most, now), (now, now), (now, now)][:3]
 
 

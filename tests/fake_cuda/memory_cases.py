@@ -134,7 +134,9 @@ def predicted(name: str, schedule: str, stages: str, microbatches: str, settings
                 report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
                 if isinstance(checkpoint, str):  # what a share saves depends on times
                     absent = pipe.memory(x.to("meta"), **(options if schedule else {}), device="cuda")  # type: ignore[arg-type]
-                    assert absent.stages == report.stages, (absent, report)
+                    # What operators allocate and free is not known without the device.
+                    for here, there in zip(report.stages, absent.stages, strict=True):
+                        assert there.total <= here.total <= 1.01 * there.total, (absent, report)  # type: ignore[union-attr]
                 triples = [
                     f"{own.total - own.waiting} {own.total} {size}"  # type: ignore[union-attr]
                     for own, size in zip(report.stages, found, strict=True)

@@ -1,0 +1,66 @@
+"""What an operator allocates on a GPU and frees again, such as the workspaces of libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
+from gpipe_fast.lower.program import Value
+from gpipe_fast.lower.steps import Call, Ref, Step
+
+# By everything that they depend on.
+_known: dict[Hashable, int] = {}
+
+
+def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -> int:
+    """Returns the bytes that a step allocates and frees, all of them together.
+
+    They are measured once for equal calls of PyTorch's own operators, alone; a user's may have effects. They
+    are 0 on the CPU, where such memory is not counted; if the device is not there; and if the operator cannot
+    run alone.
+
+    Args:
+        step: the step.
+        values: those of its program.
+        device: the device of the stage.
+    """
+    if not isinstance(step, Call) or step.op.namespace != "aten":
+        return 0
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    arguments = _specs(step.arguments, values)
+    key = step.op, repr(arguments), device, torch.are_deterministic_algorithms_enabled()
+    if key not in _known:
+        _known[key] = _measured(step, arguments, device)
+    return _known[key]
+
+
+def _specs(argument: Any, values: Sequence[Value]) -> Any:
+    """Returns an argument with specs in the place of values."""
+    if isinstance(argument, Ref):
+        value = values[argument.value]
+        return Spec(value.sizes, value.strides, value.dtype)
+    if isinstance(argument, (list, tuple)):
+        return [_specs(each, values) for each in argument]
+    return argument
+
+
+def _measured(call: Call, arguments: Sequence[Any], device: torch.device) -> int:
+    def freed() -> int:
+        found: int = torch.cuda.memory_stats(device).get("allocated_bytes.all.freed", 0)
+        return found
+
+    with as_in_a_program(), torch.cuda.device(device):
+        try:
+            args = examples(arguments, device)
+            call.op(*args)  # a library may choose an algorithm, or allocate what it keeps
+            before = freed()
+            results = call.op(*args)
+            found = freed() - before
+            del results
+            return found
+        except CANNOT_RUN:
+            return 0

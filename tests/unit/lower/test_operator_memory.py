@@ -1,0 +1,56 @@
+"""What operators allocate and free again. tests/fake_cuda/test_memory.py measures it on fake devices."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from gpipe_fast._extension import ActiveRuns
+from gpipe_fast.lower import operator_memory
+from gpipe_fast.lower.operator_memory import temporary_bytes
+from gpipe_fast.lower.program import StorageKind, Value
+from gpipe_fast.lower.steps import Call, Ref, Release
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+VALUES = [Value(f"v{size}", StorageKind.INPUT, (size, size), (size, 1), torch.float32) for size in (2, 2, 3)]
+
+
+def softmax(value: int) -> Call:
+    return Call(aten._safe_softmax.default, (Ref(value), -1), (value,), ActiveRuns.ALWAYS, 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_memory, "_known", {})
+
+
+def test_equal_calls_are_measured_once_on_each_device() -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(operator_memory, "_measured", side_effect=[512, 1024, 2048]) as measured,
+    ):
+        assert [temporary_bytes(softmax(i), VALUES, CUDA) for i in (0, 1, 2, 0)] == [512, 512, 1024, 512]
+        assert temporary_bytes(softmax(0), VALUES, torch.device("cuda", 1)) == 2048
+        assert temporary_bytes(Release(0), VALUES, CUDA) == 0
+    assert measured.call_count == 3
+
+
+def test_nothing_is_measured_on_the_cpu_or_without_the_device() -> None:
+    with mock.patch.object(operator_memory, "_measured") as measured:
+        assert temporary_bytes(softmax(0), VALUES, torch.device("cpu")) == 0
+        with mock.patch.object(torch.cuda, "is_available", return_value=False):
+            assert temporary_bytes(softmax(0), VALUES, CUDA) == 0
+    measured.assert_not_called()
+
+
+def test_an_operator_that_cannot_run_alone_counts_nothing() -> None:
+    call = Call(aten.cholesky_inverse.default, (Ref(2), "wrong"), (2,), ActiveRuns.ALWAYS, 0)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(operator_memory, "examples", side_effect=lambda _, device: (torch.eye(3), "wrong")),
+    ):
+        assert temporary_bytes(call, VALUES, CUDA) == 0
