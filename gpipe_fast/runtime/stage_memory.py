@@ -82,6 +82,8 @@ class _Sizes(NamedTuple):
         boundary: its plain inputs, as they arrive.
         popped: by skip connection, what it pops.
         saved: what its forward saves.
+        buffers: what of it are buffers that the forward writes.
+        read_buffers: those of them that the backward reads.
         held: what is kept in addition between the two halves of its backward.
         unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
             between them.
@@ -102,6 +104,8 @@ class _Sizes(NamedTuple):
     boundary: int
     popped: dict[int, int]
     saved: int
+    buffers: int
+    read_buffers: int
     held: int
     unread: tuple[float, float, float]
     outputs: int
@@ -137,6 +141,8 @@ def stage_bytes(
         [sizes_of(compiled[0 if m < number - 1 else -1][i], own[m], defers) for m in range(number)]
         for i, own in enumerate(call.saved_fractions)
     ]
+    if not training:
+        sizes = [[own._replace(saved=own.saved - own.buffers) for own in row] for row in sizes]
     fixed = []
     for index, own in enumerate(stages):
         parameters = parameters_of(own.layers)
@@ -252,7 +258,10 @@ class _Walk:
                 self._add(stage, boundary=self._popped(stage, m, number))
             self._add(stage, intermediates=own.forward)
             self._add(stage, intermediates=-own.forward)
-            self._add(stage, saved=own.saved, under_way=own.outputs + sum(own.stashed.values()))
+            # A micro-batch keeps the buffers that it reads: copies of the module's, or what the one before
+            # has written. So the latest ones come in addition.
+            latest = own.buffers if m == 0 else 0
+            self._add(stage, saved=own.saved + latest, under_way=own.outputs + sum(own.stashed.values()))
         elif kind is Kind.SEND_F:
             self._leave(stage, stage + 1, kind, own.outputs)
             copies = self._copies(stage, stage + 1)
@@ -295,7 +304,7 @@ class _Walk:
         received = own.tangents if stage < len(self._stages) - 1 else 0
         received += sum(own.stash_gradients.values())
         sizes = (
-            int(share * size) for share, size in zip(shares, (boundary, own.saved, received), strict=True)
+            round(share * size) for share, size in zip(shares, (boundary, own.saved, received), strict=True)
         )
         self._add(
             stage, **dict(zip(("boundary", "saved", "under_way"), (-size for size in sizes), strict=True))
@@ -310,9 +319,14 @@ class _Walk:
         self._add(stage, saved=-own.held)
 
     def _join(self) -> None:
-        """Concatenates the outputs of the last stage, and frees them; the caller has the result."""
+        """Concatenates the outputs of the last stage, and frees them; the caller has the result.
+
+        Outside of a step, the forward ends, and the module's buffers take the latest values.
+        """
         if not self._is_step:
             self._add(-1, under_way=sum(own.result for own in self._sizes[-1]))
+            for stage, sizes in enumerate(self._sizes):
+                self._add(stage, saved=sizes[-1].read_buffers - sizes[-1].buffers)
         self._add(-1, under_way=-sum(own.outputs for own in self._sizes[-1]))
 
     def _leave(self, stage: int, receiver: int, kind: Kind, size: int) -> None:
@@ -378,7 +392,8 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     out, stashed = compiled.outputs.split_skips()
     pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
     stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
-    saved = _results(forward, GraphRole.SAVED) | _results(forward, GraphRole.BUFFER)
+    written = _results(forward, GraphRole.BUFFER)
+    saved = _results(forward, GraphRole.SAVED) | written
     sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved)
     made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
     freed = {} if lowered.weights is not None else _freed(lowered, device)
@@ -391,6 +406,8 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
         spec_bytes(plain.tensors, device),
         dict(zip(pops, (spec_bytes([spec], device) for spec in popped if spec is not None), strict=True)),
         _value_bytes(forward, saved, device),
+        _value_bytes(forward, written, device),
+        _value_bytes(forward, written & _results(forward, GraphRole.SAVED), device),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD), device),
         _unread(lowered, device),
         sent,
@@ -511,6 +528,7 @@ def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
     if backward is None:
         return {}
     own = _results(forward, GraphRole.SAVED) - _results(forward, GraphRole.OUTPUT)
+    own -= _results(forward, GraphRole.BUFFER)
     base_of = {}
     for port, index in zip(forward.outputs, forward.results, strict=True):
         value = forward.values[index]
