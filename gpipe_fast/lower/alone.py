@@ -20,7 +20,7 @@ CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 
 class Spec(NamedTuple):
-    """What stands for a tensor among arguments."""
+    """The layout and the dtype that stand for a tensor among arguments."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

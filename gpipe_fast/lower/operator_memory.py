@@ -16,11 +16,11 @@ _known: dict[Hashable, int] = {}
 
 
 def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -> int:
-    """Returns the bytes that a step allocates and frees, all of them together.
+    """Returns the sum of the bytes that a step allocates and frees again.
 
-    They are measured once for equal calls of PyTorch's own operators, alone; a user's may have effects. They
-    are 0 on the CPU, where such memory is not counted; if the device is not there; and if the operator cannot
-    run alone.
+    Equal calls are measured once, alone. The sum is 0 on the CPU, where such memory is not counted; if the
+    device is not there; for a user's operator, which may have side effects; and if the operator cannot run
+    alone.
 
     Args:
         step: the step.
@@ -29,7 +29,7 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
     """
     if not isinstance(step, Call) or step.op.namespace != "aten":
         return 0
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return 0
     arguments = _specs(step.arguments, values)
     key = step.op, repr(arguments), device, torch.are_deterministic_algorithms_enabled()

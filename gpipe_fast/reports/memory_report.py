@@ -24,8 +24,8 @@ class MemoryReport(Printed):
     """What a step needs, in bytes. ``print`` shows tables.
 
     On a GPU, a tensor counts as what PyTorch's allocator takes for it, a multiple of 512 bytes. If the GPU is
-    there, so does what operators of PyTorch allocate and free again. What libraries such as cuBLAS and the
-    allocator keep for later does not.
+    there, what PyTorch's operators allocate and free again counts, too. What libraries such as cuBLAS keep
+    for later does not count, nor does what the allocator keeps.
 
     Attributes:
         stages: what each stage needs; None if that is not known, because layers run in Python.

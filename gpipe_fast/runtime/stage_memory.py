@@ -82,8 +82,8 @@ class _Sizes(NamedTuple):
         boundary: its plain inputs, as they arrive.
         popped: by skip connection, what it pops.
         saved: what its forward saves.
-        buffers: what of it are buffers that the forward writes.
-        read_buffers: those of them that the backward reads.
+        buffers: the part of `saved` that is in buffers which the forward writes.
+        read_buffers: the part of `buffers` that the backward reads.
         held: what is kept in addition between the two halves of its backward.
         unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
             between them.

@@ -29,7 +29,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_calls_are_measured_once_on_each_device() -> None:
     with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
         mock.patch.object(operator_memory, "_measured", side_effect=[512, 1024, 2048]) as measured,
     ):
         assert [temporary_bytes(softmax(i), VALUES, CUDA) for i in (0, 1, 2, 0)] == [512, 512, 1024, 512]
@@ -41,15 +41,15 @@ def test_equal_calls_are_measured_once_on_each_device() -> None:
 def test_nothing_is_measured_on_the_cpu_or_without_the_device() -> None:
     with mock.patch.object(operator_memory, "_measured") as measured:
         assert temporary_bytes(softmax(0), VALUES, torch.device("cpu")) == 0
-        with mock.patch.object(torch.cuda, "is_available", return_value=False):
-            assert temporary_bytes(softmax(0), VALUES, CUDA) == 0
+        with mock.patch.object(torch.cuda, "device_count", return_value=1):
+            assert temporary_bytes(softmax(0), VALUES, torch.device("cuda", 1)) == 0
     measured.assert_not_called()
 
 
 def test_an_operator_that_cannot_run_alone_counts_nothing() -> None:
     call = Call(aten.cholesky_inverse.default, (Ref(2), "wrong"), (2,), ActiveRuns.ALWAYS, 0)
     with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
         mock.patch.object(torch.cuda, "device"),
         mock.patch.object(operator_memory, "examples", side_effect=lambda _, device: (torch.eye(3), "wrong")),
     ):
