@@ -139,7 +139,7 @@ wheelhouse:  ## download peer libraries for a GPU machine without network into .
 
 # For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and takes
 # ten minutes. An extension that was already built against the same torch is used. tools/on_gpu/phases.py lists
-# the phases and their output files; ARGS="models plans" selects phases.
+# the phases and their output files; ARGS="correct steps" selects phases.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
 gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases; write bench/results
 	@mkdir -p bench/results

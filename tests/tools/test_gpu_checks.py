@@ -29,8 +29,11 @@ import sys
 from tools.on_gpu import phases as on_gpu
 from tools.on_gpu.phases import Phase
 checks = [sys.executable, "-m", "tools.on_gpu.checks"]
-command = [*checks, "models", "mlp, fused kernels", "gpt"]
-on_gpu.phases = lambda: [Phase("models", {"models": command}, on_gpu.SECONDS / 2)]
+commands = {
+    "models": [*checks, "models", "mlp, fused kernels", "gpt"],
+    "memory": [*checks, "memory", "mlp, never", "mlp, a limit, fused kernels"],
+}
+on_gpu.phases = lambda: [Phase("correct", commands, on_gpu.SECONDS / 2)]
 on_gpu.main()
 """
 
@@ -56,6 +59,7 @@ def test_the_first_phase_runs_on_the_fake_cuda_runtime(libraries: tuple[Path, Pa
     machine = (tmp_path / "gpu-machine.txt").read_text()
     assert "Fake GPU" in machine
     assert "extension: existing build used; it runs on the device" in machine
+    assert (tmp_path / "gpu-memory.md").read_text().count("% of the predicted") == 2
     fused, row = (tmp_path / "gpu-models.md").read_text().splitlines()[-2:]
     assert row.split("|")[2].strip() == "equal", row
     assert "3 mini-batches replayed" in row

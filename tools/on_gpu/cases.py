@@ -1,13 +1,14 @@
-"""Small correctness cases for pipelines on a GPU: every model, plans in flight, memory limits, and autocast.
+"""Small correctness cases for pipelines on a GPU: every model, plans in flight, autocast, and memory.
 
-Each case compares a pipeline with the plain loop, bit for bit, under deterministic algorithms, and reports
+Most cases compare a pipeline with the plain loop, bit for bit, under deterministic algorithms, and report
 which plans were replayed. Cases with fused kernels, which those algorithms turn off, compare errors against
-float64. `gpu_checks` runs the cases.
+float64. Cases of memory compare predicted with allocated bytes. `checks` runs the cases.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,7 +304,84 @@ def plan_cases() -> dict[str, Callable[[], Verdict]]:
     return found
 
 
+def allocated_bytes(pipe: GPipe, x: Tensor) -> int:
+    """Returns the most bytes that a step allocates beside the mini-batch, after two steps that make plans.
+
+    Parameters count; what stays when the pipeline is deleted, such as workspaces of libraries, does not.
+    """
+    for _ in range(3):
+        pipe.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        loss_of(pipe(x)).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - _bytes_of([x])
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns what PyTorch's allocator takes for tensors."""
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+
+
+def _allocated_after_collection() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def memory_case(
+    name: str, share: float | None = None, checkpoint: str = "always", **keywords: Any
+) -> Verdict:
+    """Compares the memory of a model in one stage with its prediction, or with a limit.
+
+    Args:
+        name: name of the model.
+        share: sets a limit: 0 is what recomputing everything needs, 1 what recomputing nothing does.
+        checkpoint: the setting if there is no limit.
+        keywords: arguments of the pipeline.
+    """
+
+    def pipeline(**options: Any) -> tuple[GPipe, Tensor]:
+        model, x = subject(name)
+        return GPipe(model, [len(model)], devices=[DEVICE], chunks=CHUNKS, **options, **keywords), x
+
+    def predicted(pipe: GPipe, x: Tensor) -> tuple[int, int]:
+        """Returns what is predicted at least and at most."""
+        (stage,) = pipe.memory(x.to("meta")).stages
+        assert stage is not None, "a layer runs in Python"
+        return stage.total - stage.waiting, stage.total
+
+    setting: dict[str, Any] = {"checkpoint": checkpoint}
+    if share is not None:
+        least, most = (predicted(*pipeline(checkpoint=mode))[1] for mode in ("always", "never"))
+        setting = {"memory": int(least + share * (most - least))}
+    before = _allocated_after_collection()
+    pipe, x = pipeline(**setting)
+    found = allocated_bytes(pipe, x)
+    low, high = predicted(pipe, x)
+    del pipe, x
+    found -= max(before, _allocated_after_collection())
+    text = f"{found:,} bytes, {found / high - 1:+.2%} of the predicted {high:,}"
+    if share is not None:
+        return Verdict(found <= setting["memory"], f"{text}; the limit is {setting['memory']:,}")
+    return Verdict(0.98 * low <= found <= 1.02 * high, text)
+
+
+def memory_cases() -> dict[str, Callable[[], Verdict]]:
+    """Returns cases of predictions and limits, without fused kernels and graphs, and of limits by default."""
+    plain: dict[str, Any] = {"fuse": False, "capture": False}
+    found: dict[str, Callable[[], Verdict]] = {}
+    for name in MODELS:
+        for mode in ("always", "never"):
+            found[f"{name}, {mode}"] = partial(memory_case, name, checkpoint=mode, **plain)
+        if name == "amoebanet":  # plans take long
+            continue
+        for title, options in (("", plain), (", fused kernels", {})):
+            found[f"{name}, a limit{title}"] = partial(memory_case, name, 0.5, **options)
+    return found
+
+
 PHASES: Mapping[str, Callable[[], dict[str, Callable[[], Verdict]]]] = {
     "models": model_cases,
     "plans": plan_cases,
+    "memory": memory_cases,
 }

@@ -18,9 +18,10 @@ from bench.gpu import children
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "60"))
 TITLES = {
     "models": "Steps of each model on GPUs, compared with the plain loop",
-    "plans": "Interleaved plans, memory and precision on GPUs, compared with the plain loop",
+    "plans": "Interleaved plans and precision on GPUs, compared with the plain loop",
+    "memory": "Memory of a stage on a GPU, compared with its prediction and with limits",
 }
-HEADERS = ("case", "compared with the plain loop", "captured", "s")
+HEADERS = ("case", "result", "captured", "s")
 NOTE = (
     "Outputs, gradients and buffers of several steps are compared bit for bit with the plain loop's, under "
     "deterministic algorithms. Fused kernels are compared with float64: their error may be twice that of the "

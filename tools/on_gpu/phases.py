@@ -3,15 +3,15 @@
     phase        contents                                                  files in bench/results
     machine      hardware and versions, while the extension is built;      gpu-machine.txt
                  checks that it imports and sees the device
-    models       several steps of each model, compared with the plain      gpu-models.md
-                 loop: what is replayed, and what prevents a replay;
-                 fused kernels, compared with float64
-    plans        plans in flight, memory, autocast, transports             gpu-plans.md
+    correct      at once: steps of each model, compared with the plain     gpu-models.md
+                 loop (what is replayed, and what prevents a replay;
+                 fused kernels, compared with float64); plans in flight,   gpu-plans.md
+                 autocast, transports; predicted and allocated memory;     gpu-memory.md
+                 the tests marked `cuda`; steps under compute-sanitizer    gpu-pipelines.txt, gpu-others.txt,
+                                                                           sanitizer.txt
     steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md
                  torch.compile
-    tests        the tests marked `cuda`                                   gpu-pipelines.txt, gpu-others.txt
     kernels      compared with eager PyTorch and Inductor                   kernels.md
-    sanitizer    steps under compute-sanitizer                             sanitizer.txt
     (all)        how each phase ended, and the files that it wrote         gpu-summary.txt
 
 `python -m tools.on_gpu [phase ...]` runs the named phases only. A failed phase does not stop the later ones.
@@ -98,15 +98,15 @@ def phases() -> list[Phase]:
         return [sys.executable, "-m", name, *arguments]
 
     checks, tests = "tools.on_gpu.checks", "tools.on_gpu.tests"
-    both = {"pipelines": module(tests, *pipelines), "others": module(tests, *others)}
+    correct = {name: module(checks, name) for name in ("models", "plans", "memory")}
+    correct |= {"pipelines": module(tests, *pipelines), "others": module(tests, *others)}
+    correct |= {"sanitizer": module("tools.on_gpu.sanitized")}
+    files = ["gpu-models.md", "gpu-plans.md", "gpu-memory.md", "sanitizer.txt"]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return [
-        Phase("models", {"models": module(checks, "models")}, 50, files=["gpu-models.md"]),
-        Phase("plans", {"plans": module(checks, "plans")}, 60, files=["gpu-plans.md"]),
+        Phase("correct", correct, 150, deterministic, files),
         Phase("steps", {"cuda": module("bench.gpu.cuda")}, 205, files=["*-20??-??-??.md"]),
-        Phase("tests", both, 70, environment=deterministic),
-        Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 50, files=["kernels.md"]),
-        Phase("sanitizer", {"sanitizer": module("tools.on_gpu.sanitized")}, 80, files=["sanitizer.txt"]),
+        Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 60, files=["kernels.md"]),
     ]
 
 
