@@ -179,8 +179,8 @@ class GPipe(Reporting, Container):
             Python, in the same schedule, after a warning that names the stage, the layer and the reason.
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
-            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh``:
-            the attribute is then False, and cannot be set to True.
+            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh``
+            or with ``memory``: the attribute is then False, and cannot be set to True.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
             memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
@@ -1023,6 +1023,8 @@ class GPipe(Reporting, Container):
             )
         self._memory_limits = checked_memory(memory, self._devices)
         self._memory = memory
+        if "_pipeline" in self.__dict__:  # not while the model is made
+            self._pipeline.set_capture(self.capture)
 
     @property
     def threads_per_stage(self) -> int | None:
@@ -1043,12 +1045,13 @@ class GPipe(Reporting, Container):
     def capture(self) -> bool:
         """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
 
-        False with a mesh, whose processes exchange tensors during a mini-batch.
+        False with a mesh, whose processes exchange tensors during a mini-batch, and with a memory limit,
+        because graphs keep their memory, and need copies of all gradients.
 
         Raises:
-            ValueError: On assignment of True, there is a mesh. The old value is kept.
+            ValueError: On assignment of True, there is a mesh or a memory limit. The old value is kept.
         """
-        return self._capture and self._ranks is None
+        return self._capture and self._ranks is None and self._memory_limits is None
 
     @capture.setter
     def capture(self, capture: bool) -> None:
@@ -1056,6 +1059,11 @@ class GPipe(Reporting, Container):
             raise ValueError(
                 f"capture={capture!r} with a mesh is not possible, because processes exchange tensors during "
                 "a mini-batch; leave it, or make the model without mesh"
+            )
+        if capture and self._memory_limits is not None:
+            raise ValueError(
+                f"capture={capture!r} with memory={self._memory!r} is not possible, because graphs keep "
+                "their memory between steps; leave it, or pass checkpoint instead of memory"
             )
         self._capture = bool(capture)
         self._pipeline.set_capture(self._capture)

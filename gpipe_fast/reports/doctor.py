@@ -81,6 +81,8 @@ def graph_lines(model: GPipe) -> list[str]:
         return []
     if model._ranks is not None:
         return ["nothing, because of the mesh"]
+    if model.memory_limit is not None:
+        return ["nothing, because graphs keep memory, which memory= limits"]
     if not model.capture:
         return ["nothing, because capture=False"]
     reports = model._pipeline.graph_reports()

@@ -1,7 +1,7 @@
 """Memory that steps need, predicted and counted by PyTorch's allocator; run by test_memory.py.
 
 `memory_cases.py OPERATORS CASE MODEL WORD...`: runs a case on fake devices, one for each stage, and prints
-what it returns. No kernel is fused, and no graph captured.
+what it returns. No kernel is fused. Graphs may be captured within a limit, which must turn that off.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def made(
     make, shape = MODELS[name]
     layers = make()
     if library is gpipe_fast:
-        options |= {"capture": False, "fuse": False}
+        options = {"capture": False, "fuse": False} | options
     else:
         layers = for_torchgpipe(layers)
     pipe = library.GPipe(
@@ -159,7 +159,7 @@ def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
             del pipe, x
         limit = int(draw.uniform(1.1 * ends[0], 1.1 * max(ends)))
         before = empty(num_stages)
-        pipe, x = made(name, num_stages, num_microbatches, memory=limit)
+        pipe, x = made(name, num_stages, num_microbatches, memory=limit, capture=True)
         try:
             found = counted(pipe, x, schedule, before)
         except ValueError as error:

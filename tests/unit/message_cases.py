@@ -157,6 +157,7 @@ ARGUMENTS = [
     case("got device='cuda:0', too", "leave one of", do, "memory", measure=True, device="cuda"),
     case("got '20 apples'", "offload", pipe, memory="20 apples"),
     case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
+    case("with memory='1GiB'", "pass checkpoint", setattr, pipe(memory="1GiB"), "capture", True),
     case("memory is 10 bytes on cpu", "more chunks", call, X, memory="10B"),
     case("tune with memory='1GiB'", "model.train()", lambda: tune(pipe().eval(), X, memory="1GiB")),
     case("made by GPipe.from_model", "pass memory to GPipe.from_model", tune_a_model, memory="1GiB"),
