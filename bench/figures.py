@@ -66,7 +66,7 @@ def places_of(text: str) -> dict[Place, str]:
             columns = cells(line)
         elif not set(line) <= set("|-: "):
             row = cells(line)
-            measured = (i for i, cell in enumerate(row) if "." in cell and NUMBER.search(cell))
+            measured = (i for i, cell in enumerate(row) if "." in cell and NUMBER.match(cell))
             label = " ".join(row[: max(next(measured, len(row)), 1)])
             seen[heading, label] += 1
             for column, cell in zip(columns, row, strict=True):

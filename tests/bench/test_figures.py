@@ -71,3 +71,14 @@ def test_figures_follow_their_rows_and_columns() -> None:
     page = "It takes 4.17 ms (`step.md`).\n"  # of several cells
     assert figures.rewritten(page) == page
     assert figures.changes[-1].new is None
+
+
+def test_a_setting_with_a_decimal_tells_rows_apart() -> None:
+    """As in frontier.md, where several settings have one ratio."""
+    old = (
+        "| kind | candidate | ms | ratio |\n|---|---|---|---|\n"
+        "| step | checkpoint=0.25 | 5.5 | 1.12 |\n| step | plain loop | 5.6 | 1.12 |\n"
+    )
+    new = old.replace("5.5 | 1.12", "6.1 | 1.16").replace("5.6 | 1.12", "6.2 | 1.17")
+    page = "Beside a plain loop (`frontier.md`):\n\n| | ratio |\n|---|---|\n| `checkpoint=0.25` | 1.12 |\n"
+    assert Figures({"frontier": old}, {"frontier": new}).rewritten(page) == page.replace("1.12", "1.16")
