@@ -1021,9 +1021,10 @@ class GPipe(Reporting, Container):
                 f"memory={memory!r} with a mesh is not possible yet, because each process would measure "
                 "other times, and choose something else; pass checkpoint, a number for each stage"
             )
+        had_limit = getattr(self, "_memory", None) is not None
         self._memory_limits = checked_memory(memory, self._devices)
         self._memory = memory
-        if "_pipeline" in self.__dict__:  # not while the model is made
+        if "_pipeline" in self.__dict__ and had_limit is not (memory is not None):
             self._pipeline.set_capture(self.capture)
 
     @property
