@@ -63,13 +63,15 @@ $(EXTENSION): $(INSTALLED_STAMP) $(SOURCES)
 import: build
 	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
 
-check: lint build  ## before every commit: lint, types, unit tests but those in tests/unit/longer.txt
+check: lint build  ## before every commit: lint, types, unit tests but those in tests/slow.txt
 	$(PYTEST) --tier=check tests/unit $(ARGS)
 
-test: lint build import  ## install, lint, build, import, test (17 to 40 minutes on two cores); lists omitted tests
+test: lint build import  ## install, lint, build, import, test but what tests/slow.txt lists
 	$(PYTEST) $(ARGS)
 
-test-all: test smoke-reference  ## in CI: `make test`, and smoke tests with the oldest torch
+test-all: test  ## in CI: `make test`, the slow tests, and smoke tests with the oldest torch
+	$(PYTEST) --tier=slow
+	$(MAKE) smoke-reference
 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
 	$(VENV)/bin/ruff check
@@ -108,7 +110,7 @@ soak: build smoke-between  ## run every test, including the long ones, and smoke
 	$(PYTEST) --tier=soak $(ARGS)
 
 smoke: build
-	$(PYTEST) -m smoke
+	$(PYTEST) --tier=ci -m smoke
 
 smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .venv-reference
 	@for python in python$(REFERENCE_PYTHON) ~/.pyenv/versions/$(REFERENCE_PYTHON)*/bin/python$(REFERENCE_PYTHON); do \

@@ -20,13 +20,14 @@ from tests.sampling import sample, seed
 # The markers of the tests in each tier; "" stands for tests without a marker.
 TIERS = {
     "check": {""},
-    "test": {""},
+    "test": {"", "slow in check"},
+    "slow": {"slow"},
+    "ci": {"", "slow in check", "slow"},
     "rest": {"extended"},
-    "all": {"", "extended"},
-    "soak": {"", "extended", "soak"},
+    "all": {"", "slow in check", "slow", "extended"},
+    "soak": {"", "slow in check", "slow", "extended", "soak"},
 }
-# Lists the unit tests that the tier "check" leaves out in addition.
-LONGER = Path(__file__).parent / "unit" / "longer.txt"
+SLOW = Path(__file__).parent / "slow.txt"
 DESELECTED = pytest.StashKey[Counter[str]]()
 # CPU-only builds of torch come without Triton.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -64,14 +65,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="test",
-        help="test (default): the tests of `make test`; check: without those in tests/unit/longer.txt; "
-        "rest: the longer tests; all: both; soak: both, and the long runs of `make soak`",
+        help="test (default): the tests of `make test`; check: fewer; slow: what CI runs in addition "
+        "(tests/slow.txt); ci: both; rest: the longer tests; all: all of these; soak: also the long runs",
     )
 
 
+@functools.cache
+def slow_functions() -> dict[str, str]:
+    """Returns a marker for each test function in tests/slow.txt."""
+    markers, found = {"[test]": "slow", "[check]": "slow in check"}, dict[str, str]()
+    for line in SLOW.read_text().splitlines():
+        if line in markers:
+            marker = markers[line]
+        elif "::" in line:
+            found[line] = marker
+    return found
+
+
 def _marker(item: pytest.Item) -> str:
-    """Returns the marker that excludes a test from `make test`: 'soak', 'extended' or '' for none."""
-    return next((name for name in ("soak", "extended") if item.get_closest_marker(name)), "")
+    """Returns the marker that excludes a test from `make check`; '' if none does."""
+    marked = next((name for name in ("soak", "extended") if item.get_closest_marker(name)), "")
+    return marked or slow_functions().get(re.split(r"[\[@]", item.nodeid)[0], "")
 
 
 @pytest.hookimpl(trylast=True)
@@ -80,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if missing_for_cuda() and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=f"cuda: {missing_for_cuda()}"))
-        elif item.get_closest_marker("sampled") and not _marker(item):
+        elif item.get_closest_marker("sampled") and _marker(item) not in ("extended", "soak"):
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in groups.items():
         mark = group[0].get_closest_marker("sampled")
@@ -90,10 +104,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.nodeid not in drawn:
                 item.add_marker(pytest.mark.extended)
     wanted = TIERS[config.getoption("--tier")]
-    longer = set(LONGER.read_text().splitlines()) if config.getoption("--tier") == "check" else set()
-    for item in items:
-        if re.split(r"[\[@]", item.nodeid)[0] in longer:
-            item.add_marker(pytest.mark.extended)
     if config.args_source is pytest.Config.ArgsSource.ARGS and any("::" in arg for arg in config.args):
         return  # tests named on the command line always run
     deselected = [item for item in items if _marker(item) not in wanted]
@@ -114,8 +124,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     deselected = config.stash.get(DESELECTED, Counter())
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     numbers = {
-        "longer tests (--tier=all)": deselected["extended"],
-        "tests of `make test`": deselected[""],
+        "slow tests that CI runs (--tier=slow)": deselected["slow"],
+        "longer tests (--tier=rest)": deselected["extended"],
+        "tests of `make test`": deselected[""] + deselected["slow in check"],
         "long runs of `make soak`": deselected["soak"],
         f"tests that need a GPU ({missing_for_cuda()})": sum("cuda: " in reason for reason in skipped),
         f"folders and files that need Triton ({', '.join(NEED_TRITON)})": len(collect_ignore_glob),

@@ -31,3 +31,11 @@ def test_ci_runs_the_entry_point_with_a_time_limit() -> None:
     assert job["timeout-minutes"] > 0
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert "exec make test-all" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_slow_tests_exist() -> None:
+    lines = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if "::" in line]
+    assert lines
+    for line in lines:
+        path, _, name = line.partition("::")
+        assert f"def {name.rpartition('::')[2]}(" in (ROOT / path).read_text(), f"tests/slow.txt: {line}"
