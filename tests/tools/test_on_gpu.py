@@ -79,16 +79,16 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     phases = on_gpu.phases()
     assert [phase.name for phase in phases] == ["correct", "steps", "kernels"]
     assert sum(phase.share for phase in phases) <= on_gpu.SECONDS - 120 < 480
-    commands = phases[0].commands
-    pipelines, others = (
-        [word for word in commands[name] if word.endswith(".py")] for name in ("pipelines", "others")
-    )
-    # The few tests of test_cuda_steps.py come before the many of test_cuda.py.
-    assert pipelines.index("tests/contracts/contract_1_same_bits/test_cuda_steps.py") < len(pipelines) - 1
-    assert {"tests/unit/kernels/test_cuda.py", "tests/unit/csrc/cuda/test_random.py"} < set(others)
-    assert all((on_gpu.ROOT / word).exists() for word in pipelines + others)
-    assert not set(pipelines) & set(others)
-    assert set(on_gpu.cuda_test_files()) <= set(pipelines + others)
+    paths = {
+        name: [word for word in command if word.endswith(".py")]
+        for name, command in phases[0].commands.items()
+    }
+    every = [path for own in paths.values() for path in own]
+    assert len(every) == len(set(every))
+    assert set(on_gpu.cuda_test_files()) <= set(every)
+    assert all((on_gpu.ROOT / path).exists() for path in every)
+    assert "tests/unit/kernels/test_cuda.py" in paths["kernel-tests"]
+    assert "tests/unit/csrc/cuda/test_random.py" in paths["others"]
 
 
 # A stand-in for setup.py: "builds" an extension whose text is TEXT, in place or below --build-lib.

@@ -7,8 +7,7 @@
                  loop (what is replayed, and what prevents a replay;
                  fused kernels, compared with float64); plans in flight,   gpu-plans.md
                  autocast, transports; predicted and allocated memory;     gpu-memory.md
-                 the tests marked `cuda`; steps under compute-sanitizer    gpu-pipelines.txt, gpu-others.txt,
-                                                                           sanitizer.txt
+                 the tests marked `cuda`; steps under compute-sanitizer    sanitizer.txt
     steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md
                  torch.compile
     kernels      compared with eager PyTorch and Inductor                   kernels.md
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import os
 import shutil
 import signal
@@ -87,24 +87,25 @@ def cuda_test_files() -> list[str]:
 
 def phases() -> list[Phase]:
     """Returns the phases in order, with their time shares."""
-    pipelines = [
-        "tests/unit/test_smoke.py",
-        "tests/contracts/contract_1_same_bits/test_cuda_steps.py",
-        "tests/contracts/contract_1_same_bits/test_cuda.py",
-    ]
-    others = [path for path in cuda_test_files() if path not in pipelines]
+    contract = "tests/contracts/contract_1_same_bits"
+    files = {
+        "first": ["tests/unit/test_smoke.py", f"{contract}/test_cuda_steps.py"],
+        "pipelines": [f"{contract}/test_cuda.py"],
+        "kernel-tests": [path for path in cuda_test_files() if path.startswith("tests/unit/kernels/")],
+    }
+    files["others"] = [path for path in cuda_test_files() if path not in itertools.chain(*files.values())]
 
     def module(name: str, *arguments: str) -> list[str]:
         return [sys.executable, "-m", name, *arguments]
 
     checks, tests = "tools.on_gpu.checks", "tools.on_gpu.tests"
     correct = {name: module(checks, name) for name in ("models", "plans", "memory")}
-    correct |= {"pipelines": module(tests, *pipelines), "others": module(tests, *others)}
+    correct |= {name: module(tests, *paths) for name, paths in files.items()}
     correct |= {"sanitizer": module("tools.on_gpu.sanitized")}
-    files = ["gpu-models.md", "gpu-plans.md", "gpu-memory.md", "sanitizer.txt"]
+    written = ["gpu-models.md", "gpu-plans.md", "gpu-memory.md", "sanitizer.txt"]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return [
-        Phase("correct", correct, 150, deterministic, files),
+        Phase("correct", correct, 150, deterministic, written),
         Phase("steps", {"cuda": module("bench.gpu.cuda")}, 205, files=["*-20??-??-??.md"]),
         Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 60, files=["kernels.md"]),
     ]
