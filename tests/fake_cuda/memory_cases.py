@@ -1,7 +1,7 @@
 """Memory that steps need, predicted and counted by PyTorch's allocator; run by test_memory.py.
 
 `memory_cases.py OPERATORS CASE MODEL WORD...`: runs a case on fake devices, one for each stage, and prints
-what it returns. No kernel is fused. Graphs may be captured within a limit, which must turn that off.
+what it returns. No kernel is fused. Graphs are captured only if a memory limit fails to turn them off.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from gpipe_fast import GPipe, doctor, verify
 from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.availability import why_unfused
 from gpipe_fast.reports.doctor import replaced_by_graph
+from gpipe_fast.runtime.stage_memory import block_bytes
 
 STAGES, CHUNKS, BATCH, WIDTH = 4, 4, 16, 64
 # The first two steps make plans; the third captures graphs.
@@ -312,12 +313,7 @@ def allocated_bytes(pipe: GPipe, x: Tensor) -> int:
         y = pipe(x)
         y.backward(y.detach())
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - _bytes_of([x])
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns what PyTorch's allocator takes for tensors."""
-    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+    return torch.cuda.max_memory_allocated() - block_bytes(x.nbytes, x.device)
 
 
 def _allocated_after_collection() -> int:
@@ -333,7 +329,8 @@ def memory_case(
 
     Args:
         name: name of the model.
-        share: sets a limit: 0 is what recomputing everything needs, 1 what recomputing nothing does.
+        share: where the limit is: 0 is what a step needs if everything is recomputed, 1 if nothing is.
+            There is no limit if it is None.
         checkpoint: the setting if there is no limit.
         keywords: arguments of the pipeline.
     """
