@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 # The time of the rounds of one comparison, which `make results` limits, and the rounds that run in any case.
 ROUND_SECONDS = float(os.environ.get("GPIPE_FAST_ROUND_SECONDS", "inf"))
 MIN_ROUNDS = 5
-
+_EXPONENT = re.compile(r"\d+(\.\d+)?e[-+]\d+")
 
 # The headers of a table, or one text in which " | " is between them.
 Headers = Sequence[str] | str
@@ -161,9 +162,11 @@ def uncommitted(*excluded: str) -> str:
 
 def commit() -> str:
     """Returns the abbreviated commit of the tree, with "+changes" if code has uncommitted changes."""
-    changed = "+changes" if uncommitted("bench/results", "docs", "*.md") else ""
     # For a tree that was copied without its history, the environment variable gives the commit.
-    return (_git("rev-parse", "--short", "HEAD") or os.environ.get("GPIPE_FAST_COMMIT", "unknown")) + changed
+    if given := os.environ.get("GPIPE_FAST_COMMIT"):
+        return given
+    changed = "+changes" if uncommitted("bench/results", "docs", "*.md") else ""
+    return (_git("rev-parse", "--short", "HEAD") or "unknown") + changed
 
 
 def report(
@@ -208,5 +211,10 @@ def write(
 
 def _table(headers: Headers, rows: Iterable[Sequence[object]]) -> str:
     names = headers.split(" | ") if isinstance(headers, str) else list(headers)
-    text: str = tabulate(list(rows), headers=names, tablefmt="github", floatfmt=".2f")
+    cells = [list(row) for row in rows]
+    # Small numbers with an exponent stay as they are.
+    as_given = [i for i in range(len(names)) if any(_EXPONENT.fullmatch(str(row[i])) for row in cells)]
+    text: str = tabulate(
+        cells, headers=names, tablefmt="github", floatfmt=".2f", disable_numparse=as_given or False
+    )
     return text

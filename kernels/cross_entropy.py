@@ -58,6 +58,7 @@ def _whole_rows(
     mask = m_rows[:, None] & (o_cols < num_cols)[None, :]
     b_target = tl.load(p_target + o_rows, mask=m_rows, other=0)
     ignored = b_target == ignore_index
+    smoothing = tl.cast(smoothing, tl.float32)  # Inductor passes numbers as fp64
     # The loss and the gradient of a row with an out-of-range target are NaN.
     in_range = (b_target >= 0) & (b_target < num_cols)
     starts = o_rows.to(tl.int64) * stride
@@ -113,6 +114,7 @@ def _long_rows(
     in_range = (target >= 0) & (target < num_cols)
     x_target = tl.load(p_row + target, mask=in_range, other=float("nan")).to(tl.float32)
     row_max = -3.4028234663852886e38
+    smoothing = tl.cast(smoothing, tl.float32)  # Inductor passes numbers as fp64
     b_total = tl.zeros([COLS], tl.float64)
     sum_shifted = 0.0
     for first in range(0, num_cols, COLS):

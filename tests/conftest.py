@@ -143,7 +143,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("cuda") is None:
             patch.setattr(gpipe_fast.devices, "default_devices", lambda: None)
-            if missing_for_cuda() is None:  # CUDA has read the variable in this process
+            if missing_for_cuda() is None:
+                torch.cuda.init()  # this process has counted its GPUs, so the variable does not hide them
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
 

@@ -80,6 +80,7 @@ os.register_at_fork(after_in_child=_after_fork)
 # PyTorch's autograd counts the devices on its first backward, and starts a thread for each except the CPU.
 # The fake GPU of a trace would be counted, too: the child of a fork could then run no backward, and would
 # wait 10 s at exit for a thread that it does not have. This backward makes autograd count before any trace.
-if not torch.cuda.is_available():
+# On a machine with GPUs, it need not, and `is_available` would keep the children of a fork from using them.
+if not torch.cuda.device_count():
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), requires_grad=True).backward()

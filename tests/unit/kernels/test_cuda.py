@@ -36,8 +36,9 @@ def test_every_kernel_is_within_twice_the_error_of_pytorch(
     assert accuracy_check.error_ratio(gpu.ours(case, inputs, gradients).run()) <= 1
 
 
-@every_case
-def test_every_kernel_compiled_by_inductor_equals_the_eager_one(name: str) -> None:
+# Launchers without an operator are called by C++ alone.
+@pytest.mark.parametrize("name", [name for name in all_cases() if name.startswith("cross_entropy")])
+def test_every_operator_compiled_by_inductor_equals_the_eager_one(name: str) -> None:
     case = all_cases()[name]
     inputs = case.inputs(1 << 20, torch.bfloat16, "cuda")
     gradients = case.gradients(inputs)

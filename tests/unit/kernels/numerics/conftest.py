@@ -27,6 +27,9 @@ SAMPLES_PER_FUNCTION = 1
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the tests that GPIPE_FAST_KERNELS_SHARE names: 'sample', or 'rest' for all others."""
+    if DEVICE == "cuda":
+        for item in items:
+            item.add_marker("cuda")
     share = os.environ.get("GPIPE_FAST_KERNELS_SHARE")
     if share is None:
         return
