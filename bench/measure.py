@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import random
@@ -213,7 +214,8 @@ def _table(headers: Headers, rows: Iterable[Sequence[object]]) -> str:
     names = headers.split(" | ") if isinstance(headers, str) else list(headers)
     cells = [list(row) for row in rows]
     # Small numbers with an exponent stay as they are.
-    as_given = [i for i in range(len(names)) if any(_EXPONENT.fullmatch(str(row[i])) for row in cells)]
+    columns = itertools.zip_longest(*cells)
+    as_given = [i for i, column in enumerate(columns) if any(map(_EXPONENT.fullmatch, map(str, column)))]
     text: str = tabulate(
         cells, headers=names, tablefmt="github", floatfmt=".2f", disable_numparse=as_given or False
     )

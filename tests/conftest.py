@@ -144,7 +144,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if item.get_closest_marker("cuda") is None:
             patch.setattr(gpipe_fast.devices, "default_devices", lambda: None)
             if missing_for_cuda() is None:
-                torch.cuda.init()  # this process has counted its GPUs, so the variable does not hide them
+                torch.cuda.init()
+                torch.cuda.device_count()  # keeps the number, so the variable does not hide them here
                 patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return (yield)
 

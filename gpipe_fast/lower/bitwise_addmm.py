@@ -51,7 +51,7 @@ def _trials_are_equal(a: _Layout, b: _Layout, dtype: torch.dtype, threads: int) 
     def random(layout: _Layout) -> Tensor:
         sizes, strides = layout
         distinct = [size if stride else 1 for size, stride in zip(sizes, strides, strict=True)]
-        tensor = torch.empty_strided(distinct, strides, dtype=dtype)
+        tensor = torch.empty_strided(distinct, strides, dtype=dtype, device="cpu")
         _fill(tensor.as_strided([span(distinct, strides)], [1]), next(starts) % _NUM_DRAWN)
         return tensor.expand(sizes)
 
@@ -80,4 +80,4 @@ def _fill(memory: Tensor, start: int) -> None:
 def _drawn(dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     # Drawn as float64: random float32 values have so few bits that float64 products would not round.
-    return torch.randn(_NUM_DRAWN, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(_NUM_DRAWN, generator=generator, dtype=torch.float64, device="cpu").to(dtype)

@@ -56,9 +56,12 @@ def _measured(call: Call, arguments: Sequence[Any], device: torch.device) -> int
     with as_in_a_program(), torch.cuda.device(device):
         try:
             args = examples(arguments, device)
-            call.op(*args)  # a library may choose an algorithm, or allocate what it keeps
+            schema = zip(call.op._schema.arguments, args, strict=False)
+            named = {argument.name: value for argument, value in schema if argument.kwarg_only}
+            args = args[: len(args) - len(named)]  # those by name are the last
+            call.op(*args, **named)  # a library may choose an algorithm, or allocate what it keeps
             before = freed()
-            results = call.op(*args)
+            results = call.op(*args, **named)
             found = freed() - before
             del results
             return found

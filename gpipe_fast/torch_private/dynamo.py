@@ -25,11 +25,13 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
 from torch.utils._ordered_set import OrderedSet
+
+from gpipe_fast.torch_private.modes import function_modes
 
 logger = logging.getLogger("torch._dynamo")
 
@@ -50,6 +52,18 @@ def forget_imports() -> None:
 def triton_kernels_known() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo know users' Triton kernels in a block; it does so itself only where there is a GPU."""
     return mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package)
+
+
+@contextlib.contextmanager
+def function_modes_cleared() -> Iterator[None]:
+    """Clears the stack of function modes in a block, such as a default device's."""
+    modes = function_modes()
+    try:
+        with torch_function_mode_stack_state_mgr:
+            yield
+    finally:
+        # In PyTorch 2.11 a capture enters the manager, too, which then forgets what to restore.
+        set_torch_function_mode_stack(modes)
 
 
 @contextlib.contextmanager

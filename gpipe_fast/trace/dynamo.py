@@ -390,7 +390,7 @@ def _capturing() -> Iterator[_Observed]:
         dynamo.settings(_CONFIG, _logging_functions()),
         dynamo.get_metrics_context(),
         dynamo.dynamo_timed("gpipe_capture"),
-        dynamo.torch_function_mode_stack_state_mgr,
+        dynamo.function_modes_cleared(),
     ):
         try:
             dynamo.logger.disabled = True  # a refused layer runs in Python, which is not an error

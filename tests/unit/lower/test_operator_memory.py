@@ -9,6 +9,7 @@ import torch
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower import operator_memory
+from gpipe_fast.lower.alone import examples
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import StorageKind, Value
 from gpipe_fast.lower.steps import Call, Ref, Release
@@ -54,3 +55,15 @@ def test_an_operator_that_cannot_run_alone_counts_nothing() -> None:
         mock.patch.object(operator_memory, "examples", side_effect=lambda _, device: (torch.eye(3), "wrong")),
     ):
         assert temporary_bytes(call, VALUES, CUDA) == 0
+
+
+def test_arguments_that_have_only_names_are_passed_by_name() -> None:
+    call = Call(aten.sum.dim_IntList, (Ref(0), [0], False, torch.float64), (0,), ActiveRuns.ALWAYS, 0)
+    freed = [{"allocated_bytes.all.freed": bytes} for bytes in (1024, 1536)]
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(torch.cuda, "device"),
+        mock.patch.object(torch.cuda, "memory_stats", side_effect=freed),
+        mock.patch.object(operator_memory, "examples", lambda given, _: examples(given, "cpu")),
+    ):
+        assert temporary_bytes(call, VALUES, CUDA) == 512

@@ -22,7 +22,7 @@ from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
 from gpipe_fast.randomness.random import make_key
 from gpipe_fast.trace.joint_graph import GraphRole
 from tests.stages import trace_joint
-from tests.unit.kernels.numerics.comparison import check
+from tests.unit.kernels.numerics.comparison import DEVICE, check
 
 # A kernel adds in another order than PyTorch, and divides by a number as PyTorch does on a GPU.
 ROUNDINGS = 2
@@ -108,10 +108,10 @@ def values_of(compared: Compared, inputs: Sequence[Tensor]) -> list[Tensor]:
         if port.role is GraphRole.INPUT:
             values.append(inputs[port.index])
         elif port.role is GraphRole.TANGENT:
-            empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=DEVICE)
             values.append(empty.copy_(torch.randn(like.shape)))
         else:
-            values.append(make_key(0, 0))
+            values.append(make_key(0, 0).to(DEVICE))
     return values
 
 

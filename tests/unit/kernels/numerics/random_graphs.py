@@ -77,19 +77,8 @@ class RandomFunction:
 
     def __init__(self, seed: int) -> None:
         self._choices = Choices(seed)
-        rng = Choices(seed + 1_000_000)
-        rows, cols, dtype = rng.choice(ROWS), rng.choice(COLUMNS), rng.choice(DTYPES)
-        shape = (*rows, cols)
-        shapes = [shape, shape, (cols,), (*rows, 1), rng.choice([(1, cols), (), shape[1:]])]
-        dtypes = [dtype, *(rng.choice((dtype, dtype, torch.float32)) for _ in shapes[1:])]
-        generator = torch.Generator().manual_seed(seed)
-        floats = [
-            _laid_out(rng, torch.randn(s, generator=generator).to(d))
-            for s, d in zip(shapes, dtypes, strict=True)
-        ]
-        mask = torch.rand(rng.choice([shape, (cols,), (*rows, 1)]), generator=generator) < 0.7
-        counts = torch.randint(0, 4, rng.choice([shape, (cols,)]), generator=generator)
-        self.inputs = [*floats, mask, counts]
+        with torch.device("cpu"):  # all devices get the same numbers
+            self.inputs = _random_inputs(seed)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         rng = self._choices.replay()
@@ -133,6 +122,21 @@ def _fits(a: Tensor, b: Tensor) -> bool:
         return math.prod(torch.broadcast_shapes(a.shape, b.shape)) <= _MAX_ELEMENTS
     except RuntimeError:
         return False
+
+
+def _random_inputs(seed: int) -> list[Tensor]:
+    rng = Choices(seed + 1_000_000)
+    rows, cols, dtype = rng.choice(ROWS), rng.choice(COLUMNS), rng.choice(DTYPES)
+    shape = (*rows, cols)
+    shapes = [shape, shape, (cols,), (*rows, 1), rng.choice([(1, cols), (), shape[1:]])]
+    dtypes = [dtype, *(rng.choice((dtype, dtype, torch.float32)) for _ in shapes[1:])]
+    generator = torch.Generator().manual_seed(seed)
+    floats = [
+        _laid_out(rng, torch.randn(s, generator=generator).to(d)) for s, d in zip(shapes, dtypes, strict=True)
+    ]
+    mask = torch.rand(rng.choice([shape, (cols,), (*rows, 1)]), generator=generator) < 0.7
+    counts = torch.randint(0, 4, rng.choice([shape, (cols,)]), generator=generator)
+    return [*floats, mask, counts]
 
 
 def _laid_out(rng: Choices, tensor: Tensor) -> Tensor:

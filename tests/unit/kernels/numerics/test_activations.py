@@ -69,7 +69,7 @@ def test_values_and_derivatives_match_pytorch(name: str) -> None:
     expected = EXACT[name](exact)
     (derivative,) = torch.autograd.grad(expected.sum(), exact)
     own = error(EXACT[name](x), expected.detach())  # near -5, Phi(x) of PyTorch cancels, too
-    assert error(apply("value", x, name), expected.detach()) < max(32, own)
+    assert error(apply("value", x, name), expected.detach()) <= max(32, own)
     assert error(apply("derivative", x, name), derivative) < 128
     large = torch.full((SIZE,), 200.0, device=DEVICE)
     assert torch.equal(apply("value", large, name), large)

@@ -37,7 +37,9 @@ def fp32_cross_entropy(logits: Tensor, target: Tensor, **options) -> Tensor:
     return flat.view(target.shape) if options.get("reduction") == "none" else flat
 
 
-def compare_with_pytorch(logits: Tensor, target: Tensor, *, g: float | None = None, **options) -> None:
+def compare_with_pytorch(
+    logits: Tensor, target: Tensor, *, g: float | None = None, roundings: int = 1, **options
+) -> None:
     """Compares the out-of-place and the in-place loss; the incoming gradient is random, or `g` everywhere."""
     shape = target.shape if options.get("reduction") == "none" else ()
     gradients = [torch.randn(shape) if g is None else torch.full(shape, g)]
@@ -46,7 +48,7 @@ def compare_with_pytorch(logits: Tensor, target: Tensor, *, g: float | None = No
         lambda x: fp32_cross_entropy(x, target, **options), to_float64([logits]), gradients
     )
     ours = outputs_and_gradients(lambda x: cross_entropy(x, target, **options), [logits], gradients)
-    check(ours, eager, truth)
+    check(ours, eager, truth, roundings)
     copies = []
 
     def in_place(leaf: Tensor) -> Tensor:
@@ -184,9 +186,9 @@ def test_cross_entropy_of_large_and_infinite_logits_matches_pytorch(
     logits = torch.tensor([[1e4, -1e4, 0.0, 1e30, -1e30], [-1e4, -1e4, -1e4, -1e4, -1e4]])
     for smoothing in (0.0, 0.1):
         for target in range(5):
-            compare_with_pytorch(
-                logits, torch.full((2,), target), label_smoothing=smoothing, reduction="none"
-            )
+            # A probability of 1 cancels most of the target's weight.
+            targets = torch.full((2,), target)
+            compare_with_pytorch(logits, targets, label_smoothing=smoothing, reduction="none", roundings=4)
     # Masked classes; some blocks are masked entirely.
     logits = torch.full((5, 7), -float("inf"))
     logits[torch.arange(5), torch.arange(5)] = 1.0

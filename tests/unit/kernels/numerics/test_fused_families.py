@@ -76,6 +76,8 @@ def _in_float64(described: Any) -> Any:
             changed[field.name] = torch.float64
         elif dataclasses.is_dataclass(value):
             changed[field.name] = _in_float64(value)
+        elif value == "fused":  # GPUs have no log-softmax from float64
+            changed[field.name] = "before"
     return dataclasses.replace(described, **changed)
 
 

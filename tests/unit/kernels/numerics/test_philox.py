@@ -11,7 +11,7 @@ from torch import Tensor
 from gpipe_fast.kernels import philox
 from gpipe_fast.kernels.launch import cdiv
 from gpipe_fast.randomness.random import NO_LAYER, make_key
-from tests.unit.kernels.numerics.comparison import every_width, needs_kernels
+from tests.unit.kernels.numerics.comparison import DEVICE, every_width, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -46,7 +46,7 @@ def _mask_kernel(
 
 def kernel_mask(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
     """Returns the kernel's mask, drawn by element and, where possible, also by block; both must be equal."""
-    last = philox.last_kept_word(1.0 - p)
+    last, key = philox.last_kept_word(1.0 - p), key.to(DEVICE)
     # Few blocks, but more than one: the interpreter's time depends only on their number.
     block_cols = 64 if num_cols <= 100 else 512
     masks = []
@@ -62,7 +62,7 @@ def kernel_mask(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int,
 def keyed_op_mask(num_rows: int, num_cols: int, p: float, key: Tensor, layer: int, ordinal: int) -> Tensor:
     size = (num_rows, num_cols)
     device = torch.device("cpu")
-    return ops.keyed_bernoulli(key, layer, ordinal, size, 1.0 - p, dtype=torch.int8, device=device)
+    return ops.keyed_bernoulli(key, layer, ordinal, size, 1.0 - p, dtype=torch.int8, device=device).to(DEVICE)
 
 
 @every_width
@@ -96,7 +96,7 @@ def test_kernels_round_the_probability_like_the_keyed_operator(p: float) -> None
 def test_random_words_of_elements_with_large_indices_equal_philox(first: int, by_four: bool) -> None:
     key, size = make_key(-3, 5, 2), 128
     out = torch.empty(size, dtype=torch.int64)
-    _words_kernel[(1,)](out, key, first, 4, 6, size, by_four)
+    _words_kernel[(1,)](out, key.to(DEVICE), first, 4, 6, size, by_four)
     blocks = range(first // 4, (first + size) // 4)
     words = [ops.philox_block(-3, [b & 0xFFFFFFFF, b >> 32, 5, (2 + 4) << 16 | 6]) for b in blocks]
-    assert torch.equal(out, torch.cat(words))
+    assert torch.equal(out.cpu(), torch.cat(words))
