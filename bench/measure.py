@@ -27,6 +27,8 @@ RESULTS = Path(os.environ.get("GPIPE_FAST_RESULTS", ROOT / "bench" / "results"))
 # The time of the rounds of one comparison, which `make results` limits, and the rounds that run in any case.
 ROUND_SECONDS = float(os.environ.get("GPIPE_FAST_ROUND_SECONDS", "inf"))
 MIN_ROUNDS = 5
+# Seconds before a sample, in which the threads of the previous candidate stop spinning.
+PAUSE = 0.05
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[-+]\d+")
 
 # The headers of a table, or one text in which " | " is between them.

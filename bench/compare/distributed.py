@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.compare.network import Host, NoNetworkError, network
-from bench.compare.step import OURS, PAUSE, PIPELINING, STAGES, Case
+from bench.compare.step import OURS, PIPELINING, STAGES, Case
 from bench.comparison import HEADERS, Comparison, Opened, one_thread, rows
-from bench.measure import report
+from bench.measure import PAUSE, report
 from bench.peers import Candidate, TorchPipelining, in_processes, join, weighted_sum
 
 SCHEDULES = ("gpipe", "1f1b")

@@ -25,7 +25,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from bench.comparison import HEADERS, Comparison, Opened, one_thread, rows
-from bench.measure import Table, report
+from bench.measure import PAUSE, Table, report
 from bench.models.gpt import blocks
 from bench.peers import (
     Candidate,
@@ -39,7 +39,7 @@ from bench.peers import (
     looped,
 )
 
-STAGES, ROUNDS, PAUSE = 2, 15, 0.05
+STAGES, ROUNDS = 2, 15
 OURS, PIPELINING, TORCHGPIPE = "gpipe_fast", "torch.distributed.pipelining", "torchgpipe"
 LOOP, WHOLE = "plain loop", "plain, whole mini-batch"
 COMPILED = "torch.compile"

@@ -18,9 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from bench.compare.step import PAUSE
 from bench.comparison import compare, gradients
-from bench.measure import Ratio, report
+from bench.measure import PAUSE, Ratio, report
 from bench.models.gpt import gpt
 from bench.models.resnet import resnet
 from bench.peers import ProcessCandidate, Step

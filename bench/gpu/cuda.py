@@ -32,7 +32,8 @@ NOTE = (
     "All stages share one device. A step is forward and backward from a given output gradient, until the "
     "device has finished. Plain loops recompute each stage as a whole with non-reentrant "
     "torch.utils.checkpoint. Speedups are paired by round: the median with its 95% confidence interval. "
-    "Memory excludes parameters and input. The error is the largest gradient error against float64, relative "
+    "Memory is what is in use at most, with what captured graphs keep, and without parameters and input. The "
+    "error is the largest gradient error against float64, relative "
     "to the largest element of its tensor, on a small model of the same kind. If ours exceeds "
     f"{MAX_ERROR_RATIO:g} times the plain loop's error, it is WRONG and is not timed.\n"
 )
@@ -52,7 +53,7 @@ def measured(row: Row, device: str) -> tuple[dict[str, str], dict[str, Outcome]]
     steps = steps_of(subject, right, device, backend)
     texts |= {name: step for name, step in steps.items() if isinstance(step, str)}
     timed = {name: step for name, step in steps.items() if not isinstance(step, str)}
-    return texts, compare(timed, None, row.rounds, seconds=ROUND_SECONDS)
+    return texts, compare(timed, None, row.rounds, pause=measure.PAUSE, seconds=ROUND_SECONDS)
 
 
 def outcomes(row: Row) -> dict[str, Outcome]:

@@ -180,7 +180,13 @@ ROWS = {
 
 
 class Synchronized:
-    """A function that ends when devices have finished; its peak memory is that of the first one."""
+    """A function that ends when devices have finished; its peak memory is that of the first one.
+
+    Attributes:
+        kept: the bytes that are in use only because of earlier runs, such as gradients.
+    """
+
+    kept = 0
 
     def __init__(self, run: Callable[[], object], *devices: str) -> None:
         self._run = run
@@ -192,13 +198,22 @@ class Synchronized:
             torch.cuda.synchronize(device)
 
     def peak_bytes(self) -> int | None:
-        """Returns what a run allocates at most, beyond what is allocated before; None on a CPU."""
+        """Returns what is in use at most in a run, beyond what was in use before the first; None on a CPU."""
         if not self._devices:
             return None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - before + self.kept
+
+
+def bytes_in_use() -> int:
+    """Returns the bytes of tensors on all GPUs, and of the memory that captured graphs keep to themselves."""
+    if not torch.cuda.is_available():
+        return 0
+    own = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] != (0, 0)]
+    reserved: int = sum(segment["total_size"] - segment["allocated_size"] for segment in own)
+    return reserved + sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
 
 
 def errors_of(
@@ -229,8 +244,10 @@ def steps_of(
     for name in names:
         try:
             step = found[name] = Synchronized(subject.step(name, device, data, backend), device)
+            before = bytes_in_use()
             for _ in range(WARM_UP):
                 step()
+            step.kept = bytes_in_use() - before
         except Exception as error:
             found[name] = failure(error)
         free()

@@ -41,7 +41,7 @@ def offset_of(trips: Sequence[Trip]) -> Offset:
 
 def offset_to_first(group: Any, rank: int) -> Offset:
     """Returns the offset of this process to rank 0 of a group, all of whose ranks call this."""
-    message = torch.zeros(1, dtype=torch.int64)
+    message = torch.zeros(1, dtype=torch.int64, device="cpu")
     if rank > 0:
         return offset_of([_trip(group, message) for _ in range(_NUM_TRIPS)])
     for other in range(1, group.size()):

@@ -388,7 +388,7 @@ class Ranks:
         Raises:
             RuntimeError: a last rank has failed, or does not answer.
         """
-        own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+        own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64, device="cpu")
         self._offer("count", [own])
         found = []
         for replica in range(self.num_replicas):
@@ -466,7 +466,8 @@ class Ranks:
     def _decoded(self, text: str | bytes) -> list[Tensor]:
         """Returns the tensors of an offer."""
         dtype, exact = json.loads(text)
-        values = torch.tensor([float.fromhex(each) for each in exact], dtype=getattr(torch, dtype))
+        numbers = [float.fromhex(each) for each in exact]
+        values = torch.tensor(numbers, dtype=getattr(torch, dtype), device="cpu")
         return list(values.to(self.device, non_blocking=True).unbind())
 
     def _key(self, name: str) -> str:

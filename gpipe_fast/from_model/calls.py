@@ -323,7 +323,7 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     number = kwargs.get(_NUM_ITEMS)
     if type(number) is int:  # a constant would lead to a new program for each number
-        kwargs[_NUM_ITEMS] = torch.tensor(number)
+        kwargs[_NUM_ITEMS] = torch.tensor(number, device="cpu")
     return Inputs.of(args, kwargs, 0)
 
 
@@ -461,7 +461,7 @@ class _CallOf:
             return None
         found, items = CallKind(kind.split, kind.lengths, True), len(self._inputs.tensors)
         try:
-            parts = [[*part, torch.tensor(1)] for part in parts]
+            parts = [[*part, torch.tensor(1, device="cpu")] for part in parts]
             counted = self._flow(found, parts[0], parts)
         except Exception:  # forward does not take it
             self._calls._takes_items = False
@@ -650,7 +650,7 @@ def _read_with_data(owned: Owned) -> Tensor:
 
 def _with_data(tensor: Tensor) -> Tensor:
     """Returns a tensor that has elements: ones in place of a meta tensor."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
 def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -709,7 +709,7 @@ def _constant_draw(flow: Dataflow, number: float) -> Any:
         if call.target is not torch.rand:
             raise Unknown("random numbers")
         value = flow.values[next(call.result.refs())]
-        return torch.full(value.shape, number, dtype=value.dtype)
+        return torch.full(value.shape, number, dtype=value.dtype, device="cpu")
 
     return draw
 

@@ -302,7 +302,7 @@ class _Check:
         if not tensor.is_meta:
             return tensor
         if owned not in self._owned:
-            found = torch.rand(tensor.shape, generator=self._generator) * 0.9 + 0.05
+            found = torch.rand(tensor.shape, generator=self._generator, device="cpu") * 0.9 + 0.05
             self._owned[owned] = found.to(tensor.dtype)
         return self._owned[owned]
 
@@ -311,13 +311,13 @@ class _Check:
         shape = [size if isinstance(size, int) else size.at(sizes) for size in value.shape]
         if value.dtype.is_floating_point:
             dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            return torch.rand(shape, generator=self._generator, dtype=dtype) * 0.9 + 0.05
+            return torch.rand(shape, generator=self._generator, dtype=dtype, device="cpu") * 0.9 + 0.05
         if mean is None:
-            return torch.randint(0, 2, shape, generator=self._generator).to(value.dtype)
+            return torch.randint(0, 2, shape, generator=self._generator, device="cpu").to(value.dtype)
         count = flow.values[mean.logits].shape[1 if len(flow.values[mean.logits].shape) > 1 else 0]
-        classes = torch.randint(0, count, shape, generator=self._generator)
+        classes = torch.randint(0, count, shape, generator=self._generator, device="cpu")
         # So that the numbers of targets that count are not as those of samples, and no part is without.
-        dropped = torch.zeros(shape, dtype=torch.bool)
+        dropped = torch.zeros(shape, dtype=torch.bool, device="cpu")
         if sizes[0] > 1:
             dropped.view(-1)[1::2] = True
         return torch.where(dropped, mean.ignored, classes).to(value.dtype)

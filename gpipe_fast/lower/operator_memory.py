@@ -11,6 +11,9 @@ from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
 from gpipe_fast.lower.program import Value
 from gpipe_fast.lower.steps import Call, Ref, Step
 
+# Matrix products: cuBLAS keeps its workspace, one for each thread and stream.
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_addmm_activation"))
+
 # By everything that they depend on.
 _known: dict[Hashable, int] = {}
 
@@ -19,8 +22,8 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
     """Returns the sum of the bytes that a step allocates and frees again.
 
     Equal calls are measured once, alone. The sum is 0 on the CPU, where such memory is not counted; if the
-    device is not there; for a user's operator, which may have side effects; and if the operator cannot run
-    alone.
+    device is not there; for a matrix product, whose workspace stays; for a user's operator, which may have
+    side effects; and if the operator cannot run alone.
 
     Args:
         step: the step.
@@ -28,6 +31,8 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
         device: the device of the stage.
     """
     if not isinstance(step, Call) or step.op.namespace != "aten":
+        return 0
+    if step.op.overloadpacket.__name__ in _PRODUCTS:
         return 0
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return 0

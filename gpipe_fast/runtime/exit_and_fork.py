@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from gpipe_fast._extension import Pipeline, PythonWorkers
+from gpipe_fast.torch_private.fake_tensors import set_stand_in_for_cuda
 
 _open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
@@ -84,3 +85,4 @@ os.register_at_fork(after_in_child=_after_fork)
 if not torch.cuda.device_count():
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), requires_grad=True).backward()
+    set_stand_in_for_cuda()

@@ -31,6 +31,9 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
 
 
+# Lets fake tensors be on a GPU that is not there. A fake mode calls it, too; but in PyTorch 2.11 what the
+# first call sets goes with its thread, and a fake mode in another thread then crashes.
+set_stand_in_for_cuda = torch._C._ensureCUDADeviceGuardSet
 make_subclass = Tensor._make_subclass
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 swap_tensor_impl = torch._C._swap_tensor_impl

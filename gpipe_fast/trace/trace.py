@@ -101,7 +101,7 @@ class SymbolicMode(TraceMode):
 
 
 def _empty_key() -> Tensor:
-    return torch.zeros(3, dtype=torch.int64)
+    return torch.zeros(3, dtype=torch.int64, device="cpu")
 
 
 @collector_paused()

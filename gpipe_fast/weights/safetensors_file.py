@@ -114,7 +114,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _read(path: Path, position: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     buffer = bytearray(math.prod(shape) * dtype.itemsize)
     if not buffer:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     with open(path, "rb") as file:
         file.seek(position)
         count = file.readinto(buffer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gpipe_fast import GPipe
 from tests.reference import check_step
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_thread")]
@@ -24,3 +27,40 @@ def test_attention_and_tied_weights_equal_the_plain_loop() -> None:
     head = nn.Linear(16, 11, bias=False)
     head.weight = layers[0].weight
     check_step(nn.Sequential(*layers, head), torch.randint(0, 11, (6, 5)), chunks=3)
+
+
+def test_a_loss_with_a_target_is_traced_and_equals_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    layers, x, target = mlp(), torch.randn(8, 4), torch.randn(8, 4)
+    pipe = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=4, backend="aten")
+    loss = pipe.step(x, target=target, loss_fn=squared, normalizer=8)
+    found = [parameter.grad for parameter in layers.parameters()]
+    pipe.zero_grad()
+    losses = [squared(layers(a), b) for a, b in zip(x.chunk(4), target.chunk(4), strict=True)]
+    for each in reversed(losses):
+        each.div(8).backward()
+    assert torch.equal(loss, sum(losses[1:], losses[0]).detach() / 8)
+    assert all(map(torch.equal, found, [parameter.grad for parameter in layers.parameters()]))
+
+
+def test_threads_that_end_may_each_trace() -> None:
+    for _ in range(2):
+        pipe = GPipe(mlp(), [2, 1], devices=["cpu"] * 2, chunks=4)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(pipe, torch.randn(8, 4)).result()
+
+
+def test_a_trace_keeps_the_default_device() -> None:
+    with torch.device("cpu"):
+        pipe, x = GPipe(mlp(), [2, 1], devices=["cpu"] * 2, chunks=4), torch.randn(8, 4)
+    with torch.device("meta"):
+        pipe(x).sum().backward()
+        assert torch.empty(1).is_meta
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target, reduction="sum")

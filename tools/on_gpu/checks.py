@@ -22,12 +22,19 @@ TITLES = {
     "memory": "Memory of a stage on a GPU, compared with its prediction and with limits",
 }
 HEADERS = ("case", "result", "captured", "s")
-NOTE = (
+STEPS_NOTE = (
     "Outputs, gradients and buffers of several steps are compared bit for bit with the plain loop's, under "
     "deterministic algorithms. Fused kernels are compared with float64: their error may be twice that of the "
     "plain loop. From the third step on, a replay is expected; if there is none, the column 'captured' gives "
     "the reason.\n"
 )
+NOTES = {
+    "models": STEPS_NOTE,
+    "plans": STEPS_NOTE,
+    "memory": "All layers are one stage, and there are four micro-batches. The bytes are the most that a "
+    "third step allocates beside the mini-batch and what libraries keep; the prediction may be off by 2%. A "
+    "limit is half-way between what a step needs if everything is recomputed, and if nothing is.\n",
+}
 
 
 def run_in_this_process(phase: str, names: Sequence[str]) -> None:
@@ -68,7 +75,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         good, text, captured = (False, found, "") if isinstance(found, str) else found
         passed += good
         rows.append([name, text, captured, seconds])
-        measure.write(f"gpu-{options.phase}", TITLES[options.phase], HEADERS, rows, NOTE)
+        measure.write(f"gpu-{options.phase}", TITLES[options.phase], HEADERS, rows, NOTES[options.phase])
         print(f"{name}: {text} [{captured}] {seconds:.1f} s", flush=True)
 
     for name in children.run("tools.on_gpu.checks", names, SECONDS, keep, [options.phase]):

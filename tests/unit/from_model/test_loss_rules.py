@@ -73,6 +73,14 @@ def test_the_rule_of_a_loss(loss: Loss, targets: Tensor, kind: str | None) -> No
     assert (rule and rule.kind) == kind
 
 
+@pytest.mark.parametrize(
+    ("loss", "targets"), [(lambda x, y: (x - y).square().mean(), NUMBERS), (causal, CLASSES)]
+)
+def test_a_rule_is_found_on_the_cpu_in_spite_of_a_default_device(loss: Loss, targets: Tensor) -> None:
+    with torch.device("meta"):
+        assert rule_of(loss, targets) is not None
+
+
 def test_a_part_without_targets_has_no_part_in_the_sum() -> None:
     parts = torch.tensor([2.0, torch.nan, 4.0], requires_grad=True)
     total = combine(parts, [0.5, 0.0, 0.5])

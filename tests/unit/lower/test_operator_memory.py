@@ -47,6 +47,16 @@ def test_nothing_is_measured_on_the_cpu_or_without_the_device() -> None:
     measured.assert_not_called()
 
 
+def test_a_matrix_product_is_not_run_because_it_would_leave_a_workspace_of_this_thread() -> None:
+    product = Call(aten.addmm.out, (Ref(0), Ref(0), Ref(1), 1, 1, Ref(0)), None, ActiveRuns.ALWAYS, 0)
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(operator_memory, "_measured") as measured,
+    ):
+        assert temporary_bytes(product, VALUES, CUDA) == 0
+    measured.assert_not_called()
+
+
 def test_an_operator_that_cannot_run_alone_counts_nothing() -> None:
     call = Call(aten.cholesky_inverse.default, (Ref(2), "wrong"), (2,), ActiveRuns.ALWAYS, 0)
     with (

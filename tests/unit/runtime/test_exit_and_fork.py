@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_fast import GPipe
 from tests.internals import inject_failure
-from tests.programs import run_python
+from tests.programs import ROOT, run_python
 from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
 from tests.unit.runtime.exit_and_fork_programs import layers, num_threads
 
@@ -218,3 +218,18 @@ def test_children_train_and_exit(program: str, kinds: str, count: int, times: in
     done = run_program(program, kinds, count * times, timeout=60 + 25 * number)
     assert done.stdout == f"{number} children\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch built with CUDA")
+def test_the_import_asks_no_driver_for_gpus_because_a_child_of_a_fork_could_not_use_them() -> None:
+    """NVML tells the number of GPUs, too."""
+    program = """
+import torch
+torch.cuda._device_count_nvml = lambda: 1
+def ask():
+    raise AssertionError("the driver was asked")
+torch._C._cuda_getDeviceCount = ask
+import gpipe_fast
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -55,7 +54,7 @@ class Choices:
 
     def replay(self) -> Choices:
         """Returns the choices from the first one on."""
-        found = copy.copy(self)
+        found = Choices(0, 0)
         found._drawn = list(self._drawn)
         return found
 
