@@ -1,7 +1,7 @@
 """Stages in several processes on real GPUs equal the pipeline in one process bit for bit.
 
-These tests have never run, as no machine with a GPU was at hand. tests/fake_cuda/test_mesh.py runs the same
-code on the fake CUDA runtime, with a stand-in for NCCL.
+Those that need several GPUs have never run. tests/fake_cuda/test_mesh.py runs the same code on the fake CUDA
+runtime, with a stand-in for NCCL.
 """
 
 from __future__ import annotations
