@@ -98,7 +98,7 @@ def serve(descriptor: int) -> None:
     import torch._dynamo
 
     # No fork may use CUDA, such as the fake one that is preloaded, after its parent has looked for devices.
-    with mock.patch.object(torch.cuda, "is_available", return_value="LD_PRELOAD" in os.environ):
+    with mock.patch.object(torch.cuda, "device_count", return_value=int("LD_PRELOAD" in os.environ)):
         import gpipe_fast  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
