@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import importlib.util
 import itertools
 import os
 import shutil
@@ -91,9 +92,11 @@ def phases() -> list[Phase]:
     files = {
         "first": ["tests/unit/test_smoke.py", f"{contract}/test_cuda_steps.py"],
         "pipelines": [f"{contract}/test_cuda.py"],
-        "kernel-tests": [path for path in cuda_test_files() if path.startswith("tests/unit/kernels/")],
+        "kernel-tests": ["tests/unit/kernels/test_cuda.py"],
     }
-    files["others"] = [path for path in cuda_test_files() if path not in itertools.chain(*files.values())]
+    numerics = "tests/unit/kernels/test_numerics.py"
+    known = {numerics, *itertools.chain(*files.values())}
+    files["others"] = [path for path in cuda_test_files() if path not in known]
 
     def module(name: str, *arguments: str) -> list[str]:
         return [sys.executable, "-m", name, *arguments]
@@ -101,6 +104,9 @@ def phases() -> list[Phase]:
     checks, tests = "tools.on_gpu.checks", "tools.on_gpu.tests"
     correct = {name: module(checks, name) for name in ("models", "plans", "memory")}
     correct |= {name: module(tests, *paths) for name, paths in files.items()}
+    # Each test starts a process that compiles for half a minute.
+    workers = ("-n", "6") if importlib.util.find_spec("xdist") else ()
+    correct |= {"numerics": module("pytest", "-q", "--tb=short", *workers, "-m", "cuda", numerics)}
     correct |= {"sanitizer": module("tools.on_gpu.sanitized")}
     written = ["gpu-models.md", "gpu-plans.md", "gpu-memory.md", "sanitizer.txt"]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
