@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._dynamo.variables.torch as dynamo_torch
@@ -26,9 +27,11 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
+from torch.torch_version import TorchVersion
 from torch.utils._ordered_set import OrderedSet
 
 from gpipe_fast.torch_private.modes import function_modes
@@ -52,6 +55,25 @@ def forget_imports() -> None:
 def triton_kernels_known() -> contextlib.AbstractContextManager[Any]:
     """Makes Dynamo know users' Triton kernels in a block; it does so itself only where there is a GPU."""
     return mock.patch.object(torch_triton, "has_triton", torch_triton.has_triton_package)
+
+
+def sent_values_replace_yields() -> contextlib.AbstractContextManager[Any]:
+    """Makes a generator get only what is sent to it, in a block.
+
+    In PyTorch 2.11 and 2.12 the stack has a None below it, which is what the yield returns without ``send``:
+    ``return x, (yield name)`` returned the None in place of ``x``.
+    """
+    if TorchVersion(torch.__version__) >= "2.13":
+        return contextlib.nullcontext()
+    original = LocalGeneratorObjectVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        tracer = self.inline_tracer
+        if name == "send" and tracer.generated_items and not tracer.generator_exhausted:
+            tracer.pop()
+        return original(self, tx, name, args, kwargs)
+
+    return mock.patch.object(LocalGeneratorObjectVariable, "call_method", call_method)
 
 
 @contextlib.contextmanager

@@ -385,6 +385,7 @@ def _capturing() -> Iterator[_Observed]:
         DisableTransforms(),
         mock.patch.dict(dynamo.tracing_questions, _ANSWERS),
         dynamo.triton_kernels_known(),
+        dynamo.sent_values_replace_yields(),
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
         dynamo.settings(_CONFIG, _logging_functions()),

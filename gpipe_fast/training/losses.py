@@ -234,9 +234,9 @@ def _layer_class(num_tensors: int) -> type[Skippable]:
             self.total, self.structure, self.keeps_output, self.dim = total, structure, keeps_output, dim
 
         def forward(self, output: Any) -> Generator[Any, Any, Any]:
-            tensors: list[Tensor] = []
-            while len(tensors) < num_tensors:  # PyTorch 2.11 cannot trace a `for` with a yield
-                tensor = yield pop(f"target{len(tensors)}")
+            tensors = []
+            for index in range(num_tensors):
+                tensor = yield pop(f"target{index}")
                 tensors.append(tensor)
             target = () if self.structure is None else (self.structure.build(tensors),)
             loss = self.total(output, *target)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.skip import pop, skippable, stash
 from tests.reference import check_step
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_thread")]
@@ -56,6 +58,41 @@ def test_a_trace_keeps_the_default_device() -> None:
     with torch.device("meta"):
         pipe(x).sum().backward()
         assert torch.empty(1).is_meta
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, (yield pop("skip"))
+
+
+@skippable(pop=["skip"])
+class Loop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(1):
+            x = x + (yield pop("skip")) * x.tanh()
+        return x
+
+
+class Sum(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + 2 * pair[1]
+
+
+@pytest.mark.parametrize("layers", [[Pair(), Sum()], [Loop()]], ids=["pair", "loop"])
+def test_a_pop_within_an_expression_or_a_loop_is_traced(layers: list[nn.Module]) -> None:
+    torch.manual_seed(0)
+    pipe = GPipe(nn.Sequential(Stash(), nn.Tanh(), *layers), devices=["cpu"], chunks=1, backend="aten")
+    x = torch.randn(4, 3)
+    y = x.tanh().tanh()
+    assert torch.equal(pipe(x), y + x * (2 if len(layers) == 2 else y.tanh()))
 
 
 def mlp() -> nn.Sequential:
