@@ -63,13 +63,15 @@ class _BackwardSizes(NamedTuple):
     """The bytes of a backward or of a half of it, beside the gradients that it returns.
 
     Attributes:
-        early: the most that it allocates at a time until it needs a gradient, less what it has freed.
-        most: the same afterwards.
+        early: the most that it allocates at a time until it needs a gradient, less what it has freed: an R.
+        opened: what the R leaves allocated.
+        most: as `early`, afterwards.
         stays: what it leaves allocated for the other half, which frees it: there, the number is negative.
         freed: what it frees of what is saved.
     """
 
     early: int = 0
+    opened: int = 0
     most: int = 0
     stays: int = 0
     freed: int = 0
@@ -231,6 +233,7 @@ class _Walk:
         self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
         self._waiting = waiting
         self._sent: dict[tuple[int, Kind], int] = {}
+        self._opened: set[int] = set()  # stages between an R and what follows it
         # For each stage between the halves of a backward: bytes of gradients that it has sent, and keeps.
         self._open: dict[int, int] = {}
 
@@ -269,18 +272,19 @@ class _Walk:
         elif kind is Kind.SEND_B:
             self._leave(stage, stage - 1, kind, own.gradients)
             self._add(stage - 1, under_way=self._sizes[stage - 1][m].tangents)
+        elif kind is Kind.R:
+            self._open_backward(stage, self._backward_sizes(stage, m, Kind.I))
         elif kind in (Kind.B, Kind.I, Kind.W):
+            part = self._backward_sizes(stage, m, kind)
+            is_first = self._now[stage].gradients == 0
             if kind is not Kind.W:
                 for number, size in own.stash_gradients.items():
                     after = self._pop_of.get(number, stage)
                     self._add(stage, under_way=size)
                     self._free_gradients(after, self._sizes[after][m].pop_gradients.get(number, 0))
-            is_first = self._now[stage].gradients == 0
-            part = own.backwards.get((kind, is_first), _BackwardSizes())
-            # What needs no gradient can run before one arrives.
-            arriving = 0 if self._waiting or stage == len(self._stages) - 1 else own.tangents
-            self._add(stage, intermediates=part.early, under_way=-arriving)
-            self._add(stage, intermediates=part.most - part.early, under_way=arriving)
+            self._open_backward(stage, part)
+            self._opened.discard(stage)
+            self._add(stage, intermediates=part.most - part.opened)
             self._add(stage, intermediates=part.stays - part.most, saved=-part.freed)
             if is_first and kind is not Kind.I:
                 self._add(stage, gradients=self._gradients[stage])
@@ -293,6 +297,17 @@ class _Walk:
                     self._open[stage] = 0
             else:
                 self._free_gradients(stage, self._open.pop(stage, 0))
+
+    def _backward_sizes(self, stage: int, m: int, kind: Kind) -> _BackwardSizes:
+        is_first = self._now[stage].gradients == 0
+        return self._sizes[stage][m].backwards.get((kind, is_first), _BackwardSizes())
+
+    def _open_backward(self, stage: int, part: _BackwardSizes) -> None:
+        """Takes what a backward does before it needs a gradient, unless an R has done so."""
+        if stage not in self._opened:
+            self._add(stage, intermediates=part.early)
+            self._add(stage, intermediates=part.opened - part.early)
+            self._opened.add(stage)
 
     def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
         """Frees a share of what a backward reads: inputs, saved tensors, gradients that have arrived."""
@@ -436,7 +451,11 @@ def _backward_sizes(
         return {}
     if lowered.weights is not None:
         programs = {Kind.I: lowered.backward, Kind.W: lowered.weights}
-        return {kind: _BackwardSizes(0, _peak(each, is_first, device)) for kind, each in programs.items()}
+        found = {}
+        for kind, each in programs.items():
+            early, results, rest = _course(each, is_first, device, {})
+            found[kind] = _BackwardSizes(*early, max(results[0], rest[0]))
+        return found
     program = lowered.backward
     early, results, rest = _course(program, is_first, device, freed)
     released = {step.value for step in program.steps[: program.parts[1]] if isinstance(step, Release)}
@@ -445,9 +464,9 @@ def _backward_sizes(
     stays = results[1] + first - returned
     every = sum(freed.values())
     return {
-        Kind.B: _BackwardSizes(early[0], max(results[0], rest[0]), 0, every),
-        Kind.I: _BackwardSizes(early[0], results[0], stays, first),
-        Kind.W: _BackwardSizes(0, rest[0] + first - returned - stays, -stays, every - first),
+        Kind.B: _BackwardSizes(*early, max(results[0], rest[0]), 0, every),
+        Kind.I: _BackwardSizes(*early, results[0], stays, first),
+        Kind.W: _BackwardSizes(0, 0, rest[0] + first - returned - stays, -stays, every - first),
     }
 
 

@@ -26,6 +26,10 @@ from bench.models.gpt import blocks
 from bench.models.resnet import resnet
 from bench.models.unet import unet
 from gpipe_fast import GPipe
+from gpipe_fast.reports.memory_report import MemoryReport
+from tests.internals import inject_delays
+
+MAX_DELAY_US = 20_000
 
 
 def gpt() -> nn.Sequential:
@@ -93,12 +97,17 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 def counted(pipe: GPipe, x: Tensor, schedule: str, before: list[int]) -> list[int]:
     """Returns the peak of each device in a third step, without the mini-batch."""
-    for number in range(3):
-        if number == 2:
-            pipe.zero_grad(set_to_none=True)
-            for stage in range(len(pipe.balance)):
-                torch.cuda.reset_peak_memory_stats(stage)
+    for _ in range(2):
         step(pipe, x, schedule)
+    return peaks(pipe, x, schedule, before)
+
+
+def peaks(pipe: GPipe, x: Tensor, schedule: str, before: list[int]) -> list[int]:
+    """Returns the peak of each device in a step, without the mini-batch."""
+    pipe.zero_grad(set_to_none=True)
+    for stage in range(len(pipe.balance)):
+        torch.cuda.reset_peak_memory_stats(stage)
+    step(pipe, x, schedule)
     given = [x.nbytes, *[0] * (len(pipe.balance) - 1)]
     return [allocated(i, "peak") - b - g for i, (b, g) in enumerate(zip(before, given, strict=True))]
 
@@ -137,12 +146,29 @@ def predicted(name: str, schedule: str, stages: str, microbatches: str, settings
                     # What operators allocate and free is not known without the device.
                     for here, there in zip(report.stages, absent.stages, strict=True):
                         assert there.total <= here.total <= 1.01 * there.total, (absent, report)  # type: ignore[union-attr]
-                triples = [
-                    f"{own.total - own.waiting} {own.total} {size}"  # type: ignore[union-attr]
-                    for own, size in zip(report.stages, found, strict=True)
-                ]
-                lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {', '.join(triples)}")
+                lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {triples(report, found)}")
                 del pipe, x
+    return lines
+
+
+def triples(report: MemoryReport, found: list[int]) -> str:
+    """Returns for each device what is predicted, the least and the most, and what is counted."""
+    pairs = zip(report.stages, found, strict=True)
+    return ", ".join(f"{own.total - own.waiting} {own.total} {size}" for own, size in pairs)  # type: ignore[union-attr]
+
+
+def delayed(name: str, schedule: str, stages: str, microbatches: str, setting: str, seeds: str) -> list[str]:
+    """Returns a line as `predicted` does for each of some seeds, by which stages are delayed."""
+    before = empty(int(stages))
+    pipe, x = made(name, int(stages), int(microbatches), checkpoint=float(setting))
+    counted(pipe, x, schedule, before)
+    options = {"target": torch.zeros(len(x), device="meta"), "loss_fn": loss_of, "normalizer": 1}
+    report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
+    lines = []
+    for seed in range(int(seeds)):
+        inject_delays(pipe, seed, MAX_DELAY_US)
+        found = peaks(pipe, x, schedule, before)
+        lines.append(f"{stages} {microbatches} {setting} {seed}: {triples(report, found)}")
     return lines
 
 
@@ -199,7 +225,13 @@ def main() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    for line in {"predicted": predicted, "within": within, "beside": beside}[case](*words):  # type: ignore[operator]
+    cases: dict[str, Callable[..., list[str]]] = {
+        "predicted": predicted,
+        "delayed": delayed,
+        "within": within,
+        "beside": beside,
+    }
+    for line in cases[case](*words):
         print(line, flush=True)
 
 
