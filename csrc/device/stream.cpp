@@ -1,5 +1,6 @@
 #include "device/stream.h"
 
+#include "device/context.h"
 #include "device/failure.h"
 
 #include <algorithm>
@@ -67,6 +68,11 @@ StreamFactory& registered() {
   return make;
 }
 
+ContextSetter& registered_context_setter() {
+  static ContextSetter set = nullptr;
+  return set;
+}
+
 thread_local int timing_depth = 0;
 
 std::atomic<int> num_keep_alives{0};
@@ -80,6 +86,11 @@ std::vector<Stream::KeepAlive*>& keep_alives() {
 
 bool register_stream_factory(StreamFactory make) {
   registered() = make;
+  return true;
+}
+
+bool register_context_setter(ContextSetter set) {
+  registered_context_setter() = set;
   return true;
 }
 
@@ -159,6 +170,8 @@ Stream::Guard::Guard(const Stream& stream) {
   if (stream.is_cpu()) return;
   impl_.emplace(stream.device().type());
   device_ = impl_->exchangeDevice(stream.device());
+  if (registered_context_setter() != nullptr && stream.device().is_cuda())
+    registered_context_setter()(stream.device());
   stream_ = impl_->exchangeStream(*stream.stream_);
 }
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import re
+import sys
 
 import pytest
 import torch
@@ -212,6 +214,18 @@ def out_of_memory_in_the_backward() -> None:
     assert all(map(torch.equal, gradients(pipe, pipe(short)), expected))
 
 
+def matrix_products_run_in_threads_with_a_context() -> None:
+    """PyTorch warns of cuBLAS in a thread without one, such as a new thread on the first device."""
+    number = ctypes.CDLL(sys.argv[1]).fake_cuda_num_without_context
+    for device in (1, 0):  # the caller's thread gets a context
+        torch.cuda.set_device(device)
+    pipe = GPipe(layers(), [1, 1, 2], devices=["cuda:0", "cuda:0", "cuda:1"], chunks=CHUNKS)
+    before = number()
+    for _ in range(2):
+        pipe.step(torch.randn(8, 8, device="cuda:0"), loss_fn=torch.sum, normalizer=1)
+    assert number() == before
+
+
 PLACEMENT = (
     first_gpus_by_default,
     cpu_on_request,
@@ -219,6 +233,7 @@ PLACEMENT = (
     meta_layers_are_loaded_on_their_devices,
     wrong_devices_raise,
     verify_moves_boundary_tensors,
+    matrix_products_run_in_threads_with_a_context,
 )
 OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 

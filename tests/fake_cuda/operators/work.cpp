@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <tuple>
@@ -73,6 +74,8 @@ void allocate(Workspace& workspace, size_t bytes) {
   }
 }
 
+std::atomic<int64_t> num_without_context{0};
+
 std::mutex& workspaces_mutex() {
   static auto* const made = new std::mutex;
   return *made;
@@ -81,6 +84,7 @@ std::mutex& workspaces_mutex() {
 }  // namespace
 
 void use_workspace(at::Device device) {
+  num_without_context += fake_cuda_has_context() ? 0 : 1;
   static const char* const bytes = std::getenv("FAKE_CUDA_WORKSPACE");
   if (bytes == nullptr) {
     return;
@@ -100,6 +104,8 @@ extern "C" int64_t fake_cuda_num_workspaces(cudaStream_t stream) {
   return std::count_if(workspaces().begin(), workspaces().end(),
                        [&](const auto& entry) { return std::get<1>(entry.first) == stream; });
 }
+
+extern "C" int64_t fake_cuda_num_without_context() { return num_without_context; }
 
 bool is_capturing(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);

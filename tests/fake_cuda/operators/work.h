@@ -10,11 +10,12 @@
 #include <functional>
 #include <string>
 
-// Defined in runtime/streams.cpp, runtime/graphs.cpp and runtime/log.cpp.
+// Defined in runtime/.
 extern "C" cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t bytes, int writes);
 extern "C" void fake_cuda_save(cudaStream_t stream, const void* pointer, size_t bytes);
 extern "C" int fake_cuda_capturing(cudaStream_t stream);
 extern "C" int fake_cuda_deferring();
+extern "C" int fake_cuda_has_context();
 extern "C" void fake_cuda_mark(const char* text);
 extern "C" void fake_cuda_complete(cudaStream_t stream);
 extern "C" void fake_cuda_enqueue(cudaStream_t stream, void (*run)(void*), void (*drop)(void*), void* data);
@@ -31,9 +32,11 @@ void log_name(at::Device device, const std::string& name);
 // The same for any text.
 void log_mark(at::Device device, const std::string& text);
 
-// As cuBLAS for a matrix product: unless there is one, allocates a workspace for the thread and the current stream, of
-// FAKE_CUDA_WORKSPACE bytes. Does nothing if that is not set.
+// As cuBLAS for a matrix product: needs a context, and allocates a workspace for the thread and the current stream,
+// unless there is one, of FAKE_CUDA_WORKSPACE bytes, if that is set.
 void use_workspace(at::Device device);
+// Returns the number of matrix products so far in threads without a context. Tests call it.
+extern "C" int64_t fake_cuda_num_without_context();
 // Returns the number of workspaces of a stream. Tests call it.
 extern "C" int64_t fake_cuda_num_workspaces(cudaStream_t stream);
 

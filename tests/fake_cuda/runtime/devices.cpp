@@ -53,6 +53,7 @@ int num_devices() {
 }
 
 thread_local int current_device = 0;
+thread_local bool has_context = false;
 
 void set_sticky_error() { sticky_error = true; }
 bool has_sticky_error() { return sticky_error; }
@@ -79,8 +80,10 @@ cudaError_t cudaSetDevice(int device) {
     return fail(cudaErrorInvalidDevice);
   }
   current_device = device;
+  has_context = true;
   return cudaSuccess;
 }
+int fake_cuda_has_context() { return has_context ? 1 : 0; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   std::memset(found, 0, sizeof(*found));
   std::snprintf(found->name, sizeof(found->name), "Fake GPU");

@@ -12,6 +12,8 @@ size_t memory_bytes();
 int num_devices();
 
 extern thread_local int current_device;
+// Whether the calling thread has called cudaSetDevice(). Other calls make a context current, too, but not all do.
+extern thread_local bool has_context;
 
 // Stores the error as the calling thread's last error, and returns it.
 cudaError_t fail(cudaError_t error);
