@@ -155,8 +155,8 @@ def stage_bytes(
     found = []
     for index in range(len(stages)):
         ends = [
-            [_Walk(stages, schedule, is_step, sizes, fixed, waiting).peak(index, early) for early in choices]
-            for waiting, choices in zip((False, True), _early_actions(stages, index), strict=True)
+            [_Walk(stages, schedule, is_step, sizes, fixed, waiting).peak(index, *each) for each in choices]
+            for waiting, choices in zip((False, True), _early_and_late(stages, index), strict=True)
         ]
         least = min(ends[0], key=lambda end: end.total)
         most = max(ends[1], key=lambda end: end.total)
@@ -164,21 +164,26 @@ def stage_bytes(
     return found
 
 
-def _early_actions(stages: Sequence[Stage], index: int) -> tuple[list[_Actions], list[_Actions]]:
-    """Returns which actions of others may be early when a stage needs least, and when it needs most.
+def _early_and_late(
+    stages: Sequence[Stage], index: int
+) -> tuple[list[tuple[_Actions, _Actions]], list[tuple[_Actions, _Actions]]]:
+    """Returns which actions of others may be early, and which late, when a stage needs least, and most.
 
-    A stage needs least if others fetch from it early and send to it late. Both are not always possible: a
-    stage that sends a gradient early has fetched what it pops. So several choices are compared.
+    A stage needs least if others fetch from it early and send to it late. Both are not always possible, since
+    a stage that sends a gradient early has fetched what it pops. So several choices are compared.
     """
     own = stages[index]
     popping = {s for s, other in enumerate(stages) if set(other.pops) & set(own.stashes)}
     stashing = {s for s, other in enumerate(stages) if set(other.stashes) & set(own.pops)}
-    fetches = {(s, Kind.F) for s in popping}, {(s, kind) for s in stashing for kind in (Kind.B, Kind.I)}
-    sends = {(index - 1, Kind.SEND_F)}, {(index + 1, Kind.SEND_B)}
+    pops: _Actions = {(s, Kind.F) for s in popping}
+    stashes: _Actions = {(s, kind) for s in stashing for kind in (Kind.B, Kind.I)}
+    sent: _Actions = {(index - 1, Kind.SEND_F)}
+    returned: _Actions = {(index + 1, Kind.SEND_B)}
+    nothing, sends = frozenset[tuple[int, Kind]](), sent | returned
     if not popping and not stashing:
-        return [set()], [sends[0] | sends[1]]
-    least, most = (list[_Actions]([set(), one, other, one | other]) for one, other in (fetches, sends))
-    return least, most
+        return [(nothing, nothing)], [(sends, nothing)]
+    least = [(early, sends) for early in (nothing, pops, stashes, pops | stashes)]
+    return least, [(early, nothing) for early in (nothing, sent, returned, sends)]
 
 
 def parameter_bytes(stage: Stage) -> int:
@@ -237,9 +242,9 @@ class _Walk:
         # For each stage between the halves of a backward: bytes of gradients that it has sent, and keeps.
         self._open: dict[int, int] = {}
 
-    def peak(self, stage: int, early: _Actions) -> StageBytes:
-        """Returns what a stage needs when it needs most, if some actions of others are early."""
-        order = self._schedule.order_around(stage, lambda action: action[:2] in early)
+    def peak(self, stage: int, early: _Actions, late: _Actions) -> StageBytes:
+        """Returns what a stage needs when it needs most, if some actions of others are early or late."""
+        order = self._schedule.order_around(stage, lambda a: a[:2] in early, lambda a: a[:2] in late)
         last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
         forwards = 0
         for action in order:

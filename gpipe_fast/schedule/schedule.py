@@ -32,6 +32,10 @@ def _no_time(action: Action) -> float:
     return 0.0
 
 
+def _none(action: Action) -> bool:
+    return False
+
+
 def _each_after(neighbours: Sequence[Sequence[int]], starts: Iterable[int]) -> list[int]:
     """Returns the nodes that are reached from each start in turn, each after its neighbours."""
     found: dict[int, None] = {}
@@ -202,13 +206,17 @@ class Schedule:
         """
         return tuple(self._actions[i] for i in self._order)
 
-    def order_around(self, stage: int, early: Callable[[Action], bool]) -> tuple[Action, ...]:
+    def order_around(
+        self, stage: int, early: Callable[[Action], bool], late: Callable[[Action], bool] = _none
+    ) -> tuple[Action, ...]:
         """Returns all actions in an order that the waits allow, with those of other stages early or late.
 
         Args:
             stage: the stage.
             early: whether an action of another stage, with all that it waits for, comes as soon as this stage
                 lets it; others come when an action of this stage or an early one waits for them.
+            late: whether an action of another stage comes only when an action of this stage waits for it,
+                even if an early one waits for it, which then is not early.
         """
         firsts = set(accumulate(map(len, self.ranks), initial=0))
         before: list[list[int]] = [[] for _ in self._actions]
@@ -220,6 +228,13 @@ class Schedule:
                     after[j].append(i)
         every = range(len(self._actions))
         own = [i for i in every if self._actions[i].stage == stage]
+        latest = -1
+        for i in _each_after(before, own):
+            if self._actions[i].stage == stage:
+                latest = i
+            elif late(self._actions[i]) and latest >= 0:
+                before[i].append(latest)
+                after[latest].append(i)
         earliest = reversed(_each_after(after, chain(reversed(own), every)))
         chosen = (i for i in earliest if self._actions[i].stage == stage or early(self._actions[i]))
         return tuple(self._actions[i] for i in _each_after(before, chain(chosen, every)))

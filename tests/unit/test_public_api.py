@@ -127,7 +127,7 @@ gpipe_fast.schedule
   class Schedule(ranks, num_microbatches, slots)
     properties: defers_weights; backward_part(); critical_path(seconds=tick); csv(); forward_part();
         from_csv(text); of(ranks, num_microbatches=None, *, slots=None, recomputed=None); order();
-        order_around(stage, early); parse(text, *, slots=None); slots_needed(seconds=tick);
+        order_around(stage, early, late=_none); parse(text, *, slots=None); slots_needed(seconds=tick);
         times(seconds=tick, transit=_no_time); waits()
   ScheduleChoice: UnionType
   class Simulation(schedule, begins, ends, peak_bytes=())

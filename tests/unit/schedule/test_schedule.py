@@ -241,3 +241,19 @@ def test_orders_around_a_stage_are_the_two_ends_of_all_orders(seed: int) -> None
             needing |= more
         assert set(late[: late.index(row[-1]) + 1]) == needed
         assert set(early[early.index(row[0]) :]) == needing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_late_actions_wait_for_a_stage_even_if_early_ones_need_them(seed: int) -> None:
+    generator = random.Random(seed)
+    schedule, ran = random_schedule(generator)
+    chosen = {action for action in ran if generator.random() < 0.2}
+    for stage in range(schedule.num_stages):
+        latest = schedule.order_around(stage, lambda _: False)
+        order = schedule.order_around(stage, lambda _: True, chosen.__contains__)
+        rank = {action: i for i, action in enumerate(order)}
+        assert all(rank[before] < rank[after] for before, after in constraints(schedule))
+        last = max(i for i, action in enumerate(latest) if action.stage == stage)
+        for action in {action for action in latest[:last] if action.stage != stage} & chosen:
+            before = {a for a in latest[: latest.index(action)] if a.stage == stage}
+            assert {a for a in order[: rank[action]] if a.stage == stage} == before
