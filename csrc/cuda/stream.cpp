@@ -1,4 +1,4 @@
-// CUDA streams outside PyTorch's pool, and the contexts of threads. That pool has 32 streams per device and hands them
+// The contexts of threads, and CUDA streams outside PyTorch's pool. That pool has 32 streams per device and hands them
 // out round-robin, so pipelines with many stages, or other threads, would share streams and capture each other's work.
 #include "device/stream.h"
 
@@ -20,7 +20,7 @@ c10::Stream make(at::Device device) {
 }
 
 // PyTorch calls cudaSetDevice() only for another device than the current one. So a new thread on device 0 would have no
-// context before its first call of the runtime, and PyTorch warns of cuBLAS in such a thread.
+// context before its first call of the runtime, and PyTorch warns if cuBLAS runs in such a thread.
 void set_context(at::Device device) {
   thread_local bool has_context = false;
   if (has_context) return;

@@ -63,9 +63,10 @@ class _BackwardSizes(NamedTuple):
     """The bytes of a backward or of a half of it, beside the gradients that it returns.
 
     Attributes:
-        early: the most that it allocates at a time until it needs a gradient, less what it has freed: an R.
-        opened: what the R leaves allocated.
-        most: as `early`, afterwards.
+        early: the most that it allocates at a time until it needs a gradient, less what it has freed. An R is
+            this part.
+        opened: what that part leaves allocated.
+        most: the most that it allocates at a time afterwards, less what it has freed.
         stays: what it leaves allocated for the other half, which frees it: there, the number is negative.
         freed: what it frees of what is saved.
     """
@@ -167,7 +168,7 @@ def stage_bytes(
 def _early_and_late(
     stages: Sequence[Stage], index: int
 ) -> tuple[list[tuple[_Actions, _Actions]], list[tuple[_Actions, _Actions]]]:
-    """Returns which actions of others may be early, and which late, when a stage needs least, and most.
+    """Returns which actions of other stages are early, and which late: when a stage needs least, and most.
 
     A stage needs least if others fetch from it early and send to it late. Both are not always possible, since
     a stage that sends a gradient early has fetched what it pops. So several choices are compared.
@@ -238,7 +239,7 @@ class _Walk:
         self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
         self._waiting = waiting
         self._sent: dict[tuple[int, Kind], int] = {}
-        self._opened: set[int] = set()  # stages between an R and what follows it
+        self._begun: set[int] = set()  # stages that have run an R, and not yet its B or I
         # For each stage between the halves of a backward: bytes of gradients that it has sent, and keeps.
         self._open: dict[int, int] = {}
 
@@ -278,7 +279,7 @@ class _Walk:
             self._leave(stage, stage - 1, kind, own.gradients)
             self._add(stage - 1, under_way=self._sizes[stage - 1][m].tangents)
         elif kind is Kind.R:
-            self._open_backward(stage, self._backward_sizes(stage, m, Kind.I))
+            self._begin_backward(stage, self._backward_sizes(stage, m, Kind.I))
         elif kind in (Kind.B, Kind.I, Kind.W):
             part = self._backward_sizes(stage, m, kind)
             is_first = self._now[stage].gradients == 0
@@ -287,8 +288,8 @@ class _Walk:
                     after = self._pop_of.get(number, stage)
                     self._add(stage, under_way=size)
                     self._free_gradients(after, self._sizes[after][m].pop_gradients.get(number, 0))
-            self._open_backward(stage, part)
-            self._opened.discard(stage)
+            self._begin_backward(stage, part)
+            self._begun.discard(stage)
             self._add(stage, intermediates=part.most - part.opened)
             self._add(stage, intermediates=part.stays - part.most, saved=-part.freed)
             if is_first and kind is not Kind.I:
@@ -307,12 +308,12 @@ class _Walk:
         is_first = self._now[stage].gradients == 0
         return self._sizes[stage][m].backwards.get((kind, is_first), _BackwardSizes())
 
-    def _open_backward(self, stage: int, part: _BackwardSizes) -> None:
-        """Takes what a backward does before it needs a gradient, unless an R has done so."""
-        if stage not in self._opened:
+    def _begin_backward(self, stage: int, part: _BackwardSizes) -> None:
+        """Adds what a backward allocates before it needs a gradient, unless an R has done so."""
+        if stage not in self._begun:
             self._add(stage, intermediates=part.early)
             self._add(stage, intermediates=part.opened - part.early)
-            self._opened.add(stage)
+            self._begun.add(stage)
 
     def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
         """Frees a share of what a backward reads: inputs, saved tensors, gradients that have arrived."""

@@ -215,8 +215,8 @@ class Schedule:
             stage: the stage.
             early: whether an action of another stage, with all that it waits for, comes as soon as this stage
                 lets it; others come when an action of this stage or an early one waits for them.
-            late: whether an action of another stage comes only when an action of this stage waits for it,
-                even if an early one waits for it, which then is not early.
+            late: whether an action of another stage comes only when an action of this stage waits for it. An
+                early action that waits for a late one follows it.
         """
         firsts = set(accumulate(map(len, self.ranks), initial=0))
         before: list[list[int]] = [[] for _ in self._actions]
@@ -228,6 +228,8 @@ class Schedule:
                     after[j].append(i)
         every = range(len(self._actions))
         own = [i for i in every if self._actions[i].stage == stage]
+        # A late action waits for the action of this stage that it follows if all are late. That order has all
+        # of these waits already, so they make no cycle.
         latest = -1
         for i in _each_after(before, own):
             if self._actions[i].stage == stage:

@@ -139,16 +139,23 @@ def predicted(name: str, schedule: str, stages: str, microbatches: str, settings
                 before = empty(num_stages)
                 pipe, x = made(name, num_stages, num_microbatches, checkpoint=checkpoint)
                 found = counted(pipe, x, schedule, before)
-                options = {"target": torch.zeros(len(x), device="meta"), "loss_fn": loss_of, "normalizer": 1}
-                report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
+                report = prediction(pipe, x, schedule)
                 if isinstance(checkpoint, str):  # what a share saves depends on times
-                    absent = pipe.memory(x.to("meta"), **(options if schedule else {}), device="cuda")  # type: ignore[arg-type]
+                    absent = prediction(pipe, x, schedule, device="cuda")
                     # What operators allocate and free is not known without the device.
                     for here, there in zip(report.stages, absent.stages, strict=True):
                         assert there.total <= here.total <= 1.01 * there.total, (absent, report)  # type: ignore[union-attr]
                 lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {triples(report, found)}")
                 del pipe, x
     return lines
+
+
+def prediction(pipe: GPipe, x: Tensor, schedule: str, **options: Any) -> MemoryReport:
+    """Returns the report on a step, or on a call if there is no schedule."""
+    if schedule:
+        target = torch.zeros(len(x), device="meta")
+        options |= {"target": target, "loss_fn": loss_of, "normalizer": 1}
+    return pipe.memory(x.to("meta"), **options)
 
 
 def triples(report: MemoryReport, found: list[int]) -> str:
@@ -162,8 +169,7 @@ def delayed(name: str, schedule: str, stages: str, microbatches: str, setting: s
     before = empty(int(stages))
     pipe, x = made(name, int(stages), int(microbatches), checkpoint=float(setting))
     counted(pipe, x, schedule, before)
-    options = {"target": torch.zeros(len(x), device="meta"), "loss_fn": loss_of, "normalizer": 1}
-    report = pipe.memory(x.to("meta"), **(options if schedule else {}))  # type: ignore[arg-type]
+    report = prediction(pipe, x, schedule)
     lines = []
     for seed in range(int(seeds)):
         inject_delays(pipe, seed, MAX_DELAY_US)

@@ -215,7 +215,7 @@ def out_of_memory_in_the_backward() -> None:
 
 
 def matrix_products_run_in_threads_with_a_context() -> None:
-    """PyTorch warns of cuBLAS in a thread without one, such as a new thread on the first device."""
+    """PyTorch warns if cuBLAS runs in a thread without one, such as a new thread on the first device."""
     number = ctypes.CDLL(sys.argv[1]).fake_cuda_num_without_context
     for device in (1, 0):  # the caller's thread gets a context
         torch.cuda.set_device(device)

@@ -32,8 +32,8 @@ void log_name(at::Device device, const std::string& name);
 // The same for any text.
 void log_mark(at::Device device, const std::string& text);
 
-// As cuBLAS for a matrix product: needs a context, and allocates a workspace for the thread and the current stream,
-// unless there is one, of FAKE_CUDA_WORKSPACE bytes, if that is set.
+// Stands for what cuBLAS does before a matrix product. Counts the product if the thread has no context. If
+// FAKE_CUDA_WORKSPACE is set, allocates that many bytes for the thread and the current stream, unless they have some.
 void use_workspace(at::Device device);
 // Returns the number of matrix products so far in threads without a context. Tests call it.
 extern "C" int64_t fake_cuda_num_without_context();
