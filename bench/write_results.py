@@ -26,7 +26,7 @@ WEIGHTS = {"ledger": 5, "frontier": 4, "step": 3, "first-call": 2, "distributed"
 
 
 def counted() -> dict[str, list[str]]:
-    """Returns the arguments of Python that make each table that is counted or computed."""
+    """Returns the arguments of Python that make each table that is counted or computed, the longest first."""
     contract = "tests.contracts.contract_1_same_bits"
     found = {name: ["-m", f"{contract}.{name}"] for name in ("census", "cuda_operators_table")}
     found["census-torchvision"] = ["-m", "tools", "census"]
@@ -39,28 +39,28 @@ def commands() -> dict[str, list[str]]:
     return {**counted(), **timed, "ledger": ["-m", "tools", "ledger"]}
 
 
-def make(name: str, command: list[str]) -> list[str]:
+def make(name: str, command: list[str], **variables: str) -> list[str]:
     """Makes a table in a process, and returns its row of the summary."""
     began = time.monotonic()
-    environment = {**os.environ, "GPIPE_FAST_ROUND_SECONDS": str(ROUND_SECONDS)}
-    code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
+    code = subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | variables).returncode
     return [name, f"{time.monotonic() - began:.0f}", "written" if code == 0 else f"FAILED ({code})"]
 
 
 def main() -> None:
     if changes := uncommitted():
         sys.exit(f"make results: commit these changes first, so that every table has one commit:\n{changes}")
-    begin, every, in_any_order = time.monotonic(), commands(), counted().keys()
-    timed = [name for name in every if name not in in_any_order]
-    print(f"results: {len(every) - len(timed)} tables that are counted", file=sys.stderr, flush=True)
+    begin, every = time.monotonic(), commands()
+    in_parallel = [name for name in counted() if name in every]
+    timed = [name for name in every if name not in in_parallel]
+    print(f"results: {len(in_parallel)} tables that are counted", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        rows = list(pool.map(lambda name: make(name, every[name]), every.keys() & in_any_order))
+        rows = list(pool.map(lambda name: make(name, every[name]), in_parallel))
     begin_timed, done, total = time.monotonic(), 0, sum(WEIGHTS.get(name, 1) for name in timed)
     for number, name in enumerate(timed, 1):
         spent = time.monotonic() - begin_timed
         left = f", about {spent / done * (total - done) / 60:.0f} min left" if done else ""
         print(f"results: {name} ({number} of {len(timed)}{left})", file=sys.stderr, flush=True)
-        rows.append(make(name, every[name]))
+        rows.append(make(name, every[name], GPIPE_FAST_ROUND_SECONDS=str(ROUND_SECONDS)))
         done += WEIGHTS.get(name, 1)
     figures.main()
     print(tabulate(rows, headers=["table", "seconds", ""], tablefmt="github"))

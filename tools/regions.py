@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.measure import RESULTS
+from bench.measure import RESULTS, machine
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.fuse.cubin import compile_kernel, generated_from, kernel_of
 from gpipe_fast.fuse.cubins import sources_of
@@ -116,6 +116,7 @@ def table(chosen: Sequence[Generated], measured: Mapping[str, Measured]) -> str:
     lines = [
         "# Generated kernels as compiled",
         "",
+        f"{machine()}.",
         f"The kernels of regions in the stages of `python -m tools fusion`, by Triton {newest} and {oldest},",
         "without a GPU (`python -m tools regions`). Where they differ, a cell has both, the number of",
         f"{newest} first. Registers and spilled bytes are per thread.",

@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import torch
 
+from bench.measure import RESULTS, machine
 from tests.contracts.contract_1_same_bits.equality import Run, Step, differences, train_both
 from tests.contracts.contract_1_same_bits.torch_layers import OUT_OF_SCOPE, RECIPES
 
-RESULTS = Path(__file__).parents[3] / "bench" / "results" / "census.md"
+TABLE = RESULTS / "census.md"
 
 
 def thorough_run(name: str) -> Run:
@@ -54,8 +54,8 @@ def table(verdicts: dict[str, str]) -> str:
     lines = [
         "# Census of torch.nn",
         "",
-        f"torch {torch.__version__.split('+')[0]}, CPU, one thread. {len(classes)} classes in "
-        f"{len(verdicts)} configurations; {len(OUT_OF_SCOPE)} classes out of scope.",
+        f"{machine()}.",
+        f"{len(classes)} classes in {len(verdicts)} configurations; {len(OUT_OF_SCOPE)} out of scope.",
         "Shares 0, 0.5 and 1; one micro-batch, four even and uneven ones; contiguous, channels_last and",
         "permuted inputs, each pair of two of them; training (output, gradients, buffers) and inference,",
         "against the plain loop.",
@@ -76,8 +76,8 @@ def main() -> None:
     """Runs the census and writes the table."""
     torch.set_num_threads(1)
     verdicts = {name: examine(name) for name in RECIPES}
-    RESULTS.write_text(table(verdicts))
-    print(f"wrote {RESULTS.name}:", dict(_counts(verdicts)))
+    TABLE.write_text(table(verdicts))
+    print(f"wrote {TABLE.name}:", dict(_counts(verdicts)))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from bench.measure import RESULTS, machine
 from tests.contracts.contract_1_same_bits.cuda_operators import ALL_CONFIGURATIONS, MODES, Verdict
 from tests.fake_cuda import process
 from tests.fake_cuda.build import build
 
-RESULTS = Path(__file__).parents[3] / "bench" / "results" / "cuda_operators.md"
+TABLE = RESULTS / "cuda_operators.md"
 PROGRAM = Path(__file__).with_name("cuda_operators.py")
 
 
@@ -28,7 +27,7 @@ def run_configurations(
     """Returns the verdicts of configurations (mode, name), from processes with the fake CUDA runtime."""
     arguments = [f"{mode}/{name}" for mode, name in configurations]
     batches = [arguments[begin : begin + 100] for begin in range(0, len(arguments), 100)]
-    lines = [line for batch in batches for line in process.run(str(PROGRAM), libraries, *batch)]
+    lines = [line for batch in batches for line in process.run(str(PROGRAM), libraries, *batch, limit=1200)]
     return [Verdict(**json.loads(line)) for line in lines if line.startswith("{")]
 
 
@@ -131,8 +130,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
     lines = [
         "# Operators on a GPU: eager autograd and gpipe_fast",
         "",
-        f"torch {torch.__version__.split('+')[0]}; fake tensors on a simulated GPU of compute capability "
-        "9.0.",
+        f"{machine()}.",
+        "Fake tensors on a simulated GPU of compute capability 9.0.",
         "The operators on which outputs, gradients and buffers depend are compared: eager autograd's with",
         "the trace's, in order. Views, uninitialised memory and constants are omitted.",
         "",
@@ -158,8 +157,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def main() -> None:
     """Compares all configurations and writes the table."""
     verdicts = run_configurations(ALL_CONFIGURATIONS, build())
-    RESULTS.write_text(table(verdicts))
-    print(f"wrote {RESULTS.name}:", *counts(verdicts)[-1])
+    TABLE.write_text(table(verdicts))
+    print(f"wrote {TABLE.name}:", *counts(verdicts)[-1])
 
 
 if __name__ == "__main__":
