@@ -561,7 +561,7 @@ class GPipe(Reporting, Container):
         """Returns a call that saves as much as the memory allows, if there is a limit."""
         if self._memory_limits is None or not (self.training and torch.is_grad_enabled()):
             return call
-        return replace(call, checkpoint=choice_within(planner, call, self._memory_limits).checkpoint)
+        return choice_within(planner, call, self._memory_limits).applied_to(call)
 
     def _planner_under_hook(self, hook: str) -> Planner:
         """Returns the planner that runs all layers in Python, so that global module hooks are called."""

@@ -4,6 +4,9 @@ The stages are traced first. The ladders of their graphs (gpipe_fast/lower/ladde
 operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. Programs are then lowered for
 what was chosen, and the choice is made again with the scratch memory that they turn out to need. At last the
 plan is made, and counted as `GPipe.memory` does; the choice is made once more with what it leaves, or lacks.
+
+Unless nothing has to be recomputed, few boundary tensors may wait between stages. A stage then waits more
+often for the next one, which it would have to do later anyway, and what would wait need not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.module_warnings import InPython
-from gpipe_fast.runtime.plan import schedule_of
+from gpipe_fast.runtime.plan import planned_schedule
 from gpipe_fast.runtime.planner import Call, Choice, Planner, why_in_python
 from gpipe_fast.runtime.stage_memory import (
     StageBytes,
@@ -36,7 +39,7 @@ from gpipe_fast.runtime.stage_memory import (
     spec_bytes,
     stage_bytes,
 )
-from gpipe_fast.schedule import Schedule, ScheduleChoice, fill_drain, schedule_for
+from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
 from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts, under_way
 from gpipe_fast.schedule.cuts import Partition, best_partitions
 from gpipe_fast.schedule.simulation import Simulation
@@ -48,6 +51,8 @@ _MAX_ATTEMPTS = 8
 # How often plans are counted, and the share of a limit that a plan may leave unused without another attempt.
 _MAX_PLANS = 6
 _UNUSED_SHARE = 0.01
+# How many boundary tensors may wait on a connection. One would do if actions took equally long.
+_SLOTS = 2
 Limits = Mapping[torch.device, float]
 
 
@@ -71,9 +76,9 @@ def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
     if known is not None:
         return known
     limited = _Limited(planner, call)
-    limited.calibrate()
     found = limited.nothing_recomputed
-    if min(limited.unused(found.checkpoint, limits).values()) < 0:
+    if min(limited.unused(found, limits).values()) < 0:
+        limited.calibrate()
         found = limited.fastest(limits)
     planner.within[key] = found
     return found
@@ -100,7 +105,8 @@ def partitions_within(
     number, num_devices = len(layers.sizes), len(set(devices))
 
     def with_recomputes(recomputed: frozenset[tuple[int, int]]) -> Schedule:
-        return schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
+        found = schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
+        return found.with_fewer_slots(_SLOTS)
 
     return lambda limits: best_partitions(layers.layer_costs, devices, limits, layers.sizes, with_recomputes)
 
@@ -123,7 +129,7 @@ class _Limited:
         self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
         graphs = [own.traced.joint for own in compiled[0]]
         self._saved = [_saved_bytes(joint) for joint in graphs]
-        self._kept = Simulation.of(self._schedule(frozenset())).kept
+        self._flow = Simulation.of(self._schedule(frozenset()))
         # For each stage, the scratch memory of the rungs whose programs are lowered.
         self._scratch = [dict[int, int]() for _ in graphs]
         # For each stage, what the plans that were made need beside the costs, which are estimates.
@@ -146,29 +152,29 @@ class _Limited:
         """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
         found = []
         for stage, own in enumerate(self.layer_costs):
-            size = under_way(stage, own.boundary, own.outputs, self._kept) + self._beside[stage]
+            kept, slots = self._flow.kept, self._flow.schedule.slots
+            size = under_way(stage, own.boundary, own.outputs, kept, slots) + self._beside[stage]
             found.append(replace(own, fixed={**own.fixed, UNDER_WAY: size}))
         return found
 
     @property
     def everything_recomputed(self) -> Choice:
         """The choice that needs least."""
-        return self._same_everywhere(FULL_RECOMPUTE, [0] * len(self._stages))
+        return self._same_everywhere(FULL_RECOMPUTE, [0] * len(self._stages), _SLOTS)
 
     @property
     def nothing_recomputed(self) -> Choice:
         """The choice that takes the least time."""
-        return self._same_everywhere(NO_RECOMPUTE, [len(saved) - 1 for saved in self._saved])
+        return self._same_everywhere(NO_RECOMPUTE, [len(saved) - 1 for saved in self._saved], None)
 
-    def _same_everywhere(self, fraction: SavedFraction, rungs: Sequence[int]) -> Choice:
+    def _same_everywhere(self, fraction: SavedFraction, rungs: Sequence[int], slots: int | None) -> Choice:
         budget = Budget(self.costs, self.sizes, self._schedule)
         time = budget.time_of([[rung] * self._number for rung in rungs])
-        return Choice(Checkpoint(((fraction,),) * len(rungs)), time)
+        return Choice(Checkpoint(((fraction,),) * len(rungs)), time, slots)
 
     def calibrate(self) -> None:
         """Corrects the costs so that recomputing everything needs what its plan needs."""
-        call = replace(self._call, checkpoint=self.everything_recomputed.checkpoint)
-        needed = self._needed(call)
+        needed = self._needed(self.everything_recomputed)
         least = Budget(self.costs, self.sizes, self._schedule).least()
         self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
 
@@ -187,7 +193,7 @@ class _Limited:
             if choice.checkpoint in tried:
                 break
             tried.add(choice.checkpoint)
-            unused = self.unused(choice.checkpoint, limits)
+            unused = self.unused(choice, limits)
             fits = min(unused.values()) >= 0
             if fits and choice.nanoseconds < found.nanoseconds:
                 found = choice
@@ -220,9 +226,9 @@ class _Limited:
                 return self._choice_of(climb)
         return self._choice_of(self._known_choice(limits))
 
-    def unused(self, checkpoint: Checkpoint, limits: Limits) -> dict[torch.device, float]:
+    def unused(self, choice: Choice, limits: Limits) -> dict[torch.device, float]:
         """Returns how many bytes of each device's limit a choice's plan leaves; negative if it exceeds it."""
-        needed = self._needed(replace(self._call, checkpoint=checkpoint))
+        needed = self._needed(choice)
         return {
             device: limit
             - sum(
@@ -231,7 +237,8 @@ class _Limited:
             for device, limit in limits.items()
         }
 
-    def _needed(self, call: Call) -> list[StageBytes]:
+    def _needed(self, choice: Choice) -> list[StageBytes]:
+        call = choice.applied_to(self._call)
         return stage_bytes(self._stages, _compiled(self._planner, call), call)
 
     def _known_choice(self, limits: Limits) -> Climb:
@@ -261,13 +268,11 @@ class _Limited:
         return tuple(found)
 
     def _schedule(self, recomputed: frozenset[tuple[int, int]]) -> Schedule:
-        if self._call.order is None:
-            return fill_drain(len(self._stages), self._number, recomputed=recomputed)
         fractions = [
             [FULL_RECOMPUTE if (stage, m) in recomputed else NO_RECOMPUTE for m in range(self._number)]
             for stage in range(len(self._stages))
         ]
-        return schedule_of(self._stages, self._call.order, fractions)
+        return planned_schedule(self._stages, fractions, True, self._call.order, _SLOTS)
 
     def _costs_of(self, index: int, joint: JointGraph) -> StageCosts:
         stage, own = self._stages[index], self._compiled[0][index]
@@ -299,7 +304,7 @@ class _Limited:
             tuple(_fraction(self._saved[stage], rung) for rung in row)
             for stage, row in enumerate(climb.rungs)
         )
-        return Choice(Checkpoint(tuple(fractions)), climb.time)
+        return Choice(Checkpoint(tuple(fractions)), climb.time, _SLOTS)
 
     def _lower(self, stage: int, rungs: Collection[int]) -> None:
         """Lowers the programs of some rungs of a stage, and notes their scratch memory."""

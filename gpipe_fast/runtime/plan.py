@@ -140,6 +140,7 @@ def make_plan(
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
     order: StepOrder | None = None,
+    slots: int | None = None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
@@ -154,6 +155,7 @@ def make_plan(
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
             only at run time.
         order: the order of forwards and backwards of a step; None if the caller runs them apart.
+        slots: how many boundary tensors may wait on a connection, if the schedule has more slots.
 
     Raises:
         TypeError: the last layer returns no tensor.
@@ -172,7 +174,7 @@ def make_plan(
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
-    schedule = planned_schedule(stages, saved_fractions, training, order)
+    schedule = planned_schedule(stages, saved_fractions, training, order, slots)
     actions = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
     native = _extension.Plan(
@@ -405,6 +407,7 @@ def planned_schedule(
     saved_fractions: Sequence[Sequence[SavedFraction]],
     training: bool,
     order: StepOrder | None,
+    slots: int | None = None,
 ) -> Schedule:
     """Returns the schedule of a mini-batch; without gradients, it has forwards only.
 
@@ -413,17 +416,20 @@ def planned_schedule(
         saved_fractions: as for `make_plan`.
         training: whether there are backwards.
         order: as for `make_plan`.
+        slots: as for `make_plan`.
 
     Raises:
         TypeError: as for `schedule_of`.
         ValueError: as for `schedule_of`.
     """
-    if order is not None and training:
-        return schedule_of(stages, order, saved_fractions)
-    slots, recomputed = None if training else _SLOTS_IN_INFERENCE, _recomputed(saved_fractions)
-    return fill_drain(
-        len(stages), len(saved_fractions[0]), slots=slots, backward=training, recomputed=recomputed
-    )
+    number, recomputed = len(saved_fractions[0]), _recomputed(saved_fractions)
+    if not training:
+        return fill_drain(len(stages), number, slots=_SLOTS_IN_INFERENCE, backward=False)
+    if order is not None:
+        found = schedule_of(stages, order, saved_fractions)
+    else:
+        found = fill_drain(len(stages), number, recomputed=recomputed)
+    return found if slots is None else found.with_fewer_slots(slots)
 
 
 def _schedule_parts(

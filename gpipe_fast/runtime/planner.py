@@ -59,6 +59,7 @@ class Call:
         state: the state of the layers.
         given: the skip tensors that the caller gives.
         order: the order of forwards and backwards of a step; None for a forward.
+        slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
     """
 
     inputs: Inputs
@@ -68,13 +69,14 @@ class Call:
     state: ModuleState
     given: tuple[Tensor, ...] = ()
     order: StepOrder | None = None
+    slots: int | None = None
 
     def key(self) -> _PlanKey:
         """Returns the cache key of the call's plans under the calling thread's modes."""
         inputs, state = self.inputs, self.state
         boundary = _with_given(_boundary(inputs.tensors, inputs.tensors, inputs.structure), self.given)
         signature = Signature(
-            boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key, self.order
+            boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key, self.order, self.slots
         )
         return signature, self.checkpoint
 
@@ -107,6 +109,7 @@ class Signature:
         modes: PyTorch's modes.
         layers: the state of the layers.
         order: the order of forwards and backwards of a step; None for a forward.
+        slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
     """
 
     inputs: BoundarySpec
@@ -116,6 +119,7 @@ class Signature:
     modes: TorchModes
     layers: StateKey
     order: StepOrder | None
+    slots: int | None
 
 
 class Choice(NamedTuple):
@@ -124,10 +128,16 @@ class Choice(NamedTuple):
     Attributes:
         checkpoint: what each stage saves of each micro-batch.
         nanoseconds: the simulated time of a step.
+        slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
     """
 
     checkpoint: Checkpoint
     nanoseconds: float
+    slots: int | None
+
+    def applied_to(self, call: Call) -> Call:
+        """Returns a call that saves this."""
+        return replace(call, checkpoint=self.checkpoint, slots=self.slots)
 
 
 # The cache key of plans.
@@ -337,7 +347,15 @@ class Planner:
                     raise RuntimeError(failure_message(CompilationFailure(index, untraceable), self.stages))
         dims, fractions = call.inputs.dims, call.saved_fractions
         return make_plan(
-            self.stages, searches, call.microbatches, fractions, call.threads, dims, known, call.order
+            self.stages,
+            searches,
+            call.microbatches,
+            fractions,
+            call.threads,
+            dims,
+            known,
+            call.order,
+            call.slots,
         )
 
     def _searches(self, call: Call, failure: CompilationFailure | None) -> list[SegmentSearch]:

@@ -137,7 +137,7 @@ def stage_bytes(
     number = len(call.microbatches)
     training = needs_backward(stages, call.microbatches[0], compiled)
     is_step = training and call.order is not None
-    schedule = planned_schedule(stages, call.saved_fractions, training, call.order)
+    schedule = planned_schedule(stages, call.saved_fractions, training, call.order, call.slots)
     defers = is_step and schedule.defers_weights
     sizes_of = cache(_sizes)  # nearly all micro-batches are alike
     sizes = [

@@ -108,7 +108,7 @@ class _Way(NamedTuple):
 _WAYS = [_Way(a, (b, c)) for a, b, c in product((False, True), repeat=3)]
 
 
-def under_way(stage: int, boundary: float, outputs: float, kept: Sequence[int]) -> float:
+def under_way(stage: int, boundary: float, outputs: float, kept: Sequence[int], slots: int) -> float:
     """Returns the most that waits to be sent or used, however fast the stages next to this one are.
 
     Args:
@@ -116,10 +116,11 @@ def under_way(stage: int, boundary: float, outputs: float, kept: Sequence[int]) 
         boundary: the bytes of its boundary inputs.
         outputs: the bytes of its boundary outputs.
         kept: how many micro-batches each stage keeps at a time.
+        slots: how many boundary tensors may wait on a connection, in one direction.
     """
     before = kept[stage - 1] if stage > 0 else 0
     after = kept[stage + 1] if stage + 1 < len(kept) else 0
-    return (max(0, before - kept[stage]) + 2) * boundary + (after + 2) * outputs
+    return (min(slots, max(0, before - kept[stage])) + 2) * boundary + (min(slots, after) + 2) * outputs
 
 
 class BudgetError(ValueError):

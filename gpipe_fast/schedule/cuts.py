@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -22,6 +23,9 @@ from gpipe_fast.schedule.simulation import Simulation
 
 # The maximum number of partitions that are simulated. With equal layers, many have nearly the same bound.
 _MAX_SIMULATED = 200
+
+# Returns what a stage of some layers costs, given its index; see `stage_costs`.
+_CostsOf = Callable[[Sequence[StageCosts], int], StageCosts]
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Partition:
 
 
 def stage_costs(
-    layers: Sequence[StageCosts], stage: int, devices: Sequence[Hashable], kept: Sequence[int]
+    layers: Sequence[StageCosts], stage: int, devices: Sequence[Hashable], kept: Sequence[int], slots: int
 ) -> StageCosts:
     """Returns what a stage of these layers costs, given what each costs as a stage of its own.
 
@@ -50,6 +54,7 @@ def stage_costs(
         stage: the index of the stage.
         devices: the device of each stage.
         kept: how many micro-batches each stage keeps at a time.
+        slots: how many boundary tensors may wait on a connection, in one direction.
     """
     steps = []
     for number, layer in enumerate(layers):
@@ -71,7 +76,7 @@ def stage_costs(
         for name, size in layer.fixed.items():
             fixed[name] = fixed.get(name, 0.0) + size
     boundary, outputs = layers[0].boundary, layers[-1].outputs
-    fixed[UNDER_WAY] = under_way(stage, boundary, outputs, kept)
+    fixed[UNDER_WAY] = under_way(stage, boundary, outputs, kept, slots)
     return StageCosts(
         sum(x.forward for x in layers),
         sum(x.backward for x in layers),
@@ -108,18 +113,19 @@ def best_partitions(
     found: list[Partition] = []
     schedule = schedule_of(frozenset(product(range(len(devices)), range(len(sizes)))))
     kept = Simulation.of(schedule).kept
+    costs_of = partial(stage_costs, devices=devices, kept=kept, slots=schedule.slots)
     splits = any(action.kind is Kind.I for row in schedule.stages for action in row)
-    for number, (bound, balance) in enumerate(_by_bound(layers, devices, limits, sizes, kept, splits)):
+    for number, (bound, balance) in enumerate(_by_bound(layers, limits, sizes, kept, splits, costs_of)):
         if number == _MAX_SIMULATED or (len(found) >= count and bound >= found[count - 1].climb.time):
             break
         with contextlib.suppress(BudgetError):
-            budget = Budget(_stages(layers, balance, devices, kept), sizes, schedule_of)
+            budget = Budget(_stages(layers, balance, costs_of), sizes, schedule_of)
             found.append(Partition(balance, budget.choose(limits)))
         found.sort(key=lambda partition: partition.climb.time)
     if not found:
-        balance = _smallest(layers, devices, sizes, kept)
+        balance = _smallest(layers, devices, sizes, kept, costs_of)
         try:
-            budget = Budget(_stages(layers, balance, devices, kept), sizes, schedule_of)
+            budget = Budget(_stages(layers, balance, costs_of), sizes, schedule_of)
             found = [Partition(balance, budget.choose(limits))]
         except BudgetError as error:
             error.balance = balance
@@ -127,21 +133,23 @@ def best_partitions(
     return found[:count]
 
 
-def _stages(
-    layers: Sequence[StageCosts], balance: Sequence[int], devices: Sequence[Hashable], kept: Sequence[int]
-) -> list[StageCosts]:
+def _stages(layers: Sequence[StageCosts], balance: Sequence[int], costs_of: _CostsOf) -> list[StageCosts]:
     parts = [layers[end - size : end] for end, size in zip(accumulate(balance), balance, strict=True)]
-    return [stage_costs(part, stage, devices, kept) for stage, part in enumerate(parts)]
+    return [costs_of(part, stage) for stage, part in enumerate(parts)]
 
 
 def _smallest(
-    layers: Sequence[StageCosts], devices: Sequence[Hashable], sizes: Sequence[float], kept: Sequence[int]
+    layers: Sequence[StageCosts],
+    devices: Sequence[Hashable],
+    sizes: Sequence[float],
+    kept: Sequence[int],
+    costs_of: _CostsOf,
 ) -> tuple[int, ...]:
     """Returns the partition that needs least if everything is recomputed: in all, or in its worst stage."""
     together = len(set(devices)) < len(devices)
 
     def needed(stage: int, begin: int, end: int) -> float:
-        own = stage_costs(layers[begin:end], stage, devices, kept)
+        own = costs_of(layers[begin:end], stage)
         return sum(own.fixed.values()) + kept[stage] * own.boundary + own.rungs[0].scratch
 
     # By the number of layers so far: the least bytes, and the partition.
@@ -162,11 +170,11 @@ def _smallest(
 
 def _by_bound(
     layers: Sequence[StageCosts],
-    devices: Sequence[Hashable],
     limits: Mapping[Any, float],
     sizes: Sequence[float],
     kept: Sequence[int],
     splits: bool,
+    costs_of: _CostsOf,
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Yields partitions and bounds on their times, the least bound first; first those that may fit.
 
@@ -174,13 +182,13 @@ def _by_bound(
 
     Args:
         layers: as for `best_partitions`.
-        devices: as for `best_partitions`.
         limits: as for `best_partitions`.
         sizes: as for `best_partitions`.
         kept: how many micro-batches each stage keeps at a time.
         splits: whether weight gradients may be computed while earlier stages drain.
+        costs_of: returns the costs of a stage of some layers.
     """
-    num_layers, num_stages, total = len(layers), len(devices), sum(sizes)
+    num_layers, num_stages, total = len(layers), len(kept), sum(sizes)
     fill, drain = (
         [min(sizes) * time for time in accumulate(times, initial=0.0)]
         for times in ((x.forward for x in layers), (x.backward for x in layers))
@@ -191,7 +199,7 @@ def _by_bound(
         """Returns the least time of a step with such a stage; infinite if it cannot fit."""
         key = stage, begin, end
         if key not in bounds:
-            costs = stage_costs(layers[begin:end], stage, devices, kept)
+            costs = costs_of(layers[begin:end], stage)
             room = limits[costs.device] - sum(costs.fixed.values())
             # Micro-batches that are kept one after the other have the room to themselves.
             rooms = -(-len(sizes) // kept[stage])

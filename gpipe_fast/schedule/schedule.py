@@ -6,7 +6,7 @@ import csv
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from io import StringIO
@@ -287,6 +287,10 @@ class Schedule:
                 begin = ends[i - 1]  # a SEND is never the first of its stage, and here waits for no slot
                 most = max(most, sent + 1 - bisect_right(received, begin))
         return most
+
+    def with_fewer_slots(self, slots: int) -> Schedule:
+        """Returns the schedule with at most so many slots, but as many as `slots_needed`."""
+        return replace(self, slots=min(self.slots, max(slots, self.slots_needed())))
 
     def _part(self, *, backward: bool) -> Schedule:
         for before, after in chain(*map(pairwise, self.ranks)):

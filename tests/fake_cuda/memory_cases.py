@@ -179,7 +179,9 @@ def delayed(name: str, schedule: str, stages: str, microbatches: str, setting: s
 
 
 def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
-    """Trains within random budgets. Returns a line for each: the limit, and the counted bytes by device."""
+    """Trains within random budgets. Returns a line for each: the limit, and the most bytes that a device
+    takes in a step, or in one whose stages are delayed at random.
+    """
     draw = random.Random(seed)
     lines = []
     for _ in range(int(count)):
@@ -197,9 +199,31 @@ def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
         except ValueError as error:
             lines.append(f"{limit} refused: {error}")
             continue
-        lines.append(f"{limit} {max(found)}")
+        inject_delays(pipe, draw.randrange(1 << 30), MAX_DELAY_US)
+        lines.append(f"{limit} {max(*found, *peaks(pipe, x, schedule, before))}")
         del pipe, x
     return lines
+
+
+def tight(name: str, stages: str, microbatches: str, share: str) -> list[str]:
+    """Trains within a share of what recomputing everything needs without a limit, delayed or not. Returns a
+    line for the limit, and one for each stage: what is predicted without the limit, without what waits, and
+    within the limit, and what is counted.
+    """
+    before = empty(int(stages))
+    pipe, x = made(name, int(stages), int(microbatches), checkpoint="always")
+    every = pipe.memory(x).stages
+    limit = int(float(share) * max(own.total for own in every))  # type: ignore[union-attr]
+    pipe, x = made(name, int(stages), int(microbatches), memory=limit)
+    found = [counted(pipe, x, "", before)]
+    for seed in range(3):
+        inject_delays(pipe, seed, MAX_DELAY_US)
+        found.append(peaks(pipe, x, "", before))
+    rows = zip(every, pipe.memory(x).stages, map(max, zip(*found, strict=True)), strict=True)
+    return [
+        str(limit),
+        *(f"{a.total} {a.total - a.waiting} {b.total} {size}" for a, b, size in rows),  # type: ignore[union-attr]
+    ]
 
 
 def beside(name: str, stages: str, microbatches: str, settings: str) -> list[str]:
@@ -235,6 +259,7 @@ def main() -> None:
         "predicted": predicted,
         "delayed": delayed,
         "within": within,
+        "tight": tight,
         "beside": beside,
     }
     for line in cases[case](*words):

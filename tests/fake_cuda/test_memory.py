@@ -85,6 +85,17 @@ def test_memory_of_skip_connections_is_predicted(schedule: str, libraries: tuple
 
 
 @pytest.mark.extended
+def test_few_tensors_wait_within_a_limit(libraries: tuple[Path, Path]) -> None:
+    """Without one, a stage of a U-Net may run ahead so far that what it stashes exceeds all that it needs."""
+    limit, *rows = run("memory_cases.py", libraries, "tight", "unet", "2", "16", "0.7", limit=600)
+    for row in rows:
+        unlimited, without_waiting, within, size = map(int, row.split())
+        assert without_waiting < within <= int(limit) < unlimited or unlimited <= int(limit)
+        assert size <= within
+    assert any(int(row.split()[0]) > int(limit) for row in rows)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["gpt", "dropout"])
 def test_blocks_need_about_as_much_as_with_torchgpipe(model: str, libraries: tuple[Path, Path]) -> None:
     """Stages after the first compute gradients of inputs before those of parameters, which needs more."""

@@ -128,7 +128,7 @@ gpipe_fast.schedule
     properties: defers_weights; backward_part(); critical_path(seconds=tick); csv(); forward_part();
         from_csv(text); of(ranks, num_microbatches=None, *, slots=None, recomputed=None); order();
         order_around(stage, early, late=_none); parse(text, *, slots=None); slots_needed(seconds=tick);
-        times(seconds=tick, transit=_no_time); waits()
+        times(seconds=tick, transit=_no_time); waits(); with_fewer_slots(slots)
   ScheduleChoice: UnionType
   class Simulation(schedule, begins, ends, peak_bytes=())
     properties: bubble; of(schedule, seconds=tick, transit=None); to_dict()

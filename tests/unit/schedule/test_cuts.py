@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
@@ -44,14 +45,16 @@ def test_no_partition_of_all_is_faster(name: str) -> None:
         schedule_of = schedules(name, num_stages, number)
 
         everything = schedule_of(frozenset(itertools.product(range(num_stages), range(number))))
-        kept = Simulation.of(everything).kept
+        costs_of = partial(
+            stage_costs, devices=devices, kept=Simulation.of(everything).kept, slots=everything.slots
+        )
 
         def budget_of(
-            balance: tuple[int, ...], layers=layers, devices=devices, sizes=sizes, of=schedule_of, kept=kept
+            balance: tuple[int, ...], layers=layers, sizes=sizes, of=schedule_of, costs_of=costs_of
         ):
             ends = itertools.accumulate(balance)
             parts = [layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
-            return Budget([stage_costs(p, s, devices, kept) for s, p in enumerate(parts)], sizes, of)
+            return Budget([costs_of(p, s) for s, p in enumerate(parts)], sizes, of)
 
         everywhere = {balance: budget_of(balance) for balance in balances(num_layers, num_stages)}
         least = min(max(budget.least()) for budget in everywhere.values())

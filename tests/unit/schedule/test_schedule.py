@@ -10,7 +10,16 @@ from itertools import pairwise
 
 import pytest
 
-from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, fill_drain, one_f_one_b
+from gpipe_fast.schedule import (
+    SCHEDULES,
+    TRANSFERS,
+    Action,
+    Kind,
+    Schedule,
+    fill_drain,
+    one_f_one_b,
+    schedule_for,
+)
 
 Rows = Sequence[Sequence[Action]]
 SENDER = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
@@ -221,6 +230,25 @@ def test_slots_needed_are_sufficient_and_minimal() -> None:
         if fewer and not refusal(schedule.stages, schedule.num_microbatches, fewer):
             assert replace(schedule, slots=fewer).times(seconds) != unlimited
     assert {1, 2, 3} <= set(needed)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_fewer_slots_never_make_a_step_longer_whose_actions_take_equally_long(name: str) -> None:
+    for stages, number in [(2, 4), (2, 8), (4, 4), (4, 16)]:
+        schedule = schedule_for(name, stages, number, num_devices=2)
+        fewer = schedule.with_fewer_slots(2)
+        assert fewer.slots == min(schedule.slots, max(2, schedule.slots_needed())) < max(4, number)
+        assert fewer.ranks == schedule.ranks
+        assert fewer.critical_path() == schedule.critical_path()
+        assert fewer.with_fewer_slots(3) == fewer
+
+
+def test_a_schedule_keeps_the_slots_without_which_a_send_would_wait() -> None:
+    generator = random.Random(0)
+    schedules = [random_schedule(generator)[0] for _ in range(50)]
+    found = [schedule.with_fewer_slots(1).slots for schedule in schedules]
+    assert found == [min(schedule.slots, schedule.slots_needed()) for schedule in schedules]
+    assert {1, 2} <= set(found)
 
 
 @pytest.mark.parametrize("seed", range(20))
