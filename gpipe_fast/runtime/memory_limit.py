@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -182,14 +182,14 @@ class _Limited:
         """Returns the fastest of a few choices whose plans fit, as `choice_within`.
 
         `choose` estimates what a plan needs, and here the plan is counted. What it leaves of the limits is
-        added to what `choose` is given next, and what it lacks is taken away. Between a number of bytes whose
-        plan fits and one whose plan does not, the next one is their mean.
+        added to its estimate, or what it lacks is taken away, and the next choice may need so much. Between
+        an estimate whose plan fits and one whose plan does not, that is their mean.
         """
         found = self.everything_recomputed
         given, enough, too_much = dict(limits), dict[torch.device, float](), dict[torch.device, float]()
         tried = set[Checkpoint]()
         for _ in range(_MAX_PLANS):
-            choice = self.choose(given)
+            choice, estimates = self.choose(given)
             if choice.checkpoint in tried:
                 break
             tried.add(choice.checkpoint)
@@ -201,41 +201,40 @@ class _Limited:
                 break
             for device, left in unused.items():
                 if left < 0:
-                    too_much[device] = min(given[device], too_much.get(device, math.inf))
+                    too_much[device] = min(estimates[device], too_much.get(device, math.inf))
                 elif fits:
-                    enough[device] = max(given[device], enough.get(device, 0.0))
-                wanted = given[device] + left
+                    enough[device] = max(estimates[device], enough.get(device, 0.0))
+                wanted = estimates[device] + left
                 if device in too_much and device in enough:
                     wanted = (enough[device] + too_much[device]) / 2
-                given[device] = max(wanted, self._least(device))
+                least = self._by_device(Budget(self.costs, self.sizes, self._schedule).least())
+                given[device] = max(wanted, least[device])
         return found
 
-    def _least(self, device: torch.device) -> float:
-        """Returns what `choose` takes at least for a device."""
-        least = Budget(self.costs, self.sizes, self._schedule).least()
-        return sum(size for size, stage in zip(least, self._stages, strict=True) if stage.device == device)
+    def _by_device(self, sizes: Iterable[float]) -> Mapping[torch.device, float]:
+        """Returns the sums of what the stages of each device need."""
+        found = defaultdict[torch.device, float](float)
+        for size, stage in zip(sizes, self._stages, strict=True):
+            found[stage.device] += size
+        return found
 
-    def choose(self, limits: Limits) -> Choice:
-        """Returns the fastest choice that fits by the estimated costs, as `choice_within`."""
+    def choose(self, limits: Limits) -> tuple[Choice, Mapping[torch.device, float]]:
+        """Returns the fastest choice that fits by the estimated costs, as `choice_within`, and these costs."""
         for _ in range(_MAX_ATTEMPTS):
             climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
             unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]
             for stage, rungs in enumerate(unknown):
                 self._lower(stage, rungs)
             if not any(unknown):
-                return self._choice_of(climb)
-        return self._choice_of(self._known_choice(limits))
+                break
+        else:
+            climb = self._known_choice(limits)
+        return self._choice_of(climb), self._by_device(climb.bytes)
 
     def unused(self, choice: Choice, limits: Limits) -> dict[torch.device, float]:
         """Returns how many bytes of each device's limit a choice's plan leaves; negative if it exceeds it."""
-        needed = self._needed(choice)
-        return {
-            device: limit
-            - sum(
-                own.total for own, stage in zip(needed, self._stages, strict=True) if stage.device == device
-            )
-            for device, limit in limits.items()
-        }
+        needed = self._by_device(own.total for own in self._needed(choice))
+        return {device: limit - needed[device] for device, limit in limits.items()}
 
     def _needed(self, choice: Choice) -> list[StageBytes]:
         call = choice.applied_to(self._call)
