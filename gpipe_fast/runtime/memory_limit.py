@@ -219,7 +219,7 @@ class _Limited:
         return found
 
     def choose(self, limits: Limits) -> tuple[Choice, Mapping[torch.device, float]]:
-        """Returns the fastest choice that fits by the estimated costs, as `choice_within`, and these costs."""
+        """Returns the fastest choice that fits by estimates, as `choice_within`, and its estimated bytes."""
         for _ in range(_MAX_ATTEMPTS):
             climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
             unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]

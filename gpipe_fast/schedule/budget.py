@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import ceil, floor
 from typing import Any, NamedTuple
 
 from gpipe_fast.schedule.actions import COMPUTE, Action, Kind
@@ -208,9 +209,10 @@ class Budget:
             needed = sum(least[stage] for stage in stages)
             if needed <= limit:
                 continue
+            parts = "; ".join(self._describe(stage, least[stage]) for stage in stages)
             raise BudgetError(
-                f"memory is {_mib(limit)} on {device}, but at least {_mib(needed)} is needed if everything "
-                f"is recomputed ({'; '.join(self._describe(stage, least[stage]) for stage in stages)}); "
+                f"memory is {_mib(limit, floor)} on {device}, but at least {_mib(needed, ceil)} is needed if "
+                f"everything is recomputed ({parts}); "
                 "pass at least that, use more chunks, or a balance with fewer layers on this device"
             )
 
@@ -278,5 +280,7 @@ class Budget:
         )
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**17 else f"{size:,.0f} bytes"
+def _mib(size: float, rounded: Callable[[float], int] = round) -> str:
+    if size < 2**17:
+        return f"{rounded(size):,} bytes"
+    return f"{rounded(size / 2**20 * 10) / 10:.1f} MiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,10 @@ def test_what_cannot_be_met_says_what_it_consists_of() -> None:
         BudgetError, match=r"memory is 14\.9 MiB on cpu, but at least 15\.0 MiB is needed"
     ) as error:
         budget.choose({"cpu": 14.9 * MIB})
+    with pytest.raises(BudgetError, match=r"memory is 14\.9 MiB on cpu, but at least 15\.1 MiB is needed"):
+        Budget([replace(own, boundary=2.01 * MIB)], [1.0] * 3, schedules("gpipe", 1, 3)).choose(
+            {"cpu": 14.96 * MIB}
+        )
     assert "5.0 MiB of parameters, 6.0 MiB of boundary tensors, 4.0 MiB of intermediates" in str(error.value)
 
 
