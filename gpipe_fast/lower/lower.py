@@ -212,23 +212,30 @@ class _Lowering:
                 arguments[position] = Ref(out)
         self.program.steps.append(Call(call.op, tuple(arguments), results, when, layer_of(node)))
 
-    def _add_copy(self, name: str, value: int, like: AnyTensor) -> int:
-        """Adds steps that copy a value to a fresh tensor; returns the copy."""
-        copy = self.values.add(name, StorageKind.FRESH, like)
+    def _copy_of(self, node: fx.Node) -> int:
+        """Adds steps that copy a node's value to a fresh tensor, and returns the copy.
+
+        Of an expanded tensor, each element is copied once, and the copy is expanded.
+        """
+        name, like = f"{node.name}_copy", node.meta["val"]
+        sizes = tuple(1 if n == 0 else size for size, n in zip(like.shape, like.stride(), strict=True))
+        once = TensorMetadata(sizes, tuple(like.stride()), 0, like.dtype, like.device)
+        base, offset = self.values.sources[node]
+        value = self.values.view(name, self.values.index[base], offset, once)
+        copy = self.values.add(name, StorageKind.FRESH, once)
         self.program.steps.append(Allocate(copy, ActiveRuns.ALWAYS))
         self.program.steps.append(_copy(copy, value, ActiveRuns.ALWAYS))
-        return copy
+        return self.values.view(f"{name}_expanded", copy, 0, like)
 
     def _result(self, node: fx.Node, role: GraphRole) -> int:
         base = self.values.sources[node].base
-        value = self.values.of(node)
         source = self.program.values[self.values.index[base]]
         # A result must not alias memory that a later step or the user changes in place.
         changes = source.storage in _LONG_LIVED or _is_buffer(base, self.graph)
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
         if changes or shared:
-            return self._add_copy(f"{node.name}_copy", value, node.meta["val"])
-        return value
+            return self._copy_of(node)
+        return self.values.of(node)
 
     # Gradients of parameters
 

@@ -191,6 +191,9 @@ LOWERED: dict[str, Callable[[], Layers]] = {
     "view": with_module(lambda f, x: x.unflatten(-1, (2, -1)).flatten(-2), nn.Identity),
     "permuted": of(permuted),
     "pair": of(lambda f, x: (f(x), x), lambda f, pair: torch.tanh(pair[0]) * pair[1]),
+    "expanded bias": of(
+        lambda f, x: (f(x), f.bias.expand(x.shape)), lambda f, pair: f(pair[0]) * torch.tanh(pair[1])
+    ),
     "list of five": of(list_out, list_in),
     "nested lists": of(in_lists, through_lists, out_of_lists),
     "nested dicts": of(in_dicts, out_of_dicts),

@@ -18,7 +18,7 @@ from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.structure import Replicated
 from tests.contracts.contract_1_same_bits.equality import PlainLoop
 from tests.internals import num_plans
-from tests.reference import SEED, restored
+from tests.reference import SEED, check_step, restored
 from tests.untraceable import FunctionLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,3 +255,42 @@ def test_a_pipeline_with_several_outputs_is_garbage_collected() -> None:
     del pipe
     gc.collect()
     assert reference() is None
+
+
+EXPANDED: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "bias": lambda f, x: f.bias.expand(x.shape),
+    "weight, with a dimension in front": lambda f, x: f.weight[None].expand(len(x), -1, -1),
+    "part of a transposed weight": lambda f, x: f.weight.t()[1:2, ::2].expand(len(x), 3),
+    "constant": lambda f, x: torch.ones(1, 6).expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_parameters_pass_between_stages_and_leave_the_last(name: str) -> None:
+    """They must not be aliased, and a copy has the strides of the trace, of which some are 0."""
+
+    def make(f: nn.Module, x: Tensor) -> Any:
+        assert isinstance(f, nn.Linear)
+        return f(x), EXPANDED[name](f, x)
+
+    def use(f: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = f(pair[0]) * pair[1].reshape(len(pair[0]), -1)[:, :1]
+        return out
+
+    torch.manual_seed(SEED)
+    model = nn.Sequential(function_layer(make), function_layer(use))
+    check_step(model, torch.randn(7, 6), balance=[1, 1])
+    last = GPipe(model[:1], balance=[1], devices=["cpu"], chunks=2, backend="aten")
+    x = torch.randn(8, 6)
+    for ours, expected in zip(last(x), model[0](x), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_an_expanded_buffer_is_not_shared_with_the_caller() -> None:
+    norm = nn.BatchNorm1d(6)
+    model = nn.Sequential(FunctionLayer(lambda f, x: (f(x), f.running_mean.expand(x.shape)), norm))
+    pipe = GPipe(model, balance=[1], devices=["cpu"], chunks=1, backend="aten").eval()
+    _, means = pipe(torch.randn(8, 6) + 3)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(7.0)
+    assert torch.equal(means, torch.zeros(8, 6))
