@@ -45,6 +45,7 @@ from gpipe_fast.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    logging_disabled,
     make_wrapper_subclass,
 )
 from gpipe_fast.torch_private.modes import (
@@ -604,6 +605,7 @@ def record_call(
         _fake_tensors(names, mode, device) as tensors,
         _restored_attributes(names) as check,
         _patched({type(module) for module in names}),
+        logging_disabled(),  # of sizes that are only tried, some cannot be
     ):
         recorder = Recorder(names, opened, blocks, mode, device, decide, tensors)
         fakes = [_fake(x, mode, device) for x in inputs]

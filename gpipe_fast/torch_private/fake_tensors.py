@@ -5,7 +5,9 @@ Read in PyTorch 2.11.0 and 2.14.1.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +19,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 # Where a fake mode reports an operator that raised.
-logger = logging.getLogger("torch._subclasses.fake_tensor")
+_logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def logging_disabled() -> Iterator[None]:
+    """Keeps fake modes from logging an operator that raised; who tries whether it does reports it."""
+    before = _logger.disabled
+    _logger.disabled = True
+    try:
+        yield
+    finally:
+        _logger.disabled = before
 
 
 def from_meta(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:

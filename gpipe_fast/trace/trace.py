@@ -196,7 +196,7 @@ def _tracing(
     with (
         tensors_restored(layers),
         interrupts_between_contexts(),
-        _logging_disabled(),
+        fake_tensors.logging_disabled(),
         default_arguments_known(),
         backward_without_gpu() if is_absent else contextlib.nullcontext(),
     ):
@@ -280,17 +280,6 @@ class _Constants:
                 if isinstance(constant, nn.Parameter):
                     delattr(module, str(node.target))
                 setattr(module, str(node.target), constant)
-
-
-@contextlib.contextmanager
-def _logging_disabled() -> Iterator[None]:
-    """Keeps PyTorch from logging a failed trace: the layer then runs in Python, which is not an error."""
-    before = fake_tensors.logger.disabled
-    fake_tensors.logger.disabled = True
-    try:
-        yield
-    finally:
-        fake_tensors.logger.disabled = before
 
 
 def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: TraceMode) -> None:

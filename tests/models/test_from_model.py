@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -568,6 +569,41 @@ def test_evaluation_without_gradients_and_another_length() -> None:
             assert torch.equal(model(*batch), torch.cat([plain(*each) for each in parts]))
     # One for training, one for the first length, and one for all lengths.
     assert len(model._calls._programs) == 3
+
+
+class PoolAndJoin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(channels, 4, 3, padding=1) for channels in (3, 4))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        for layer in self.up:
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1))
+        return x
+
+
+def test_a_size_that_is_only_tried_and_does_not_fit_is_not_logged() -> None:
+    """Other sizes are recorded to see what depends on them; not every size can be pooled and joined."""
+    plain, records = PoolAndJoin(), list[logging.LogRecord]()
+    model = GPipe.from_model(plain, (IMAGES,), devices=["cpu"] * 2, chunks=2)
+    handler, logger = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for size in (16, 24, 32):
+            x = noise(4, 3, size, size)
+            expected = torch.cat([model.plain()(part) for part in x.chunk(2)])
+            assert torch.equal(model(x), expected)
+    finally:
+        logger.removeHandler(handler)
+    assert not records
+    assert not logger.disabled
 
 
 class Branching(nn.Linear):
