@@ -454,7 +454,8 @@ class GPipe(Reporting, Container):
         with TRACING_LOCK:
             plan = self._plan(inputs, given)
             state = self._state if self._planner.module_warnings.in_python else None
-            call = PreparedCall(plan, self._pipeline, self._state.parameters, self._state.buffers, state)
+            parts = self._state.parameters, self._state.buffers
+            call = PreparedCall(plan, self._pipeline, *parts, state, self._planner.layers_in_python)
             if state is not None:
                 state.watch()
         self._emit_warnings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -289,6 +289,10 @@ class Planner:
                     self._checked_reason(found)
                 return found
 
+    def layers_in_python(self) -> set[int]:
+        """Returns the indices of the layers that run in Python: always, or until they are lowered."""
+        return self.module_warnings.in_python.union(*(own.not_yet_lowered() for own in self._segments))
+
     def unknown_stages(self, failed_stage: int | None, reason: str) -> list[str]:
         """Returns, for each stage, the reason why its bytes are not known, where layers run in Python.
 
@@ -445,6 +449,7 @@ class PreparedCall(NamedTuple):
         parameters: the parameters of all layers.
         buffers: the buffers of all layers.
         state: what tells whether a layer in Python changes other layers; None if no layer runs in Python.
+        in_python: returns the indices of the layers that have run in Python, once the call has run.
     """
 
     plan: PlannedCall
@@ -452,6 +457,7 @@ class PreparedCall(NamedTuple):
     parameters: Sequence[Tensor]
     buffers: Sequence[Tensor]
     state: ModuleState | None
+    in_python: Callable[[], Container[int]]
 
     def key(self, draw: Callable[[], int] = minibatch_key) -> int | MinibatchKey:
         """Returns the mini-batch's key; if it is known only at run time whether one is needed, draws it then.
@@ -471,7 +477,7 @@ class PreparedCall(NamedTuple):
         if self.state is None:
             return
         with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
-            is_changed = self.state.is_changed()
+            is_changed = self.state.is_changed(self.in_python())
         if is_changed:
             raise RuntimeError(
                 "a layer that runs in Python changed what other layers read, during the call; these may "

@@ -63,6 +63,10 @@ def _request_lowering(
     lowering_pending.set()
 
 
+def _layers_of(segment_key: SegmentKey) -> Hashable:
+    return segment_key.first_layer, segment_key.num_layers, segment_key.layers
+
+
 def _report_untraceable(in_python: set[int], report: ReportUntraceable, layer: int, reason: str) -> None:
     if layer not in in_python:
         in_python.add(layer)
@@ -171,6 +175,12 @@ class Segments:
                 if modes_unchanged and segment_key.is_current(part.layers):
                     self._lower(part, segment_key, saved_fraction)
                 held.close()
+
+    def not_yet_lowered(self) -> set[int]:
+        """Returns the indices of the layers in the whole model that run in Python because they are new."""
+        lowered = {_layers_of(key) for (key, _), _ in self._lowered.entries()}
+        new = (key for key, _ in self._requests if _layers_of(key) not in lowered)
+        return {key.first_layer + i for key in new for i in range(key.num_layers)}
 
     def forget(self, segment_keys: Container[SegmentKey]) -> None:
         """Removes the lowered segments with these keys; chains that contain one keep it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Set
+from collections.abc import Collection, Container, Set
 
 from torch import Tensor, nn
 
@@ -87,7 +87,7 @@ class ModuleState:
         self.buffers: list[Tensor] = []
         self._snapshot: Snapshot | None = None
         self._known: dict[TorchModes, _KnownKey] = {}
-        self._native: Snapshot | None = None
+        self._watched: dict[int, Snapshot] = {}
 
     def update(self, layers: Collection[nn.Module]) -> bool:
         """Updates everything; returns whether modules, parameters or buffers were changed."""
@@ -119,18 +119,26 @@ class ModuleState:
 
     def watch(self) -> None:
         """Remembers the attributes of all layers that do not run in Python, for `is_changed`."""
-        native = self._native_layers()
-        if self._native is None or not self._native.unchanged(native):
-            self._native = Snapshot()
-            self._native.set_roots(native)
-            describe(native, self._native)
+        before, self._watched = self._watched, {}
+        for index, layer in enumerate(self.layers):
+            if index in self._in_python:
+                continue
+            snapshot = before.get(index)
+            if snapshot is None or not snapshot.unchanged([layer]):
+                snapshot = Snapshot()
+                snapshot.set_roots([layer])
+                describe([layer], snapshot)
+            self._watched[index] = snapshot
 
-    def is_changed(self) -> bool:
-        """Returns whether anything that these layers read has changed since `watch`."""
+    def is_changed(self, in_python: Container[int]) -> bool:
+        """Returns whether anything that these layers read has changed since `watch`.
+
+        Args:
+            in_python: the indices of layers that have run in Python since then, which may change themselves.
+        """
         known = self._known.get(self.modes.of_captures())
-        assert self._native is not None
-        is_same = self._native.unchanged(self._native_layers())
+        is_same = all(
+            index in in_python or snapshot.unchanged([self.layers[index]])
+            for index, snapshot in self._watched.items()
+        )
         return not is_same or (known is not None and not known.guards_hold())
-
-    def _native_layers(self) -> list[nn.Module]:
-        return [layer for index, layer in enumerate(self.layers) if index not in self._in_python]

@@ -99,6 +99,23 @@ def test_layers_and_stages_around_layers_in_python_are_lowered() -> None:
     assert compiler_of(pipe).num_traces == traces
 
 
+@pytest.mark.filterwarnings("ignore:.*runs in Python", "ignore:.*weight_norm:FutureWarning")
+def test_layers_get_hooks_that_set_attributes_one_after_the_other() -> None:
+    """A layer whose state is new runs in Python until it is lowered, and may change itself meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    pipe, x = GPipe(model, balance=[2, 2], devices=["cpu"] * 2, chunks=2), torch.randn(8, WIDTH)
+    for layer in (None, 2, 0, 3):
+        if layer is not None:
+            nn.utils.weight_norm(pipe[layer])
+        for _ in range(2):
+            output = pipe(x)
+            with torch.no_grad():
+                expected = torch.cat([model(part) for part in x.chunk(2)])
+            assert torch.equal(output, expected)
+            output.sum().backward()
+
+
 def test_backend_eager_lowers_no_layer_and_warns_about_none() -> None:
     pipe = GPipe(model(nn.Identity()), [3, 4], chunks=8, backend="eager")
     with warnings.catch_warnings():
