@@ -114,7 +114,7 @@ class Figures:
 
     def _named(self, text: str) -> list[str]:
         words = " ".join(part for match in _NAMED.findall(text) for part in match).split()
-        return sorted({word.replace("-", "_") for word in words} & self._files.keys())
+        return sorted({*words, *(word.replace("-", "_") for word in words)} & self._files.keys())
 
     def rewritten(self, page: str) -> str:
         """Returns a page with the new figures."""
@@ -142,7 +142,8 @@ class Figures:
             row = line.split("|")  # the first and the last are empty
             for index in range(2, len(row) - 1):
                 context = f"{row[1]} {columns[index - 1]}"
-                row[index] = self._replaced(row[index], files, context, introduction, True)
+                begins_with_figure = row[index].lstrip()[:1].isdigit()
+                row[index] = self._replaced(row[index], files, context, introduction, begins_with_figure)
             lines[number] = "|".join(row)
         return "".join((header, separator, *lines))
 

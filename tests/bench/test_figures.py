@@ -73,6 +73,13 @@ def test_figures_follow_their_rows_and_columns() -> None:
     assert figures.changes[-1].new is None
 
 
+def test_numbers_in_the_words_of_a_cell_are_no_figures() -> None:
+    old = "| a | ms | MiB |\n|---|---|---|\n| model | 1.5 | 12 |\n"
+    figures = Figures({"a-b": old}, {"a-b": old.replace("12", "13")})
+    page = "See `a-b.md`.\n\n| | |\n|---|---|\n| size | 12 MiB |\n| kind | GPT-12 of 12 blocks |\n"
+    assert figures.rewritten(page) == page.replace("12 MiB", "13 MiB")
+
+
 def test_a_setting_with_a_decimal_tells_rows_apart() -> None:
     """As in frontier.md, where several settings have one ratio."""
     old = (
