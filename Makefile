@@ -97,7 +97,7 @@ demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores (ARGS=--full
 # Durations are kept in .benchmarks; `pytest-benchmark compare` compares those of two commits.
 BENCH := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider bench --benchmark-autosave
 
-bench: build  ## compare with other libraries, a sample in 10 minutes (ARGS="overhead step" writes these tables instead)
+bench: build  ## compare with other libraries, a sample in 3 to 10 minutes (ARGS="overhead step" writes these tables instead)
 	@$(if $(ARGS),$(PY) -m bench $(ARGS),$(BENCH))
 
 bench-all: build  ## run every comparison of `make bench` in full

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +149,8 @@ def gradients(name: str, outcome: Outcome) -> str:
     return "-" if outcome.off is None else describe_difference(name, outcome.off)
 
 
+# What follows a candidate's name to tell its settings.
+_SETTINGS = re.compile(r", (K = \d+|always|never)\b")
 HEADERS = ["candidate", "ms: median [p20, p80]", "time / ours", "peak memory, MiB", "gradients"]
 
 
@@ -157,6 +160,32 @@ def rows(outcomes: Mapping[str, Outcome], ours: str) -> list[list[object]]:
         [name, each.ms(), each.over(outcomes[ours]), each.peak(), gradients(name, each)]
         for name, each in outcomes.items()
     ]
+
+
+def verdicts(found: Iterable[Mapping[str, Outcome]]) -> list[list[object]]:
+    """Returns a row for each other implementation: in how many comparisons it is, its name without settings,
+    and the least and the most of its time, and of its peak memory, divided by ours.
+    """
+    ratios: dict[str, tuple[list[float], list[float]]] = {}
+    for outcomes in found:
+        (first, ours), *others = outcomes.items()
+        if not first.startswith("gpipe_fast"):
+            continue
+        for name, other in others:
+            times, peaks = ratios.setdefault(_SETTINGS.sub("", name), ([], []))
+            if ours.median and other.median:
+                times.append(other.median / ours.median)
+            if ours.peak_bytes and other.peak_bytes:
+                peaks.append(other.peak_bytes / ours.peak_bytes)
+    return [
+        [name, len(times), _range(times), _range(peaks)]
+        for name, (times, peaks) in ratios.items()
+        if not name.startswith("gpipe_fast")
+    ]
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
 
 
 def report_comparisons(

@@ -19,8 +19,13 @@ from tabulate import tabulate
 # Read when torch is loaded. torchgpipe starts threads in every step; only the environment can limit theirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from bench.comparison import HEADERS, Comparison, Outcome, Series, gradients, is_right, rows
+from bench.comparison import HEADERS, Comparison, Outcome, Series, gradients, is_right, rows, verdicts
 from bench.measure import machine
+
+NOTE = """Candidates of a comparison take turns; 'time / ours' divides by the first one. Each stage has one
+intra-op thread, and stages run at the same time; in steps of GPT blocks, plain loops have two threads.
+Gradients that are 'equal' have the bits of the plain loop with one thread; of others, the largest relative
+difference is given. docs/performance.md says what each comparison measures."""
 
 # Seconds of rounds of one comparison at most, in the sample and in full.
 SAMPLE_SECONDS, FULL_SECONDS = 15.0, 60.0
@@ -126,8 +131,15 @@ def measured(
     candidate: str,
 ) -> Outcome:
     """Measures the comparison if it is due, and gives the candidate's durations to pytest-benchmark."""
-    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
-    outcomes = request.config.stash[SUITE].outcomes(comparison, reporter.write_line)
+    plugins = request.config.pluginmanager
+    reporter: Any = plugins.get_plugin("terminalreporter")
+    capture: Any = plugins.get_plugin("capturemanager")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():  # else pytest would keep the line
+            reporter.write_line(line)
+
+    outcomes = request.config.stash[SUITE].outcomes(comparison, say)
     found = outcomes[candidate]
     benchmark.group = comparison.name
     benchmark.extra_info |= {
@@ -153,4 +165,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             name = ""
     if table:
         text = tabulate(table, headers=["comparison", *HEADERS], tablefmt="github", floatfmt=".2f")
-        terminalreporter.write_line(f"\n{machine()}\n\n{text}")
+        terminalreporter.write_line(f"\n{machine()}\n\n{text}\n\n{NOTE}\n")
+    measured = [found for found in config.stash[SUITE].found.values() if not isinstance(found, BaseException)]
+    if others := verdicts(measured):
+        headers = ["beside", "comparisons", "its time / ours", "its peak memory / ours"]
+        terminalreporter.write_line(tabulate(others, headers=headers, tablefmt="github"))

@@ -265,4 +265,5 @@ def comparison(title: str, subject: Subject, device: str) -> Comparison:
         steps[LOOP]()
         return steps, [gradient.clone() for gradient in steps[LOOP].gradients()]
 
+    title += f"; 4 stages, M = {subject.chunks}, {subject.checkpoint}"
     return Comparison(title, list(names), opened, sampled=True)
