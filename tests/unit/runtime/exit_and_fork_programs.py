@@ -139,9 +139,15 @@ def keep_busy(variant: str) -> None:
     """Starts a thread that runs forwards in a loop: computing, delayed, or tracing each time."""
     inject_delays(pipe, 0, 2000 if variant == "delayed" else 0)
 
+    def traced() -> None:
+        GPipe(layers(), [2, 2, 2], chunks=M)(x)
+
+    if variant == "tracing":
+        traced()  # imports modules; a fork meanwhile would leave Python's lock of an import held in the child
+
     def steps() -> None:
         while True:
-            (GPipe(layers(), [2, 2, 2], chunks=M) if variant == "tracing" else pipe)(x)
+            traced() if variant == "tracing" else pipe(x)
 
     threading.Thread(target=steps, daemon=True).start()
     time.sleep(0.1)
