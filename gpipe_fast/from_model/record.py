@@ -605,7 +605,7 @@ def record_call(
         _fake_tensors(names, mode, device) as tensors,
         _restored_attributes(names) as check,
         _patched({type(module) for module in names}),
-        logging_disabled(),  # of sizes that are only tried, some cannot be
+        logging_disabled(),  # some of the sizes that are tried do not fit the model
     ):
         recorder = Recorder(names, opened, blocks, mode, device, decide, tensors)
         fakes = [_fake(x, mode, device) for x in inputs]

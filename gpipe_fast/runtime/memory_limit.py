@@ -5,8 +5,8 @@ operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. 
 what was chosen, and the choice is made again with the scratch memory that they turn out to need. At last the
 plan is made, and counted as `GPipe.memory` does; the choice is made once more with what it leaves, or lacks.
 
-Unless nothing has to be recomputed, few boundary tensors may wait between stages. A stage then waits more
-often for the next one, which it would have to do later anyway, and what would wait need not fit.
+If something has to be recomputed, only few boundary tensors may wait between stages. A fast stage then waits
+for a slower one during the step instead of at its end, and the limit need not hold what would wait.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_ATTEMPTS = 8
 # How often plans are counted, and the share of a limit that a plan may leave unused without another attempt.
 _MAX_PLANS = 6
 _UNUSED_SHARE = 0.01
-# How many boundary tensors may wait on a connection. One would do if actions took equally long.
+# How many boundary tensors may wait on a connection. One is enough if all actions take equally long.
 _SLOTS = 2
 Limits = Mapping[torch.device, float]
 

@@ -136,7 +136,7 @@ class Choice(NamedTuple):
     slots: int | None
 
     def applied_to(self, call: Call) -> Call:
-        """Returns a call that saves this."""
+        """Returns the call with this choice in place of its own."""
         return replace(call, checkpoint=self.checkpoint, slots=self.slots)
 
 

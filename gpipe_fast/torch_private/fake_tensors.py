@@ -24,7 +24,7 @@ _logger = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def logging_disabled() -> Iterator[None]:
-    """Keeps fake modes from logging an operator that raised; who tries whether it does reports it."""
+    """Keeps fake modes from logging an operator that raised; the caller handles the error."""
     before = _logger.disabled
     _logger.disabled = True
     try:
