@@ -10,21 +10,17 @@ All micro-batches read the same parameters, so a stage casts them once per forwa
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.lower.alias import Source, is_view_op, source_of
+from gpipe_fast.lower.alias import Source, source_of
 from gpipe_fast.lower.gradients import is_dense
 from gpipe_fast.lower.split import parameter_uses
-from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.torch_private.operators import OpOverload
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, copy_node
 
 aten = torch.ops.aten
 
@@ -78,8 +74,7 @@ def hoist_parameter_casts(joint: JointGraph) -> JointGraph:
             placeholders = _add_placeholders(graph, casts.values())
         cast = casts.get(node)
         if cast is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            _update_offset(node, copies)
+            copies[node] = copy_node(node, graph, copies)
         else:
             copies[node] = _view_of(placeholders[cast.port], cast)
     return replace(
@@ -157,29 +152,6 @@ def _view_of(placeholder: fx.Node, cast: _Cast) -> fx.Node:
     node = placeholder.graph.call_function(aten.as_strided.default, arguments)
     node.meta = {**cast.node.meta, "val": aten.as_strided.default(whole, *arguments[1:])}
     return node
-
-
-def _update_offset(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Computes a copied view's example value again if what it views now starts elsewhere in memory.
-
-    Offsets of views are found from the example values (``source_of``).
-    """
-    viewed = node.all_input_nodes[0] if node.all_input_nodes else None
-    target: Any = node.target
-    is_view = target is operator.getitem or (isinstance(target, OpOverload) and is_view_op(target))
-    if viewed is None or not is_view or not _is_moved(viewed, copies[viewed]):
-        return
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n].meta["val"])
-    copies[node].meta["val"] = target(*args, **kwargs)
-
-
-def _is_moved(node: fx.Node, copy: fx.Node) -> bool:
-    """Returns whether the copy's example values start elsewhere in memory than the node's."""
-    before, after = (pytree.tree_leaves(n.meta.get("val")) for n in (node, copy))
-    return any(
-        isinstance(a, Tensor) and a.storage_offset() != b.storage_offset()
-        for a, b in zip(before, after, strict=True)
-    )
 
 
 __all__ = ["hoist_parameter_casts"]

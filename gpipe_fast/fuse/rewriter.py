@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from gpipe_fast.fuse.check import results_of
 from gpipe_fast.fuse.patterns import strip
-from gpipe_fast.lower.alias import is_read_once, is_view_op, source_of
+from gpipe_fast.lower.alias import is_read_once, source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 from gpipe_fast.trace.joint_graph import GraphRole
 
 # The parts of a node's meta that describe its place in the model; a replacement takes them over.

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.launchers import ALLOCATES
-from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import (
     NUMBER_TYPES,
     KernelLaunch,
@@ -30,7 +29,7 @@ from gpipe_fast.lower.launch import (
 )
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 from gpipe_fast.trace.joint_graph import JointGraph, PortNode
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
 
-from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
@@ -59,12 +59,6 @@ def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
     if is_view_op(producer.target):
         return original, cast(int, value.storage_offset() - seen.storage_offset())
     return None
-
-
-def is_view_op(op: OpOverload[Any, Any]) -> bool:
-    """Returns whether the operator's result aliases its first argument."""
-    schema = op._schema
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _same_dtype_and_device(a: AnyTensor, b: AnyTensor) -> bool:

@@ -33,6 +33,12 @@ def call_composite(op: OpOverload[Any, Any], *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+def is_view_op(op: OpOverload[Any, Any]) -> bool:
+    """Returns whether the operator's result aliases its first argument."""
+    schema = op._schema
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
 def function_names() -> list[str]:
     """Returns the names of the functions that ``torch`` defines in C++."""
     return dir(torch._C._VariableFunctions)

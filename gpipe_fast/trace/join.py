@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, copy_node
 
 _KEYED_LAYER = 1  # the position of the layer among the arguments of a keyed random operator
 
@@ -61,8 +61,10 @@ class _Part:
                 continue
             if (node.meta.get("partitioner_tag") == "is_backward") is not is_backward:
                 continue
-            copy = self.copies[node] = graph.node_copy(node, self.copies.__getitem__)
-            copy.meta = self._meta(node)
+            copy = self.copies[node] = copy_node(node, graph, self.copies)
+            custom = copy.meta.get("custom") or {}
+            if "layer" in custom:
+                copy.meta["custom"] = {**custom, "layer": self.layer(custom["layer"])}
             if node.op == "get_attr":
                 name = f"layer{self._first_layer}_{node.target}"
                 setattr(root, name, getattr(self.joint.module, str(node.target)))
@@ -71,12 +73,6 @@ class _Part:
                 args = list(copy.args)
                 args[_KEYED_LAYER] = self.layer(args[_KEYED_LAYER])
                 copy.args = tuple(args)
-
-    def _meta(self, node: fx.Node) -> dict[str, Any]:
-        custom = node.meta.get("custom")
-        if not custom or "layer" not in custom:
-            return node.meta
-        return {**node.meta, "custom": {**custom, "layer": self.layer(custom["layer"])}}
 
     def layer(self, layer: Any) -> int:
         """Returns the number of one of the part's layers in the joined graph."""

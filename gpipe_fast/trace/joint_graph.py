@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
+from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 
 
 class GraphRole(str, Enum):
@@ -103,3 +106,27 @@ def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
 def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
     """Returns the buffers of a stage in the order of their ports, tied buffers once."""
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+
+
+def copy_node(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Copies a node to another graph, given the copies of its arguments.
+
+    The example value of a view is computed again if what it views now starts elsewhere in memory: offsets of
+    views are found from example values (gpipe_fast/lower/alias.py), which all have to be of one graph.
+    """
+    copy = graph.node_copy(node, copies.__getitem__)
+    target: Any = node.target
+    is_view = target is operator.getitem or (isinstance(target, OpOverload) and is_view_op(target))
+    if is_view and _is_moved(node.all_input_nodes[0], copies):
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        copy.meta["val"] = target(*args, **kwargs)
+    return copy
+
+
+def _is_moved(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> bool:
+    """Returns whether the example values of a node's copy start elsewhere in memory than the node's."""
+    before, after = (pytree.tree_leaves(n.meta.get("val")) for n in (node, copies[node]))
+    return any(
+        isinstance(a, Tensor) and a.storage_offset() != b.storage_offset()
+        for a, b in zip(before, after, strict=True)
+    )

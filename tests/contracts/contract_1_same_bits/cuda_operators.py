@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_fast import keyed_rng
-from gpipe_fast.lower.alias import is_view_op
+from gpipe_fast.torch_private.operators import is_view_op
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import TraceContext, trace

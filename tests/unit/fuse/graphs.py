@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipe_fast.fuse.regions.grouping import regions_of
 from gpipe_fast.fuse.regions.loops import Region
-from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.split import StageGraph, split
+from gpipe_fast.torch_private.operators import is_view_op
 from gpipe_fast.trace.joint_graph import JointGraph
 from tests.stages import trace_joint
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_fast.fuse.fuse import Fused, fuse
 from gpipe_fast.kernels.launch import INTERPRETED, Config
-from gpipe_fast.lower.alias import is_view_op
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
 from gpipe_fast.randomness.random import make_key
+from gpipe_fast.torch_private.operators import is_view_op
 from gpipe_fast.trace.joint_graph import GraphRole
 from tests.stages import trace_joint
 from tests.unit.kernels.numerics.comparison import DEVICE, check
