@@ -125,12 +125,12 @@ class SegmentFinderAdapter final : public SegmentFinder {
   explicit SegmentFinderAdapter(py::object finder) : finder_(wrap_object(std::move(finder))) {}
 
   std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
-                                      const Skips& skips) override {
+                                      const Skips& skips, bool are_new) override {
     const py::gil_scoped_acquire gil;
     std::vector<std::pair<at::Tensor, bool>> stashed;  // undefined tensors become None
     for (const Skip& skip : skips) stashed.emplace_back(skip.tensor, skip.needs_gradient);
     return unwrap_object(finder_)
-        .attr("find")(layer, microbatch, boundary, stashed)
+        .attr("find")(layer, microbatch, boundary, stashed, are_new)
         .cast<std::shared_ptr<Segment>>();
   }
 

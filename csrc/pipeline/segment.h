@@ -45,6 +45,8 @@ class Segment {
   virtual ~Segment() = default;
 
   virtual bool is_lowered() const = 0;
+  // Returns whether it is never reused: the next mini-batch searches again.
+  virtual bool is_single_use() const { return false; }
   // Returns the layer index in its random key: its first layer, counted within the module. nullopt if it needs no key.
   virtual std::optional<int64_t> random_key_layer() const = 0;
   // Returns whether it can run `layer` for these boundary tensors and stashed skip tensors.

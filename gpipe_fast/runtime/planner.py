@@ -31,7 +31,7 @@ from gpipe_fast.runtime.plan import (
     own_stages_of,
     schedule_of,
 )
-from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState
+from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState, StageTensors
 from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.garbage import collected
@@ -367,7 +367,7 @@ class Planner:
         modes = call.state.modes._replace(num_threads=call.threads)
         fractions, in_python = call.saved_fractions, self.backend == "eager"
         searches = [
-            SegmentSearch(segments, modes, own, in_python)
+            SegmentSearch(segments, modes, StageTensors.of(segments.stage), own, in_python)
             for segments, own in zip(self._segments, fractions, strict=True)
         ]
         if failure is not None:

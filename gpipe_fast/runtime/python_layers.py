@@ -186,6 +186,7 @@ class PythonLayers:
         modes: TorchModes,
         saved_fraction: SavedFraction,
         lock: threading.RLock,
+        num_parameters: int,
         on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
         on_success: Callable[[], object] | None = None,
     ) -> None:
@@ -199,6 +200,7 @@ class PythonLayers:
                 forward, unless a second run of the layers may have other effects, such as incrementing a
                 counter.
             lock: a lock held while the layers run.
+            num_parameters: the number of the layers' parameters.
             on_tangents: called with the gradients of the outputs.
             on_success: called when a forward has succeeded.
         """
@@ -208,6 +210,7 @@ class PythonLayers:
         self._recomputes = has_recompute(saved_fraction) and modes.grad
         self._state: LayersState | None = None
         self._lock = lock
+        self._num_parameters = num_parameters
         self._on_tangents = on_tangents
         self._python_generators = PythonGenerators(())
         self._running = name  # the layer whose forward is running; in a backward, all layers
@@ -250,6 +253,11 @@ class PythonLayers:
             reached: list[bool] = []
             if any(root.requires_grad for root in run.roots()):
                 all_parameters = parameters_of(self._part.layers)
+                if len(all_parameters) != self._num_parameters:
+                    raise RuntimeError(
+                        f"{self._name} had {self._num_parameters} parameters, and has {len(all_parameters)} "
+                        "after its forward; register parameters before the call, such as in __init__"
+                    )
                 if want_reached or self._checks_left:
                     reached = self._reached_parameters(run, all_parameters)
                 parameters = [p for p in all_parameters if p.requires_grad]

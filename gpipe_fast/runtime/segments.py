@@ -17,9 +17,10 @@ import functools
 import threading
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_fast import _extension, progress
 from gpipe_fast._extension import PythonSegment, PythonWorkers, Segment
@@ -63,10 +64,6 @@ def _request_lowering(
     lowering_pending.set()
 
 
-def _layers_of(segment_key: SegmentKey) -> Hashable:
-    return segment_key.first_layer, segment_key.num_layers, segment_key.layers
-
-
 def _report_untraceable(in_python: set[int], report: ReportUntraceable, layer: int, reason: str) -> None:
     if layer not in in_python:
         in_python.add(layer)
@@ -90,6 +87,31 @@ class SegmentSharedState:
     python_workers: PythonWorkers
     lowering_pending: threading.Event
     locks: Sequence[threading.RLock]
+
+
+class StageTensors(NamedTuple):
+    """The names of a stage's parameters and buffers, in the order of their indices."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageTensors:
+        """Returns the names of the tensors that a stage has now."""
+        layers = nn.ModuleList(stage.layers)
+        return cls(
+            *(tuple(n for n, _ in named) for named in (layers.named_parameters(), layers.named_buffers()))
+        )
+
+    def indices(self, part: Stage) -> tuple[list[int], list[int]]:
+        """Returns a part's parameters and buffers as indices; those registered since have none."""
+        now = StageTensors.of(part.whole)
+
+        def known(positions: list[int], now: Sequence[str], before: Sequence[str]) -> list[int]:
+            return [before.index(now[i]) for i in positions if now[i] in before]
+
+        parameters = known(part.parameters(), now.parameters, self.parameters)
+        return parameters, known(part.buffers(), now.buffers, self.buffers)
 
 
 class Segments:
@@ -136,23 +158,30 @@ class Segments:
         saved_fraction: SavedFraction,
         modes: TorchModes,
         suspects: Mapping[int, str],
+        known: StageTensors,
+        are_new: bool,
     ) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
 
-        Suspects, layers with the reason why a trace failed, run in Python. A suspect that has run without an
-        error is reported, and runs in Python from then on.
+        Layers that are new to the previous micro-batch run in Python, as they did for that one; so do all
+        layers, once one of them has registered a buffer. Suspects, layers with the reason why a trace failed,
+        run in Python. A suspect that has run without an error is reported, and runs in Python from then on.
         """
         in_python = {*self.in_python, *suspects}
         end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
         if end == layer:
-            return self.run_in_python(layer, layer + 1, saved_fraction, modes, reason=suspects.get(layer))
+            return self.run_in_python(
+                layer, layer + 1, saved_fraction, modes, known, reason=suspects.get(layer)
+            )
         part = self.stage.part(layer, end)
         input_specs = _boundary_spec(boundary, [stashed[number] for number in part.pops])
         if input_specs is None:
-            return self.run_in_python(layer, layer + 1, saved_fraction, modes)
+            return self.run_in_python(layer, layer + 1, saved_fraction, modes, known)
         segment_key = SegmentKey.of(part, input_specs, modes)
         found = self._lowered.lookup((segment_key, saved_fraction))
-        return self.run_in_python(layer, end, saved_fraction, modes, segment_key) if found is None else found
+        if found is None or are_new or known != StageTensors.of(self.stage):
+            return self.run_in_python(layer, end, saved_fraction, modes, known, segment_key)
+        return found
 
     def try_lock(self, held: contextlib.ExitStack) -> bool:
         """Acquires the stage's lock until `held` is closed; returns False if layers are running in Python."""
@@ -178,8 +207,8 @@ class Segments:
 
     def not_yet_lowered(self) -> set[int]:
         """Returns the indices of the layers in the whole model that run in Python because they are new."""
-        lowered = {_layers_of(key) for (key, _), _ in self._lowered.entries()}
-        new = (key for key, _ in self._requests if _layers_of(key) not in lowered)
+        lowered = {key for (key, _), _ in self._lowered.entries()}
+        new = (key for key, _ in self._requests if key not in lowered)
         return {key.first_layer + i for key in new for i in range(key.num_layers)}
 
     def forget(self, segment_keys: Container[SegmentKey]) -> None:
@@ -259,6 +288,7 @@ class Segments:
         end: int,
         saved_fraction: SavedFraction,
         modes: TorchModes,
+        known: StageTensors,
         segment_key: SegmentKey | None = None,
         reason: str | None = None,
         on_success: Callable[[], object] | None = None,
@@ -270,12 +300,13 @@ class Segments:
             end: index after the last layer.
             saved_fraction: the fraction of activations to save.
             modes: PyTorch's modes.
+            known: the stage's tensors when the plan was made.
             segment_key: the segment key to lower the layers for, after they have run.
             reason: the reason why the single layer is untraceable, reported after the layer has run.
             on_success: called after the layers have run, unless `segment_key` or `reason` is given.
         """
         part = self.stage.part(begin, end)
-        parameters, buffers = part.parameters(), part.buffers()
+        parameters, buffers = known.indices(part)
         tensors = tuple(parameters), tuple(buffers)
         key = (begin, end, saved_fraction, modes, tensors, segment_key, reason, on_success)
         found = self._python_segments.lookup(key)
@@ -291,7 +322,14 @@ class Segments:
             on_success = functools.partial(_report_untraceable, self.in_python, self._report, begin, reason)
         found = self._python_segments[key] = PythonSegment(
             layers=PythonLayers(
-                part, self._name_of(part), modes, saved_fraction, self._lock, on_tangents, on_success
+                part,
+                self._name_of(part),
+                modes,
+                saved_fraction,
+                self._lock,
+                len(parameters),
+                on_tangents,
+                on_success,
             ),
             python_workers=shared.python_workers,
             begin=begin,
@@ -318,6 +356,7 @@ class SegmentSearch:
     Attributes:
         segments: the stage's segments.
         modes: PyTorch's modes.
+        known: the stage's tensors when the plan was made.
         saved_fractions: for each micro-batch, the fraction of activations that it saves.
         all_in_python: whether all layers run in Python.
         suspects: by layer, the reason why a trace failed.
@@ -326,19 +365,24 @@ class SegmentSearch:
 
     segments: Segments
     modes: TorchModes
+    known: StageTensors
     saved_fractions: Sequence[SavedFraction]
     all_in_python: bool = False
     suspects: Mapping[int, str] = field(default_factory=dict)
     on_success: Callable[[], object] | None = None
 
-    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
+    def find(
+        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed, are_new: bool
+    ) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
         saved_fraction, end = self.saved_fractions[microbatch], len(self.segments.stage.layers)
         if self.all_in_python:
             return self.segments.run_in_python(
-                layer, end, saved_fraction, self.modes, on_success=self.on_success
+                layer, end, saved_fraction, self.modes, self.known, on_success=self.on_success
             )
-        return self.segments.find(layer, boundary, stashed, saved_fraction, self.modes, self.suspects)
+        return self.segments.find(
+            layer, boundary, stashed, saved_fraction, self.modes, self.suspects, self.known, are_new
+        )
 
     # A backward inside a function under torch.compile calls this, and Dynamo would trace the compiler's code.
     @uncompiled

@@ -137,8 +137,8 @@ class ModuleState:
             in_python: the indices of layers that have run in Python since then, which may change themselves.
         """
         known = self._known.get(self.modes.of_captures())
-        is_same = all(
-            index in in_python or snapshot.unchanged([self.layers[index]])
-            for index, snapshot in self._watched.items()
-        )
-        return not is_same or (known is not None and not known.guards_hold())
+        others = {index for index in self._watched if index not in in_python}
+        if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
+            return True
+        # Quicker for all layers; but those in Python may change what they themselves read.
+        return known is not None and not known.guards_hold() and not known.key.hold(self.layers, others)

@@ -259,12 +259,11 @@ class StateKey:
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Returns whether layers are in the states in which the key was made."""
-        if tuple(describe(layers)) != self.descriptions:
-            return False
-        return all(
-            state.holds(layer, count)
-            for layer, state, count in zip(layers, self.states, self._counts, strict=True)
-        )
+        return tuple(describe(layers)) == self.descriptions and self.hold(layers, range(len(layers)))
+
+    def hold(self, layers: Sequence[nn.Module], indices: Iterable[int]) -> bool:
+        """Returns whether the layers with these indices are in these states."""
+        return all(self.states[i].holds(layers[i], self._counts[i]) for i in indices)
 
     @classmethod
     def of(cls, states: LayerStates, layers: Iterable[nn.Module], modes: Hashable) -> StateKey:

@@ -166,6 +166,11 @@ def popping_a_set() -> object:
     return call(features(), layers=layers, backend="aten")
 
 
+def register_a_parameter(layer: Any, x: Tensor) -> Any:
+    layer.late = nn.Parameter(torch.ones(()))
+    return layer.linear(x) * layer.late
+
+
 TRACING = [
     case("layer 0 (LazyLinear)", "run one", call, features(), layers=(nn.LazyLinear(2),), backend="eager"),
     case("got set", "may be nested in tuples", in_aten, returning_a_set),
@@ -189,6 +194,7 @@ TRACING = [
     case("layer 0 (FunctionLayer)", "replace the data after", change_before_a_recompute, replace_data),
     case("layer 0 (FunctionLayer)", "change it after", change_before_a_recompute, nn.Module.eval),
     case("changed what other layers read", "pass backend='eager'", change_another_layer),
+    case("had 2 parameters, and has 3", "such as in __init__", of, register_a_parameter),
     case("stage 0", "call the module again", change_a_layer_before_the_backward),
     case("stage 0", "backend='eager'", receive_gradients_in_another_layout),
     case("layer '0' (SyncBatchNorm)", "BatchNorm1d", pipe, nn.SyncBatchNorm(4), deferred_batch_norm=True),
