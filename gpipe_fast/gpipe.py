@@ -526,8 +526,8 @@ class GPipe(Reporting, Container):
         """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
         layers = cast(Collection[nn.Module], self._modules.values())
         if self._state.update(layers) and self._deferred_batch_norm:
-            enable_deferral(layers)  # includes batch norms that were added since
             self._state = ModuleState(self._layer_states(), self._planner.module_warnings.in_python)
+            enable_deferral(layers)  # includes batch norms that were added since
             self._state.update(layers)
         if self._state.layers != self._layers:
             self._balance = resolve_balance(self._state.layers, self._balance)

@@ -97,14 +97,15 @@ class ModuleState:
             or not self._snapshot.unchanged(layers)
         )
         if changed:
-            self._snapshot = Snapshot()
-            self._snapshot.set_roots(layers)
+            self._snapshot, snapshot = None, Snapshot()  # None: an update that Ctrl-C ends is repeated
+            snapshot.set_roots(layers)
             self.layers = list(layers)
             self._num_in_python = len(self._in_python)
-            describe(self.layers, self._snapshot, self._in_python)
+            describe(self.layers, snapshot, self._in_python)
             self.parameters = parameters_of(layers)
             self.buffers = buffers_of(layers)
             self._known.clear()
+            self._snapshot = snapshot
         self.update_key()
         return changed
 

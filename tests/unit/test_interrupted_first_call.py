@@ -25,6 +25,8 @@ from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.trace.dynamo import Captured, capture
 from gpipe_fast.trace.join import join
+from gpipe_fast.trace.joint_graph import parameters_of
+from gpipe_fast.trace.layer_states import describe
 from tests.internals import balance_is_pending, compiler_of, stages_are_idle, template_of
 from tests.reference import loop_step, pipeline_step, unequal
 
@@ -123,6 +125,8 @@ def locks_are_free(model: GPipe) -> bool:
 
 # A function, and the number of its call at which the signal arrives.
 PLACES: dict[str, tuple[Callable[..., Any], int]] = {
+    "the description of the layers": (describe, 1),
+    "the list of parameters": (parameters_of, 1),
     "the first capture of a layer": (capture, 1),
     "the run of a captured graph": (Captured.run, 1),
     "the run of a captured graph in a trace": (Captured.run, 3),
