@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import SplitGraphs
-from gpipe_fast.runtime import compiled, planner, segments
+from gpipe_fast.runtime import compiled, exit_and_fork, planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.eviction import Eviction
@@ -197,3 +198,14 @@ def with_hoisted_casts(hoist: bool = True) -> Iterator[None]:
         mock.patch.object(compiled, "split", split),
     ):
         yield
+
+
+# Exit
+
+
+def after_pipelines_at_exit(action: Callable[[], object]) -> None:
+    """Runs an action at exit, after the pipelines are closed."""
+    close_all = exit_and_fork._close_all
+    atexit.unregister(close_all)
+    atexit.register(action)
+    atexit.register(close_all)

@@ -1,4 +1,4 @@
-"""Process exit and fork: closes C++ pipelines at exit, and resets them in the child of a fork."""
+"""Process exit and fork: waits for traces, closes pipelines at exit, resets them in the child of a fork."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from gpipe_fast._extension import Pipeline, PythonWorkers
+from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.torch_private.fake_tensors import set_stand_in_for_cuda
 
 _open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -33,6 +34,8 @@ def open_pipeline(
     return pipeline
 
 
+# The maximum number of seconds that an exit or a fork waits until no other thread traces.
+_MAX_TRACE_SECONDS = 60.0
 # Seconds for other threads to finish with Python after a run; a closed pipeline blocks their next run.
 _GRACE_SECONDS = 0.05
 # The maximum number of seconds to wait for threads that are still running then.
@@ -47,7 +50,9 @@ def _close_all() -> None:
     # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
     # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
     # Autograd's threads, one for each GPU, and gloo's also release Python objects after their work has ended.
+    # No thread may be tracing then, or begin a call: the tracing lock stays held.
     if pipelines:
+        TRACING_LOCK.acquire(timeout=_MAX_TRACE_SECONDS)
         deadline = time.monotonic() + _MAX_SECONDS
         time.sleep(_GRACE_SECONDS)
         while _other_threads_run() and time.monotonic() < deadline:
@@ -66,7 +71,24 @@ def _other_threads_run() -> bool:
     return False
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    """Waits for the trace of another thread, whose locks would stay locked in the child.
+
+    Before Python 3.12, every ``functools.cached_property`` has one for all instances (python/cpython#87634).
+    """
+    TRACING_LOCK.acquire(timeout=_MAX_TRACE_SECONDS)
+
+
+def _after_fork_in_parent() -> None:
+    if TRACING_LOCK._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have ended the wait
+        TRACING_LOCK.release()
+
+
+def _after_fork_in_child() -> None:
+    if TRACING_LOCK._is_owned():  # type: ignore[attr-defined]
+        TRACING_LOCK.release()
+    else:
+        TRACING_LOCK._at_fork_reinit()  # type: ignore[attr-defined]
     for pipeline in list(_open_pipelines):
         pipeline.after_fork()
     # The child's intra-op thread pool is created on first use. Concurrent first uses by several workers race,
@@ -75,7 +97,9 @@ def _after_fork() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
 
 
 # PyTorch's autograd counts the devices on its first backward, and starts a thread for each except the CPU.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,8 +49,6 @@ class TensorSpec:
 
 # A lock held while tracing, because a trace changes process-wide state of PyTorch.
 TRACING_LOCK = threading.RLock()
-# In the child of a fork, the lock must not be held by a thread of the parent.
-os.register_at_fork(after_in_child=TRACING_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 

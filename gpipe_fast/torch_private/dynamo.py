@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import types
 import warnings
@@ -38,8 +37,6 @@ from torch.utils._ordered_set import OrderedSet
 from gpipe_fast.torch_private.modes import function_modes
 
 logger = logging.getLogger("torch._dynamo")
-# In the child of a fork, the lock of captures must not be held by a thread of the parent.
-os.register_at_fork(after_in_child=compile_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 # Functions such as `torch.compiler.is_compiling`, with the answers that Dynamo gives.
 tracing_questions: dict[Any, Any] = dynamo_torch.tracing_state_functions()

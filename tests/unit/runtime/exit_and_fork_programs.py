@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -11,12 +12,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from tests.internals import inject_delays, remove_faults
+from tests.internals import after_pipelines_at_exit, inject_delays, remove_faults
 from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, unequal
 
 K, M = 3, 4
@@ -118,6 +120,44 @@ def daemon(variants: str, count: str) -> None:
     )
 
 
+def traced() -> None:
+    """Traces new layers."""
+    GPipe(layers(), [2, 2, 2], chunks=M)(x)
+
+
+def late(variants: str, count: str) -> None:
+    """Forks children whose daemon thread begins at exit, after the pipelines are closed.
+
+    It calls new layers, or begins calls of a stream. It runs no operators besides: those of PyTorch abort a
+    process that exits meanwhile (pytorch/pytorch#38228).
+    """
+    pipe.eval()
+
+    def endless() -> Iterator[Tensor]:
+        while True:
+            yield x
+
+    def child(variant: str) -> None:
+        begin, new = threading.Event(), GPipe(layers(), [2, 2, 2], chunks=M)
+        stream = pipe.stream(endless(), depth=1 << 30)
+
+        def run() -> None:
+            begin.wait()
+            next(stream) if variant == "stream" else new(x)
+
+        def begin_and_wait() -> None:
+            begin.set()
+            time.sleep(0.05)
+
+        threading.Thread(target=run, daemon=True).start()
+        after_pipelines_at_exit(begin_and_wait)
+
+    with torch.no_grad():
+        pipe(x)
+    traced()
+    report((variant, in_child(partial(child, variant))) for variant in variants.split("+") * int(count))
+
+
 initial_state = {name: value.clone() for name, value in model.state_dict().items()}
 expected = loop_step(model, x, M)
 
@@ -138,9 +178,6 @@ def check_backward(output: Tensor) -> None:
 def keep_busy(variant: str) -> None:
     """Starts a thread that runs forwards in a loop: computing, delayed, or tracing each time."""
     inject_delays(pipe, 0, 2000 if variant == "delayed" else 0)
-
-    def traced() -> None:
-        GPipe(layers(), [2, 2, 2], chunks=M)(x)
 
     if variant == "tracing":
         traced()  # imports modules; a fork meanwhile would leave Python's lock of an import held in the child
@@ -190,6 +227,48 @@ def forks_to_end(variant: str, count: str) -> None:
     keep_busy(variant)
     report((variant, in_child(lambda: None)) for _ in range(int(count)))
     os._exit(0)
+
+
+def forks_within_a_trace(kind: str, count: str) -> None:
+    """Forks children that train, while another thread of the parent begins some function of a trace.
+
+    The functions are all kinds, or those that run under a lock of Python's cached properties.
+    """
+    found: dict[CodeType, None] = {}
+    locking = functools.cached_property.__get__.__code__
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and (kind == "any" or (frame.f_back and frame.f_back.f_code is locking)):
+            found.setdefault(frame.f_code)
+
+    traced()  # imports
+    sys.setprofile(note)
+    traced()
+    sys.setprofile(None)
+    functions = list(found)[:: max(1, len(found) // int(count))]
+    report((function.co_name, fork_at(function)) for function in functions[: int(count)])
+
+
+def fork_at(function: CodeType) -> str:
+    """Forks a child while another thread traces, and pauses where it first calls a function."""
+    is_reached = threading.Event()
+
+    def pause(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is function:
+            sys.setprofile(None)
+            is_reached.set()
+            time.sleep(0.2)  # until the other thread has forked, unless that waits for this one
+
+    def trace() -> None:
+        sys.setprofile(pause)
+        traced()
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    is_reached.wait()
+    problem = in_child(lambda: check_step(pipe))
+    thread.join()
+    return problem
 
 
 streams: list[Iterator[Tensor]] = []
@@ -243,6 +322,8 @@ PROGRAMS = {
     "daemon": daemon,
     "forks": forks,
     "forks_to_end": forks_to_end,
+    "forks_within_a_trace": forks_within_a_trace,
+    "late": late,
     "streams": with_streams,
 }
 

@@ -210,12 +210,32 @@ def test_the_interpreter_exits_with_pending_graphs(how: str, status: int) -> Non
         ("forks", "new+used+half+computing+delayed", 1),
         pytest.param("forks", "tracing", 3, marks=pytest.mark.soak),
         ("forks_to_end", "delayed", 2),
+        ("late", "stream+trace", 4),
+        ("forks_within_a_trace", "cached", 20),
+        ("forks_within_a_trace", "any", 20),
     ],
 )
 def test_children_train_and_exit(program: str, kinds: str, count: int, times: int) -> None:
+    check_children(program, kinds, count * times)
+
+
+@pytest.mark.parametrize(
+    ("program", "kinds"),
+    [
+        # A daemon thread begins calls of a stream, or traces, while the interpreter exits.
+        ("late", "stream+trace"),
+        # A fork while another thread runs a function of a trace, under a lock.
+        ("forks_within_a_trace", "cached"),
+    ],
+)
+def test_an_exit_and_a_fork_wait_for_a_trace(program: str, kinds: str) -> None:
+    check_children(program, kinds, 3)
+
+
+def check_children(program: str, kinds: str, count: int) -> None:
     """All children get the parent's bits; they and the parent exit with status 0 and an empty stderr."""
-    number = len(kinds.split("+")) * count * times
-    done = run_program(program, kinds, count * times, timeout=60 + 25 * number)
+    number = len(kinds.split("+")) * count
+    done = run_program(program, kinds, count, timeout=60 + 25 * number)
     assert done.stdout == f"{number} children\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
 
