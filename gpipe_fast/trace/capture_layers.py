@@ -15,6 +15,7 @@ from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
+from gpipe_fast.trace.interrupts import handle_interrupt
 from gpipe_fast.trace.layer_states import LayerState
 
 FindState = Callable[[nn.Module, Hashable], LayerState]
@@ -60,6 +61,7 @@ def capture_layers(
     captures: list[Captured] = []
     for index, (layer, description) in enumerate(zip(layers, descriptions, strict=True)):
         progress.layer()
+        handle_interrupt()
         args, kwargs = arguments_of(value)
         stashes, pops = outer_skips(layer)
         try:

@@ -16,6 +16,7 @@ from gpipe_fast.torch_private.graphs import annotate
 from gpipe_fast.trace.capture_layers import FindState
 from gpipe_fast.trace.dynamo import Captured, ReplaceConstant
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
+from gpipe_fast.trace.interrupts import handle_interrupt
 from gpipe_fast.trace.layer_states import LayerStates
 
 
@@ -118,6 +119,7 @@ class LayersFunction(nn.Module):
     def _run(self, key: Tensor, value: Any, skips: dict[Key, Tensor | None]) -> Any:
         for index, (layer, captured) in enumerate(zip(self.layers, self._captures, strict=True)):
             self.running_layer = index
+            handle_interrupt()
             mode = KeyedRandomMode(key, on_gpu=self.trace_context.is_absent)
             mode.enter_layer(index)
             args, kwargs = arguments_of(value)

@@ -4,51 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
-from collections.abc import Iterator
-from types import CodeType, FrameType
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 
-# Seconds between two looks at the interrupted code, and the maximum number of looks.
-_PAUSE = 0.001
-_MAX_PAUSES = 1000
+# The number of seconds after which a further signal is handled at once.
+_MAX_SECONDS = 10.0
+
+
+class _Deferring:
+    """A handler of SIGINT that calls another handler later."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+        self._arrival: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._arrival is not None and now > self._arrival + _MAX_SECONDS:
+            self._handler(number, frame)
+        self._arrival = self._arrival or now
+
+    def handle(self) -> None:
+        """Calls the other handler if a signal has arrived."""
+        if self._arrival is not None:
+            self._arrival = None
+            self._handler(signal.SIGINT, None)
 
 
 @contextlib.contextmanager
-def interrupts_between_contexts() -> Iterator[None]:
-    """Calls the handler of SIGINT in the block only while no context manager is being entered or left.
+def interrupts_deferred() -> Iterator[None]:
+    """Calls the handler of SIGINT at the end of the block, or where the block calls `handle_interrupt`.
 
-    PyTorch's tracer enters and leaves its modes at every operator. If a ``KeyboardInterrupt`` keeps a mode's
-    ``__exit__`` from leaving it, a destructor in C++ finds the mode in its place, throws, and so ends the
-    process. A signal that arrives there is sent again, a millisecond later.
+    While PyTorch traces, its C++ calls Python for each operator, and for each property of a fake tensor. A
+    ``KeyboardInterrupt`` that is raised there may pass a function that is ``noexcept``, such as
+    ``Node::add_input_metadata`` of ``torch/csrc/autograd/node.h``, or keep a mode's ``__exit__`` from leaving
+    it, whose place a destructor checks. Both end the process.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    call_handler, pauses = before, 0
-    block = sys._getframe(2).f_code  # of the function that contains the block; 1 is contextlib
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal pauses
-        if pauses < _MAX_PAUSES and _changes_contexts(frame, block):
-            pauses += 1
-            threading.Timer(_PAUSE, signal.raise_signal, (number,)).start()
-            return
-        pauses = 0
-        call_handler(number, frame)
-
+    deferring = _Deferring(before)
     try:
-        signal.signal(signal.SIGINT, handle)
+        signal.signal(signal.SIGINT, deferring)
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        deferring.handle()
 
 
-def _changes_contexts(frame: FrameType | None, block: CodeType) -> bool:
-    """Returns whether a frame, or a caller of it within the block, enters or leaves a context manager."""
-    while frame is not None and frame.f_code is not block:
-        if frame.f_code.co_name in ("__enter__", "__exit__"):
-            return True
-        frame = frame.f_back
-    return False
+def handle_interrupt() -> None:
+    """Calls the handler of a SIGINT that `interrupts_deferred` has deferred. No C++ may be on the stack."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Deferring):
+        handler.handle()

@@ -30,7 +30,7 @@ from gpipe_fast.trace.function import (
 from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
-from gpipe_fast.trace.interrupts import interrupts_between_contexts
+from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import export_joint
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import describe
@@ -194,8 +194,8 @@ def _tracing(
     """Prepares PyTorch and the layers for a trace in a block; yields what replaces attention, if anything."""
     is_absent = trace_context.is_absent
     with (
+        interrupts_deferred(),
         tensors_restored(layers),
-        interrupts_between_contexts(),
         fake_tensors.logging_disabled(),
         default_arguments_known(),
         backward_without_gpu() if is_absent else contextlib.nullcontext(),

@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import describe
 from tests.internals import balance_is_pending, compiler_of, stages_are_idle, template_of
+from tests.programs import run_python
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,3 +183,24 @@ def test_an_interrupted_measurement_is_repeated_by_the_next_call() -> None:
     assert_unchanged(model, before)
     model(features(16))
     assert not balance_is_pending(model)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dispatch", 40), ("functions", 6)])
+def test_a_signal_anywhere_does_not_end_the_process(kind: str, count: int) -> None:
+    check_interrupts(kind, count, 0)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 20))])
+@pytest.mark.parametrize(("kind", "count"), [("dispatch", 200), ("functions", 100)])
+def test_a_signal_at_further_places_does_not_end_the_process(kind: str, count: int, first: int) -> None:
+    check_interrupts(kind, count, first)
+
+
+def check_interrupts(kind: str, count: int, first: int) -> None:
+    """Asserts that Ctrl-C at some ``count`` places of a first call raises KeyboardInterrupt, and no more."""
+    program = str(Path(__file__).with_name("interrupt_programs.py"))
+    done = run_python(program, kind, str(count), str(first), timeout=60 + 10 * count, GPIPE_FAST_PROGRESS="0")
+    assert done.stdout.endswith(" children\n"), done.stderr
+    assert done.stdout.count("\n") == 1, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) >= count

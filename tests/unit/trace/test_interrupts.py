@@ -1,66 +1,49 @@
-"""Ctrl-C waits while a context manager is entered or left, and no longer."""
+"""Ctrl-C waits for the end of a block, or for a place where the block allows it."""
 
 from __future__ import annotations
 
 import signal
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
 
 from gpipe_fast.trace import interrupts
-from gpipe_fast.trace.interrupts import interrupts_between_contexts
+from gpipe_fast.trace.interrupts import handle_interrupt, interrupts_deferred
 from tests.programs import run_python
 
 
-class Interrupted:
-    """A context manager that receives SIGINT while it is left, and notes whether it was left."""
-
-    is_left = False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
+def test_a_signal_is_handled_at_the_end_of_the_block() -> None:
+    is_completed = False
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         signal.raise_signal(signal.SIGINT)
-        self.note()
-
-    def note(self) -> None:
-        self.is_left = True
+        is_completed = True
+    assert is_completed
 
 
-def wait() -> None:
-    """Waits for a signal, which ends the wait."""
-    for _ in range(1000):
-        threading.Event().wait(0.02)
-    pytest.fail("no signal has arrived")
-
-
-def test_a_signal_is_handled_after_a_context_manager_is_left() -> None:
-    interrupted = Interrupted()
-    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
-        with interrupted:
-            pass
-        wait()
-    assert interrupted.is_left
-
-
-def test_a_signal_is_handled_at_once_elsewhere() -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts():
+def test_a_signal_is_handled_where_the_block_allows_it() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        handle_interrupt()
         signal.raise_signal(signal.SIGINT)
+        handle_interrupt()
         pytest.fail("the signal waits")
 
 
-def test_a_context_manager_that_is_never_left_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_MAX_PAUSES", 3)
-
-    class Endless(Interrupted):
-        def note(self) -> None:
-            wait()
-
-    with pytest.raises(KeyboardInterrupt), interrupts_between_contexts(), Endless():
+def test_a_signal_is_handled_once() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    handle_interrupt()
+    with interrupts_deferred():
         pass
+
+
+def test_a_block_that_does_not_end_can_be_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_MAX_SECONDS", -1.0)
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second signal waits")
 
 
 PROGRAM = """
