@@ -27,7 +27,7 @@ def thorough_run(name: str) -> Run:
         Step(*size, checkpoint=shares[(i + j) % 3], layout=layout)
         for (i, size), (j, layout) in itertools.product(enumerate(sizes), enumerate(layouts))
     ]
-    steps += [Step(7, 4, layout=layout, training=False, grad=False) for layout in layouts]
+    steps += [Step(7, 4, layout=layout, training=False, mode="no_grad") for layout in layouts]
     num_layers = 2 if RECIPES[name].integers else 3
     return Run(subject=f"torch.nn: {name}", balance=(num_layers,), steps=tuple(steps))
 

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gpipe_fast import GPipe, keyed_rng
-from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.layers.skip import Namespace
 from gpipe_fast.layers.structure import Replicated
 from gpipe_fast.schedule import SCHEDULES
 from tests import models
 from tests.contracts.contract_1_same_bits import layers as menu
-from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, OUTPUTS, TOKENS, Layers
+from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, OUTPUTS, TOKENS, Layers, swapped
 from tests.contracts.contract_1_same_bits.torch_layers import RECIPES, inputs_of, model_of
 from tests.internals import inject_delays
 from tests.reference import gradient_like
 from tests.untraceable import WIDTH
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 BACKENDS = ("auto", "eager", "aten")
 HOOKS = ("forward", "forward pre", "full backward", "parameter")
 AUTOCAST = ("off", "bfloat16")
 LAYOUTS = ("contiguous", "permuted", "channels_last", "gaps", "unaligned")
-CHECKPOINTS = (*CHECKPOINT_MODES, 0.1, 0.25, 0.5, 0.75, 0.9)
-# A call and a backward, or a step in the order of a schedule.
-WAYS = ("call", *SCHEDULES)
+# A call and its backward; two backwards; of two calls, the last one's first; none of the first of two calls;
+# or by `torch.autograd.grad`. Or a step in the order of a schedule, an evaluation, or a stream.
+CALLS = ("call", "two backwards", "crossed calls", "dropped call", "autograd.grad")
+WAYS = (*CALLS, *SCHEDULES, "evaluate", "stream")
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+# What changes before a step. An invalid call fails, and changes nothing.
+CHANGES = ("", "freeze", "unfreeze", "invalid call", "copy", "load", "assign", "attributes", "balance")
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Outputs, gradients, parameters and buffers of a training run, by step and name.
@@ -42,6 +58,10 @@ Result = dict[str, Tensor | None]
 
 def _total(losses: Iterable[Tensor]) -> Tensor:
     return torch.stack([loss.double() for loss in losses]).sum()
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 # Losses of output tensors by name; their gradients have different memory layouts.
@@ -55,20 +75,113 @@ LOSSES: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class StepLoss:
+    """A loss of a step.
+
+    Attributes:
+        make: returns the function for the step of a number.
+        target: returns the target for an output of this shape, or None if there is none.
+        total: the sum of the losses of a micro-batch, for the step of a number.
+        divisor: what the sum is divided by, for a target and a batch size.
+        is_normalizer: whether `divisor` is passed; else the loss is one whose divisor the pipeline knows.
+    """
+
+    make: Callable[[int], Any]
+    target: Callable[[tuple[int, ...], torch.Generator], Any]
+    total: Callable[[int], Callable[..., Tensor]]
+    divisor: Callable[[Any, int], Any]
+    is_normalizer: bool = False
+
+
+def squares(output: Any) -> Tensor:
+    tensors = [_real(o) for o in tree_leaves(output) if isinstance(o, Tensor)]
+    tensors = [o for o in tensors if o.is_floating_point()]
+    return torch.stack([(i + 1) * o.float().square().sum() for i, o in enumerate(tensors)]).sum()
+
+
+def _closure(number: int) -> Callable[[Any, Any], Tensor]:
+    factor = 1.0 + number % 3
+
+    def weighted(output: Any, target: Any) -> Tensor:
+        rows = [
+            _real(o).flatten(1).double().sin().sum(1) for o in tree_leaves(output) if isinstance(o, Tensor)
+        ]
+        return torch.stack([(row * target["weights"]).sum() for row in rows]).sum() * factor
+
+    return weighted
+
+
+def _classes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    target = torch.randint(shape[1], (shape[0], *shape[2:]), generator=generator)
+    return torch.where(torch.arange(target.numel()).view_as(target) % 5 == 3, -100, target)
+
+
+def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _of_elements(module: nn.Module, function: Any) -> StepLoss:
+    total = functools.partial(function, reduction="sum")
+    return StepLoss(lambda number: module if number % 2 else function, _noise, lambda number: total, _numel)
+
+
+def _numel(target: Tensor, batch: int) -> int:
+    return target.numel()
+
+
+# Losses of steps by name; only the first two are for several outputs.
+STEP_LOSSES = {
+    "squares": StepLoss(
+        lambda n: squares, lambda s, g: None, lambda n: squares, lambda t, batch: batch, True
+    ),
+    "closure": StepLoss(
+        _closure,
+        lambda shape, generator: {"weights": torch.rand(shape[0], generator=generator).double() + 0.5},
+        _closure,
+        lambda target, batch: target["weights"].sum(),
+        True,
+    ),
+    "cross entropy": StepLoss(
+        lambda number: nn.CrossEntropyLoss() if number % 2 else F.cross_entropy,
+        _classes,
+        lambda number: functools.partial(F.cross_entropy, reduction="sum"),
+        lambda target, batch: (target != -100).sum(),
+    ),
+    "mean square": _of_elements(nn.MSELoss(), F.mse_loss),
+    "Huber": _of_elements(nn.HuberLoss(delta=0.3), functools.partial(F.huber_loss, delta=0.3)),
+    "sum of errors": StepLoss(
+        lambda number: nn.L1Loss(reduction="sum"),
+        _noise,
+        lambda number: nn.L1Loss(reduction="sum"),
+        lambda target, batch: 1,
+    ),
+}
+LOSSES_OF_ANY = ("squares", "closure")
+
+
+@dataclass(frozen=True)
 class Step:
-    """One step: what changes from step to step, and nothing of what was traced before may be used wrongly."""
+    """One step: what changes from step to step, and nothing of what was traced before may be used wrongly.
+
+    Attributes:
+        length: of random sequences of layers.
+        way: one of `WAYS`.
+        loss: a key of `LOSSES`, or "noise": random gradients; of steps, a key of `STEP_LOSSES`.
+        mode: a key of `MODES`, of calls.
+        change: one of `CHANGES`.
+    """
 
     batch: int = 3
     chunks: int = 2
-    length: int = 3  # of random sequences of layers
+    length: int = 3
     checkpoint: Any = "never"
     way: str = "call"
     loss: str = "noise"
     layout: str = "contiguous"
     training: bool = True
-    grad: bool = True
-    freezes: bool = False  # the first parameter
-    fails: bool = False  # after a call with an invalid input
+    mode: str = "grad"
+    change: str = ""
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -78,6 +191,7 @@ class Run:
     Attributes:
         subject: a key of `SUBJECTS`; or empty: ``layers`` between those of ``inputs`` and ``outputs``.
         skips: (stash, pop): indices of the layers before which they are inserted.
+        batch_dim: 0, or 1: the first two dimensions are swapped outside of the layers.
         delays: whether actions are delayed by random times.
     """
 
@@ -88,8 +202,8 @@ class Run:
     skips: tuple[tuple[int, int], ...] = ()
     outputs: str = "tensor"
     balance: tuple[int, ...] = (2,)
+    batch_dim: int = 0
     backend: str = "auto"
-    dtype: str = "float32"
     autocast: str = "off"
     input_gradient: bool = True
     frozen: float = 0.0
@@ -105,7 +219,7 @@ class Run:
         layers = SUBJECTS[self.subject].make() if self.subject else self._sequence()
         draw = random.Random(self.seed)
         for layer in layers:
-            for parameter in layer.to(DTYPES[self.dtype]).parameters():
+            for parameter in layer.to(DTYPES[self.steps[0].dtype]).parameters():
                 if self.frozen:
                     parameter.requires_grad_(draw.random() >= self.frozen)
         return layers
@@ -118,11 +232,14 @@ class Run:
             skip_layers[last].append(menu.PopAndAdd().isolate(namespace))
         merged = itertools.zip_longest(skip_layers, (MENU[name]() for name in self.layers), fillvalue=[])
         inner = [layer for skips, entry in merged for layer in (*skips, *entry)]
-        return [*INPUTS[self.inputs].layers(), *inner, *OUTPUTS[self.outputs]()]
+        swaps: list[Layers] = [swapped(), swapped()] if self.batch_dim else [[], []]
+        return [*swaps[0], *INPUTS[self.inputs].layers(), *inner, *OUTPUTS[self.outputs](), *swaps[1]]
 
-    def arguments(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Returns the arguments of a step, and the tensors among them that may get a gradient."""
+    def arguments(self, number: int, item: int = 0) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Returns the arguments of a call of a step, and the tensors among them that may get a gradient."""
         step = self.steps[number]
+        # Without gradients, a pipeline does not tell its layers which inputs require them.
+        needed = self.input_gradient and step.mode == "grad" and step.way not in ("stream", "evaluate")
         if self.subject:
             subject = SUBJECTS[self.subject]
             x = inputs_of(subject.shape, subject.integers, step.batch, number)
@@ -131,17 +248,19 @@ class Run:
             args: tuple[Any, ...] = (tensors[0],)
             kwargs: dict[str, Any] = {}
         else:
-            generator = torch.Generator().manual_seed(1000 * self.seed + number)
+            generator = torch.Generator().manual_seed(1000 * self.seed + 10 * number + item)
 
             def noise(*size: int) -> Tensor:
-                found = torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[self.dtype])
-                return _laid_out(found, step.layout)
+                found = torch.randn(size, generator=generator, dtype=torch.float64)
+                return _laid_out(found.to(DTYPES[step.dtype]), step.layout)
 
             leaves = [noise(step.batch, step.length, WIDTH) for _ in range(2)] + [noise(1, WIDTH, WIDTH)[0]]
             tokens = torch.randint(TOKENS, (step.batch, step.length), generator=generator)
+            for leaf in leaves:
+                leaf.requires_grad_(needed)
+            if self.batch_dim:
+                return (leaves[0].transpose(0, 1),), {}, leaves
             args, kwargs = INPUTS[self.inputs].call(*leaves, tokens)
-        # The plain step would add zeros to the gradient of an input, once for each micro-batch.
-        needed = self.input_gradient and step.grad and step.way == "call"
         return args, kwargs, [leaf.requires_grad_(needed) for leaf in leaves]
 
 
@@ -205,135 +324,6 @@ OTHERS |= {
     for name, (make, batch) in models.MODELS.items()
 }
 SUBJECTS = TORCH | OTHERS
-# A backward of its own for each micro-batch adds up several uses in another order.
-_SEVERAL_USES = {"weight used repeatedly", "weight and its transpose", "tied within", "GRU", "bidirectional"}
-_SEVERAL_USES |= {"sparse gradients"}  # of a row
-_SUBJECTS_OF_SEVERAL_USES = {"spectral norm", "torch.nn: RNN", "torch.nn: GRU"}
-# Numbers of samples and chunks: even ones, single samples, and uneven ones.
-_SIZES = [(8, 4), (8, 8), (7, 4)]
-# Batch norm needs two values per channel in every micro-batch.
-_SIZES_OF_SINGLE_PIXELS = [(8, 4), (8, 4), (8, 3)]
-
-
-def draw_of(subject: str, seed: int) -> Run:
-    """Returns a run of a model: one micro-batch, uneven ones, steps and inference, in other layouts."""
-    r = random.Random(f"{subject} {seed}")
-    balance = _draw_balance(r, len(list(SUBJECTS[subject].make())))
-    shares = [_draw_checkpoint(r, len(balance)) for _ in range(3)]
-    layouts = [r.choice(LAYOUTS[:3]) for _ in range(4)]
-    ways = ("call",) if subject in _SUBJECTS_OF_SEVERAL_USES else WAYS
-    sizes = _SIZES_OF_SINGLE_PIXELS if subject == "channels_last: batch norm, 1 pixels wide" else _SIZES
-    uneven = sizes[-1]
-    steps = [
-        Step(2, 1, checkpoint=shares[0]),
-        Step(*uneven, checkpoint=shares[1], layout=layouts[0], loss=r.choice(["noise", *LOSSES])),
-        Step(*r.choice(sizes), checkpoint=shares[2], layout=layouts[1], way=r.choice(ways)),
-        Step(*uneven, layout=layouts[2], training=False, grad=r.random() < 0.7),
-    ]
-    backend = r.choice(["auto", "auto", "eager"])
-    return Run(
-        seed, subject, balance=balance, input_gradient=r.random() < 0.6, delays=r.random() < 0.3,
-        steps=tuple(steps), backend=backend,
-    )  # fmt: skip
-
-
-def draw(seed: int) -> Run:
-    """Returns a run of a random sequence of layers."""
-    r = random.Random(seed)
-    inputs = r.choice([*INPUTS, "tensor", "tokens"])
-    outputs = r.choice([*OUTPUTS, "tensor", "tensor"])
-    layers, num_layers = _draw_layers(r, len(INPUTS[inputs].layers()) + len(OUTPUTS[outputs]()))
-    skips = _draw_skips(random.Random(f"skips of {seed}"), len(layers))
-    in_python, is_sparse = any(name in menu.RUN_IN_PYTHON for name in layers), "sparse gradients" in layers
-    balance = _draw_balance(r, num_layers + 2 * len(skips))
-    hooks = tuple(hook for hook in HOOKS if r.random() < 0.15)
-    frozen = r.choice([0.0, 0.0, 0.3, 0.8])
-    first = Step(
-        batch=r.randint(1, 13),
-        chunks=r.randint(1, 9),
-        length=r.randint(2, 5),  # batch norm needs at least two values per channel
-        layout=r.choice(["contiguous", "contiguous", *LAYOUTS]),
-        checkpoint=_draw_checkpoint(r, len(balance)),
-        training=r.random() < 0.8,
-        grad=r.random() < 0.9,
-        loss=r.choice(["noise", *LOSSES]),
-    )
-    can_step = first.grad and not frozen and not hooks and _SEVERAL_USES.isdisjoint(layers)
-    way = r.choice(["call", *WAYS]) if can_step else "call"
-    steps = [_changed(r, first, way, len(balance), inputs) for _ in range(r.randint(3, 4))]
-    return Run(
-        seed,
-        "",
-        inputs,
-        layers,
-        skips,
-        outputs,
-        balance,
-        backend=r.choice(["auto", "auto", "eager"] if in_python else ["auto", "auto", "aten", "eager"]),
-        # PyTorch has no kernel that adds sparse bfloat16 tensors.
-        dtype=r.choice(["float32", "float64"] if is_sparse else ["float32", "float32", *DTYPES]),
-        autocast=r.choice(["off", "off", *AUTOCAST]),
-        input_gradient=r.random() < 0.5,
-        frozen=frozen,
-        hooks=hooks,
-        optimizer="SGD" if is_sparse else r.choice(["SGD", "AdamW"]),
-        accumulate=r.random() < 0.2,
-        delays=r.random() < 0.2,
-        steps=tuple(steps),
-    )
-
-
-CHANGES = ("nothing", "batch", "length", "checkpoint", "chunks", "eval", "freezes", "loss", "fails", "layout")
-
-
-def _changed(r: random.Random, step: Step, way: str, num_stages: int, inputs: str) -> Step:
-    """Returns a step that differs in one way."""
-    change = r.choice(["nothing", *CHANGES])
-    other: dict[str, Any] = {
-        "batch": {"batch": step.batch % 13 + 1},
-        "length": {"length": step.length + 1},
-        "checkpoint": {"checkpoint": _draw_checkpoint(r, num_stages)},
-        "chunks": {"chunks": step.chunks % 9 + 1},
-        "eval": {"training": False},
-        "freezes": {"freezes": way == "call"},
-        "loss": {"loss": r.choice([*LOSSES])},
-        "fails": {"fails": inputs == "tensor"},
-        "layout": {"layout": r.choice(LAYOUTS)},
-    }.get(change, {})
-    return Step(**{**vars(step), "way": way, **other})
-
-
-def _draw_checkpoint(r: random.Random, num_stages: int) -> Any:
-    return r.choice([*CHECKPOINTS, tuple(r.choice(CHECKPOINTS) for _ in range(num_stages))])
-
-
-def _draw_layers(r: random.Random, num_other_layers: int) -> tuple[tuple[str, ...], int]:
-    """Returns layer names and the total number of layers, three to nine; at most two run in Python."""
-    num_wanted, names = r.randint(3, 9) - num_other_layers, list[str]()
-    python = [r.choice([*menu.RUN_IN_PYTHON]) for _ in range(r.choice([0, 0, 1, 2]))]
-    remaining = num_wanted - sum(len(MENU[name]()) for name in python)
-    while remaining > 0:
-        name = r.choice([*menu.LOWERED])
-        if (size := len(MENU[name]())) <= remaining:
-            names.append(name)
-            remaining -= size
-    for name in python:
-        names.insert(r.randint(0, len(names)), name)
-    return tuple(names), num_other_layers + sum(len(MENU[name]()) for name in names)
-
-
-def _draw_skips(r: random.Random, num_entries: int) -> tuple[tuple[int, int], ...]:
-    """Returns no skip connections for half of the runs, else one to three."""
-    if r.random() < 0.5 or not num_entries:
-        return ()
-    gaps = range(num_entries + 1)
-    return tuple((min(pair), max(pair)) for pair in (r.sample(gaps, 2) for _ in range(r.randint(1, 3))))
-
-
-def _draw_balance(r: random.Random, num_layers: int) -> tuple[int, ...]:
-    num_stages = r.randint(1, min(4, num_layers))
-    ends = [0, *sorted(r.sample(range(1, num_layers), num_stages - 1)), num_layers]
-    return tuple(end - begin for begin, end in itertools.pairwise(ends))
 
 
 class Inner(nn.Sequential):
@@ -350,39 +340,64 @@ class Inner(nn.Sequential):
 class PlainLoop(nn.Sequential):
     """The plain loop over micro-batches."""
 
-    chunks = 1
+    chunks, batch_dim = 1, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.of_microbatches(*args, **kwargs)
-        return tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *outputs)
-
-    def of_microbatches(self, *args: Any, **kwargs: Any) -> list[Any]:
-        inner = Inner(*self)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_replicated)
         # Chunks every leaf once: chunking it repeatedly would add zero-padded gradients.
-        parts = [leaf.chunk(self.chunks) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        outputs = self.of_microbatches([self._split(leaf) for leaf in leaves], spec)
+        return tree_map(
+            lambda *v: torch.cat(v, self.batch_dim) if isinstance(v[0], Tensor) else v[0], *outputs
+        )
+
+    def of_microbatches(self, parts: list[Any], spec: Any) -> list[Any]:
+        inner, outputs = Inner(*self), list[Any]()
         with keyed_rng(inner):
-            outputs = []
             for m in range(max(len(part) for part in parts if isinstance(part, tuple))):
-                part_args, part_kwargs = tree_unflatten([_part_of(part, m) for part in parts], spec)
-                outputs.append(inner(*part_args, **part_kwargs))
+                args, kwargs = tree_unflatten([_part_of(part, m) for part in parts], spec)
+                outputs.append(inner(*args, **kwargs))
         return outputs
 
-    def step(self, args: Any, kwargs: Any, way: str, divisor: int) -> Callable[[], Tensor]:
-        """Returns a step's backward: those of the micro-batches in the order of the schedule."""
-        losses = [squares(output) / divisor for output in self.of_microbatches(*args, **kwargs)]
+    def _split(self, leaf: Any) -> Any:
+        return tuple(leaf.chunk(self.chunks, self.batch_dim)) if isinstance(leaf, Tensor) else leaf
 
-        def backward() -> Tensor:
+    def step(
+        self, args: Any, kwargs: Any, loss: Callable[..., Tensor], target: Any, divisor: Any
+    ) -> tuple[list[Tensor], Callable[[str], None]]:
+        """Returns the losses, and what runs the backwards of the micro-batches in the order of a schedule."""
+        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_replicated)
+        parts = [self._split(leaf) for leaf in leaves]
+        if (
+            torch.is_grad_enabled()
+        ):  # each micro-batch has its own inputs, so that nothing is added to their gradients
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    parts[i] = tuple(p.detach().requires_grad_() for p in parts[i])
+        outputs = self.of_microbatches(parts, spec)
+        sums = [
+            loss(output) if target is None else loss(output, _microbatch(target, self.chunks, m))
+            for m, output in enumerate(outputs)
+        ]
+        # The losses of micro-batches are added up in float32 at least.
+        losses = [(total.float() if total.element_size() < 4 else total) / divisor for total in sums]
+
+        def backward(schedule: str) -> None:
             before = [(p, p.grad) for p in self.parameters()]
             self.zero_grad()
-            for loss in reversed(losses) if way == "gpipe" else losses:
+            for loss in reversed(losses) if schedule == "gpipe" else losses:
                 loss.backward()
             for p, gradient in before:
                 if gradient is not None:
                     p.grad = gradient if p.grad is None else gradient + p.grad
-            return sum(losses[1:], losses[0]).detach()
+            for leaf, part in zip(leaves, parts, strict=True):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and part[0].grad is not None:
+                    leaf.backward(torch.cat([p.grad for p in part], self.batch_dim))
 
-        return backward
+        return losses, backward
+
+
+def _microbatch(target: Any, chunks: int, m: int) -> Any:
+    return tree_map(lambda t: t.chunk(chunks)[m], target)
 
 
 def _part_of(part: Any, m: int) -> Any:
@@ -393,12 +408,6 @@ def _part_of(part: Any, m: int) -> Any:
 
 def _is_replicated(value: Any) -> bool:
     return isinstance(value, Replicated)
-
-
-def squares(output: Any) -> Tensor:
-    """The loss of a step."""
-    tensors = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.is_floating_point()]
-    return torch.stack([(i + 1) * o.float().square().sum() for i, o in enumerate(tensors)]).sum()
 
 
 def _scaled(value: Any, factor: float) -> Any:
@@ -425,34 +434,62 @@ def _register_hooks(model: nn.Module, names: Iterable[str]) -> None:
             parameter.register_hook(lambda g: None if g is None else g * 2)
 
 
-def _run_backward(output: Any, loss: str) -> None:
+def _loss_of(output: Any, loss: str) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Returns what a backward starts from, and the gradients."""
     roots = [o for o in tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
-    if roots and loss == "noise":
-        torch.autograd.backward(roots, [gradient_like(o) for o in roots])
-    elif roots:
-        LOSSES[loss](roots).backward()
+    if not roots or loss == "noise":
+        return roots, [gradient_like(o) for o in roots]
+    return [LOSSES[loss]([_real(o) for o in roots])], [None]
 
 
-def train(model: GPipe | PlainLoop, run: Run) -> Result:
-    """Runs all steps; returns what each of them leaves behind."""
-    result: Result = {}
+def _run_backward(output: Any, loss: str, retain_graph: bool = False) -> None:
+    roots, gradients = _loss_of(output, loss)
+    if roots:
+        torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+
+
+def _change(model: GPipe | PlainLoop, run: Run, number: int) -> GPipe | PlainLoop:
+    """Changes a model before a step, or returns a changed copy."""
+    step = run.steps[number]
+    if step.change == "freeze":
+        next(model.parameters()).requires_grad_(False)
+    elif step.change == "unfreeze":
+        model.requires_grad_(True)
+    elif step.change == "copy":
+        model = copy.deepcopy(model)
+    elif step.change in ("load", "assign"):
+        state = {n: v * 0.75 if v.is_floating_point() else v.clone() for n, v in model.state_dict().items()}
+        model.load_state_dict(state, assign=step.change == "assign")
+    elif step.change == "attributes":
+        for module in model.modules():
+            if hasattr(module, "change"):
+                module.change(number)
+    elif isinstance(model, GPipe) and step.change == "balance":
+        model.balance = [*model.balance[1:], model.balance[0]]
+    elif isinstance(model, GPipe) and step.change == "invalid call":
+        with torch.random.fork_rng(), pytest.raises((RuntimeError, ValueError)):
+            model(torch.zeros(4, 3, WIDTH + 1, dtype=DTYPES[step.dtype]))
+    return model.to(DTYPES[step.dtype])
+
+
+def train(model: GPipe | PlainLoop, run: Run) -> Iterator[Result]:
+    """Yields what each step leaves behind."""
     _register_hooks(model, run.hooks)
     make = torch.optim.SGD if run.optimizer == "SGD" else torch.optim.AdamW
-    trained = [*model.parameters()]
-    optimizer = make(trained, lr=0.01) if trained else None
+    optimizer: torch.optim.Optimizer | None = None
+    dtype = run.steps[0].dtype
     torch.manual_seed(run.seed)
-    if isinstance(model, GPipe) and run.delays:
-        inject_delays(model, run.seed, 300)
     for number, step in enumerate(run.steps):
+        model = _change(model, run, number)
+        if optimizer is None or step.change or step.dtype != dtype:
+            trained, dtype = [*model.parameters()], step.dtype
+            optimizer = make(trained, lr=0.01) if trained else None
         model.chunks = step.chunks
         model.train(step.training)
         if isinstance(model, GPipe):
             model.checkpoint = step.checkpoint
-            if step.fails:
-                with torch.random.fork_rng(), pytest.raises((RuntimeError, ValueError)):
-                    model(torch.zeros(4, 3, WIDTH + 1, dtype=DTYPES[run.dtype]))
-        if step.freezes:
-            next(model.parameters()).requires_grad_(False)
+            if run.delays:
+                inject_delays(model, run.seed, 300)
         if not run.accumulate:
             model.zero_grad()
         found = _one_step(model, run, number)
@@ -462,28 +499,83 @@ def train(model: GPipe | PlainLoop, run: Run) -> Result:
         found |= {n: p.detach() for n, p in model.named_parameters()}
         found |= {f"buffer {n}": b for n, b in model.named_buffers()}
         found["generator"] = torch.get_rng_state()
-        result |= {f"step {number}: {n}": None if v is None else v.clone() for n, v in found.items()}
-    return result
+        yield {f"step {number}: {n}": None if v is None else v.clone() for n, v in found.items()}
 
 
 def _one_step(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
+    step = run.steps[number]
+    if step.way in CALLS:
+        return _call(model, run, number)
+    return _stream(model, run, number) if step.way == "stream" else _step(model, run, number)
+
+
+def _cast(run: Run) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=run.autocast != "off", cache_enabled=False)
+
+
+def _call(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
     step, (args, kwargs, leaves) = run.steps[number], run.arguments(number)
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=run.autocast != "off", cache_enabled=False)
-    if step.way != "call":
-        if isinstance(model, GPipe):
-            model.schedule = step.way
-            with cast:
-                return {"loss": model.step(*args, **kwargs, loss_fn=squares, normalizer=step.batch)}
-        with cast:
-            backward = model.step(args, kwargs, step.way, step.batch)
-        return {"loss": backward()}
-    with cast, torch.set_grad_enabled(step.grad):
-        output = model(*args, **kwargs)
-    _run_backward(output, step.loss)
-    constants = str(tree_map(lambda v: ... if isinstance(v, Tensor) else v, output))
+    outputs = []
+    # In inference mode, `matmul` rounds differently under any dispatch mode, such as the one that draws by
+    # key, because transposed parameters require no gradient then.
+    mode = "no_grad" if isinstance(model, PlainLoop) and step.mode == "inference" else step.mode
+    with _cast(run), MODES[mode]():
+        outputs.append(model(*args, **kwargs))
+        if step.way in ("crossed calls", "dropped call"):
+            args, kwargs, more = run.arguments(number, 1)
+            leaves += more
+            outputs.append(model(*args, **kwargs))
+    found: Result = {}
+    if step.way == "autograd.grad":
+        roots, gradients = _loss_of(outputs[0], step.loss)
+        wanted = [t for t in (*leaves, *model.parameters()) if t.requires_grad]
+        if roots and wanted:
+            results = torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+            found |= {f"result {i}": g for i, g in enumerate(results)}
+    else:
+        if step.way == "two backwards":
+            _run_backward(outputs[0], step.loss, retain_graph=True)
+        for output in reversed(outputs[1:] if step.way == "dropped call" else outputs):
+            _run_backward(output, step.loss)
+    return found | _described(outputs) | {f"gradient of input {i}": x.grad for i, x in enumerate(leaves)}
+
+
+def _described(outputs: Any) -> Result:
+    constants = str(tree_map(lambda v: ... if isinstance(v, Tensor) else v, outputs))
     found: Result = {"constants": torch.tensor(list(constants.encode()))}
-    found |= {f"output {i}": o.detach() for i, o in enumerate(tree_leaves(output)) if isinstance(o, Tensor)}
-    return found | {f"gradient of input {i}": x.grad for i, x in enumerate(leaves)}
+    tensors = [o for o in tree_leaves(outputs) if isinstance(o, Tensor)]
+    return found | {f"output {i}": o.detach() for i, o in enumerate(tensors)}
+
+
+def _stream(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
+    calls = [run.arguments(number, item)[:2] for item in range(3)]
+    with _cast(run), torch.no_grad():
+        if isinstance(model, PlainLoop):
+            return _described([model(*args, **kwargs) for args, kwargs in calls])
+        items = [kwargs if kwargs and not args else args for args, kwargs in calls]
+        return _described(list(model.stream(items, depth=(None, 1, 2)[number % 3])))
+
+
+def _step(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
+    step, (args, kwargs, leaves) = run.steps[number], run.arguments(number)
+    loss, generator = STEP_LOSSES[step.loss], torch.Generator().manual_seed(number)
+    shape = (step.batch, step.length, 3 if run.outputs == "head" else WIDTH)
+    target = loss.target(shape, generator)
+    if isinstance(target, Tensor) and target.is_floating_point():
+        target = target.to(DTYPES[step.dtype])
+    divisor, is_step = loss.divisor(target, step.batch), step.way != "evaluate"
+    if isinstance(model, GPipe):
+        model.schedule = step.way if is_step else model.schedule
+        options = {"loss_fn": loss.make(number), "normalizer": divisor if loss.is_normalizer else None}
+        with _cast(run):
+            found = (model.step if is_step else model.evaluate)(*args, **kwargs, target=target, **options)
+    else:
+        with _cast(run), torch.set_grad_enabled(is_step):
+            losses, backward = model.step(args, kwargs, loss.total(number), target, divisor)
+        found = sum(losses[1:], losses[0]).detach()
+        if is_step:
+            backward(step.way)
+    return {"loss": found} | {f"gradient of input {i}": x.grad for i, x in enumerate(leaves)}
 
 
 def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -494,6 +586,7 @@ def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return False
     if a.is_sparse:
         a, b = a.to_dense(), b.to_dense()
+    a, b = _real(a), _real(b)
     bits = _INTEGER_OF_SIZE[a.element_size()]
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
 
@@ -505,13 +598,22 @@ def differences(ours: Result, expected: Result) -> list[str]:
 
 
 def train_both(run: Run) -> tuple[Result, Result]:
-    """Trains a pipeline and the plain loop, and returns both results."""
+    """Trains a pipeline and the plain loop, and returns both results.
+
+    They end before a step that fails in the plain loop, such as one without a kernel for its dtype; the
+    pipeline must refuse it, too.
+    """
     baseline = PlainLoop(*run.build())
-    pipe = GPipe(nn.Sequential(*run.build()), list(run.balance), backend=run.backend)
+    pipe = GPipe(nn.Sequential(*run.build()), list(run.balance), backend=run.backend, batch_dim=run.batch_dim)
+    baseline.batch_dim = run.batch_dim
+    expected, ours, failure = list[Result](), list[Result](), None
     try:
-        expected = train(baseline, run)
-    except RuntimeError as error:
-        if "could not create a primitive" in str(error):
-            pytest.skip(f"PyTorch has no kernel for this processor: {error}")
-        raise
-    return train(pipe, run), expected
+        expected.extend(train(baseline, run))
+    except Exception as error:
+        failure = error
+    steps = train(pipe, run)
+    ours.extend(itertools.islice(steps, len(expected)))
+    if failure is not None:
+        with pytest.raises(Exception):  # noqa: B017 which one it is depends on what runs first
+            next(steps)
+    return tuple({n: v for step in result for n, v in step.items()} for result in (ours, expected))

@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from bench.models.gpt import Block
 from gpipe_fast import replicate
 from gpipe_fast.layers.skip import pop, skippable, stash
+from tests.contracts.contract_1_same_bits import unusual_layers
+from tests.contracts.contract_1_same_bits.unusual_layers import HALF, Layers, of, to_complex
 from tests.untraceable import UNTRACEABLE, WIDTH, FunctionLayer
 
 # Every menu entry maps a tensor of shape (batch, length, WIDTH) to another one.
 TOKENS = 11
-Layers = list[nn.Module]
 
 
 class RunningAverage(nn.Module):
@@ -142,11 +143,6 @@ def out_of_dicts(f: nn.Module, value: Any) -> Tensor:
     return h + rest["which"].unsqueeze(-1) * value["constant"] if "constant" in value else f(h)
 
 
-def of(*functions: Callable[..., Any]) -> Callable[[], Layers]:
-    """Returns a constructor of layers that call these functions with a linear layer."""
-    return lambda: [FunctionLayer(function) for function in functions]
-
-
 def with_module(function: Callable[..., Any], make: Callable[[], nn.Module]) -> Callable[[], Layers]:
     """Returns a constructor of a layer that calls a function with a module."""
     return lambda: [FunctionLayer(function, make())]
@@ -235,7 +231,8 @@ RUN_IN_PYTHON |= {
     ),
     "dict from Python": of(in_dicts_with_branch, out_of_dicts),
 }
-MENU = LOWERED | RUN_IN_PYTHON
+MENU = LOWERED | RUN_IN_PYTHON | unusual_layers.UNUSUAL | unusual_layers.OF_TORCH
+IN_PYTHON = RUN_IN_PYTHON.keys() | unusual_layers.IN_PYTHON
 
 
 @skippable(stash=["skip"])
@@ -249,6 +246,11 @@ class StashSine(nn.Module):
 class PopAndAdd(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return x + (yield pop("skip")) * x.tanh()
+
+
+def swapped() -> Layers:
+    """Returns a layer that swaps the first two dimensions."""
+    return [FunctionLayer(lambda f, x: x.transpose(0, 1), nn.Identity())]
 
 
 def tuple_to_tensor(f: nn.Module, value: Any) -> Tensor:
@@ -302,6 +304,15 @@ INPUTS: dict[str, InputForm] = {
         of(keywords_to_tensor),
         lambda x, y, w, t: ((x,), {"bias": y, "factor": 1.5, "flags": ("plus", None)}),
     ),
+    "computed": InputForm(of(), lambda x, y, w, t: (((x.sin() * y).mT.contiguous().mT,), {})),
+    "views of one tensor": InputForm(
+        of(lambda f, p: f(torch.cat([p[1], p[0]], -1))),
+        lambda x, y, w, t: ((torch.cat([x, y], -1)[..., 2:].split(HALF, -1)[:2],), {}),
+    ),
+    "complex": InputForm(
+        of(lambda f, z: f(z.real + z.imag.tanh()) * z.conj().imag),
+        lambda x, y, w, t: ((torch.complex(x, y).conj(),), {}),
+    ),
     "replicated": InputForm(of(with_replicated), lambda x, y, w, t: (((x, replicate(w)),), {})),
     "replicated keyword": InputForm(
         of(with_replicated), lambda x, y, w, t: (((x, replicate(w)),), {"mask": replicate(w[0] > 0)})
@@ -314,4 +325,6 @@ OUTPUTS: dict[str, Callable[[], Layers]] = {
     "tuple": of(lambda f, x: (f(x), (x.argmax(-1), x.detach()), 3)),
     "dict": of(lambda f, x: {"h": f(x), "x": x, "positive": x > 0, "no": None}),
     "repeated input": of(lambda f, x: [x, x, f(x).transpose(1, 2)]),
+    "views": of(lambda f, x: [(h := f(x))[..., ::2], h.transpose(1, 2), h[:, :1].expand_as(h)]),
+    "complex": of(lambda f, x: [to_complex(f, x).conj(), x]),
 }

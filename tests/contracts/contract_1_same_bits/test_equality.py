@@ -4,21 +4,29 @@ Each run draws from every row, by its own fixed seed; `equality.Run` and `equali
 
 | crossed | values |
 |---|---|
-| layers | every layer of `torch.nn`; small models; channels_last images; sequences of 50 other layers |
-| values | tensors, tokens, tuples, dicts, several arguments, keywords, whole inputs; skip connections |
-| schedules | a call and its backward; a step by `gpipe`, `1f1b`, `interleaved`, `zb-h1` |
-| cuts | one to four stages; one to nine micro-batches, also uneven ones and fewer than asked for |
+| layers | every layer of `torch.nn`; models; channels_last images; sequences of these and 180 others |
+| values | tensors, views, complex numbers, tokens, tuples, dicts, several arguments, keywords, whole |
+| | inputs; skip connections |
+| ways | a call and a backward, two, or `autograd.grad`; two calls at a time; a step by `gpipe`, `1f1b`, |
+| | `interleaved`, `zb-h1`, with losses of PyTorch and others; an evaluation; a stream |
+| cuts | one to four stages; one to nine micro-batches, also uneven ones and fewer than asked for; along |
+| | either dimension |
 | checkpoint settings | the three modes, shares of activations, one for each stage |
-| modes | training, evaluation, no gradients; dtypes; autocast; backends; frozen parameters; hooks |
+| modes | training, evaluation, no gradients, inference; dtypes; autocast; backends; frozen parameters; |
+| | hooks |
 | memory | layouts of inputs and of gradients of outputs |
-| state | all of these change from step to step; optimizers; accumulation; failed calls in between |
+| state | all of these change from step to step; optimizers; accumulation; between steps, failed calls, |
+| | copies, loaded states, other attributes, parameters and balances |
 | timing | random delays of all actions |
+
+`python -m tests.contracts.contract_1_same_bits.random_runs NAME` repeats and minimises a random run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import warnings
 import weakref
 from collections import Counter
@@ -35,18 +43,18 @@ from tests.contracts.contract_1_same_bits.census import thorough_run
 from tests.contracts.contract_1_same_bits.equality import (
     AUTOCAST,
     BACKENDS,
-    CHECKPOINTS,
+    CHANGES,
     DTYPES,
     HOOKS,
     LAYOUTS,
     LOSSES,
+    MODES,
     OTHERS,
+    STEP_LOSSES,
     WAYS,
     Run,
     Step,
     differences,
-    draw,
-    draw_of,
     train_both,
 )
 from tests.contracts.contract_1_same_bits.layers import (
@@ -55,6 +63,14 @@ from tests.contracts.contract_1_same_bits.layers import (
     OUTPUTS,
     DataDependentBranch,
     return_input,
+)
+from tests.contracts.contract_1_same_bits.random_runs import (
+    CHECKPOINTS,
+    RUNS_PER_MINUTE,
+    draw,
+    draw_of,
+    failure,
+    names,
 )
 from tests.contracts.contract_1_same_bits.torch_layers import OUT_OF_SCOPE, RECIPES
 from tests.contracts.contract_1_same_bits.torch_layers import RUN_IN_PYTHON as TORCH_IN_PYTHON
@@ -65,7 +81,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("error:An output with one or more elements was resized"),
 ]
-NUM_SAMPLED, NUM_RUNS = 40, 300
+NUM_SAMPLED, NUM_AT_ONCE = 16, 20
+# `make soak` runs as many as this number of minutes allowed on one core of the reference machine.
+NUM_RUNS = RUNS_PER_MINUTE * int(os.environ.get("GPIPE_FAST_MINUTES", "20"))
 
 
 def check(run: Run) -> None:
@@ -119,31 +137,40 @@ def test_a_model_at_any_timing(name: str) -> None:
         check(dataclasses.replace(draw_of(name, seed), delays=True))
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    "seed", [s if s < NUM_SAMPLED else pytest.param(s, marks=pytest.mark.soak) for s in range(NUM_RUNS)]
-)
-def test_a_random_sequence_of_layers(seed: int) -> None:
-    check(draw(seed))
+@pytest.mark.parametrize("name", names(NUM_SAMPLED))
+def test_a_random_sequence_of_layers(name: str) -> None:
+    assert failure(draw(name)) is None, f"python -m tests.contracts.contract_1_same_bits.random_runs {name}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(NUM_SAMPLED, NUM_RUNS, NUM_AT_ONCE))
+def test_many_random_sequences_of_layers(first: int) -> None:
+    failures = {name: failure(draw(name)) for name in names(NUM_AT_ONCE, first)}
+    failed = [name for name, found in failures.items() if found]
+    assert not failed, f"python -m tests.contracts.contract_1_same_bits.random_runs {' '.join(failed)}"
 
 
 def test_every_option_is_drawn_several_times() -> None:
-    runs = [draw(seed) for seed in range(NUM_RUNS)]
+    runs = [draw(f"options/{number}") for number in range(1000)]
     steps = [step for run in runs for step in run.steps]
     tables: dict[str, Any] = {
         **{"inputs": INPUTS, "outputs": OUTPUTS, "dtype": DTYPES, "backend": BACKENDS, "autocast": AUTOCAST},
-        **{"way": WAYS, "layout": LAYOUTS, "loss": ("noise", *LOSSES), "layers": MENU, "hooks": HOOKS},
+        **{"way": WAYS, "layout": LAYOUTS, "loss": ("noise", *LOSSES, *STEP_LOSSES), "hooks": HOOKS},
+        **{"mode": MODES, "change": CHANGES, "layers": MENU},
     }
     for field, table in tables.items():
         drawn = [getattr(each, field) for each in (steps if hasattr(steps[0], field) else runs)]
         counts = Counter(name for found in drawn for name in ({found} if type(found) is str else set(found)))
-        assert counts.keys() == set(table)
-        assert min(counts.values()) >= 5, counts
+        # A layer of `torch.nn` is one of more than 200.
+        assert counts.keys() >= {name for name in table if field != "layers" or not name.startswith("nn.")}
+        assert min(counts.values()) >= (1 if field == "layers" else 5), counts
     assert {step.checkpoint for step in steps} > set(CHECKPOINTS)
     assert {len(run.balance) for run in runs} == {1, 2, 3, 4}
     flags = [[len(run.skips) > 0 for run in runs], [step.batch % step.chunks > 0 for step in steps]]
-    flags += [[getattr(run, name) for run in runs] for name in ("input_gradient", "accumulate", "delays")]
-    flags += [[getattr(s, name) for s in steps] for name in ("training", "grad", "freezes", "fails")]
+    flags += [
+        [getattr(run, n) for run in runs] for n in ("batch_dim", "input_gradient", "accumulate", "delays")
+    ]
+    flags += [[step.training for step in steps]]
     assert all(15 <= sum(seen) <= len(seen) - 15 for seen in flags)
 
 
@@ -151,8 +178,7 @@ _RENORMALISED = [
     Run(
         *(seed, "", "tensor", ("max_norm",)),
         balance=(1,),
-        dtype=dtype,
-        steps=(Step(chunks=3, checkpoint=checkpoint, loss="squares"),) * 3,
+        steps=(Step(chunks=3, checkpoint=checkpoint, loss="squares", dtype=dtype),) * 3,
     )
     for checkpoint, dtype in (("always", "bfloat16"), ("except_last", "float32"))
     for seed in range(4)
