@@ -467,7 +467,7 @@ def _change(model: GPipe | PlainLoop, run: Run, number: int) -> GPipe | PlainLoo
     elif isinstance(model, GPipe) and step.change == "balance":
         model.balance = [*model.balance[1:], model.balance[0]]
     elif isinstance(model, GPipe) and step.change == "invalid call":
-        with torch.random.fork_rng(), pytest.raises((RuntimeError, ValueError)):
+        with torch.random.fork_rng(), pytest.raises((RuntimeError, ValueError, AssertionError)):
             model(torch.zeros(4, 3, WIDTH + 1, dtype=DTYPES[step.dtype]))
     return model.to(DTYPES[step.dtype])
 

@@ -44,8 +44,8 @@ from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, OUTPUTS
 from tests.sampling import seed
 from tests.untraceable import WIDTH
 
-# Runs of a minute, of both tracing and running, on one core of the reference machine.
-RUNS_PER_MINUTE = 50
+# As measured on one core.
+RUNS_PER_MINUTE = 36
 CHECKPOINTS = (*CHECKPOINT_MODES, 0.1, 0.25, 0.5, 0.75, 0.9)
 _SUBJECTS_OF_SEVERAL_USES = {"spectral norm", "torch.nn: RNN", "torch.nn: GRU"}
 # Numbers of samples and chunks: even ones, single samples, and uneven ones.
@@ -119,7 +119,9 @@ def draw(name: str) -> Run:
     # PyTorch has no kernel that adds sparse bfloat16 tensors, and hardly one for float16 complex numbers.
     narrow = not is_sparse and inputs != "complex"
     dtypes = ["float32", "float32", *DTYPES] if narrow else ["float32", "float64"]
-    autocast = r.choice(["off", "off", "off", *AUTOCAST])
+    # On the CPU, PyTorch's fused encoder layer is not aware of autocast (pytorch/pytorch#107663).
+    has_encoder = any("encoder" in n or "nn.Transformer" in n for n in layers)
+    autocast = "off" if has_encoder else r.choice(["off", "off", "off", *AUTOCAST])
     if autocast != "off":  # PyTorch refuses to concatenate float16 tensors under an autocast to bfloat16
         dtypes = [dtype for dtype in dtypes if dtype != "float16"]
     run = Run(
@@ -181,6 +183,8 @@ def _changed(r: random.Random, run: Run, step: Step, dtypes: list[str]) -> Step:
     way = r.choice(
         ["call"] if "reentrant checkpoint" in run.layers else ["call", "call", "call", *WAYS, *SCHEDULES]
     )
+    if way == "crossed calls" and any("max_norm" in name for name in run.layers):
+        way = "call"  # the second forward changes a parameter, so that the backward of the first is refused
     found |= {"way": way, "loss": r.choice(["noise", *LOSSES])}
     if way == "call":
         found["mode"] = r.choice(["grad", "grad", *MODES])
@@ -211,7 +215,7 @@ def refuses_another_width(name: str) -> bool:
     """Returns whether the first layer of an entry raises an error if there is one channel too many."""
     try:
         MENU[name]()[0](torch.zeros(4, 3, WIDTH + 1))
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, AssertionError):
         return True
     return False
 

@@ -81,8 +81,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("error:An output with one or more elements was resized"),
 ]
-NUM_SAMPLED, NUM_AT_ONCE = 16, 20
-# `make soak` runs as many as this number of minutes allowed on one core of the reference machine.
+NUM_SAMPLED, NUM_AT_ONCE = 8, 20
+# As many as run in these minutes on one core.
 NUM_RUNS = RUNS_PER_MINUTE * int(os.environ.get("GPIPE_FAST_MINUTES", "20"))
 
 
