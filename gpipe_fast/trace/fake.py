@@ -24,7 +24,8 @@ class RealLayouts(FakeTensorMode):
     For permuted and channels_last arguments, some fake kernels (group and batch norm, padding, gated units)
     return other strides than the real kernels, so that later operators would sum in another order. The fake
     batch norm returns statistics of a narrower dtype than its weights', which the real backward would not
-    accept. The real kernel runs once, on zeros, during the trace.
+    accept, and that of a sum of bfloat16 embeddings (`_embedding_bag`) another shape. The real kernel runs
+    once, on zeros, during the trace.
     """
 
     def __init__(self, shape_env: ShapeEnv | None = None, runs_kernels: bool = True) -> None:
@@ -39,7 +40,10 @@ class RealLayouts(FakeTensorMode):
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if all(map(_is_strictly_contiguous, tensors)) and not _is_mixed_batch_norm(func, tensors):
+        is_exact = (
+            not _is_mixed_batch_norm(func, tensors) and func is not torch.ops.aten._embedding_bag.default
+        )
+        if is_exact and all(map(_is_strictly_contiguous, tensors)):
             return fake
         # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
         # mode, a batch norm saves empty statistics.
@@ -113,13 +117,17 @@ def hint(size: int | torch.SymInt) -> int:
     return number
 
 
+def _form(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(map(hint, (*tensor.shape, *tensor.stride())))
+
+
 class LayoutDependsOnSizes(RuntimeError):
     """Raised if real and fake strides differ and sizes are symbols; real strides hold for one size only."""
 
 
 def _with_real_layout(fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
-    if not both or (tuple(map(hint, fake.stride())) == real.stride() and fake.dtype == real.dtype):
+    if not both or (_form(fake), fake.dtype) == (_form(real), real.dtype):
         return fake
     if any(isinstance(size, torch.SymInt) for size in fake.shape):
         raise LayoutDependsOnSizes

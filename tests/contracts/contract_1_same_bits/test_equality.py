@@ -200,6 +200,13 @@ REGRESSIONS: dict[str, list[Run]] = {
         Run(seed, layers=("weight used repeatedly", "LSTM"), steps=(Step(9, 4), Step(9, 4), Step(10, 4)))
         for seed in range(3)
     ],
+    "the fake kernel of a sum of embeddings returns another shape": [
+        Run(
+            layers=("nn.EmbeddingBag sum",),
+            balance=(1,),
+            steps=(Step(7, 3, dtype="bfloat16"), Step(4, 2, dtype="float16")),
+        )
+    ],
     "an output's gradient in another layout": [
         Run(layers=("convolution",), steps=(Step(1, 1, 5, loss="expanded"),) * 2),
         Run(layers=("linear, GELU",), steps=(Step(8, 1, 5, loss="transposed"),) * 2),
