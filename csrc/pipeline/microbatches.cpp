@@ -3,12 +3,19 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 #include <utility>
 
 namespace gpipe_fast {
 namespace {
+
+// Autocast refuses some dtypes in `cat`, and nothing is to be cast here.
+struct PlainDispatch {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
 
 // Returns the micro-batches' tensors at an index; empty if one of them is undefined.
 Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
@@ -44,7 +51,7 @@ std::vector<Tensors> split_gradients(const Tensors& gradients, const PartLengths
 }
 
 Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const PlainDispatch plain;
   auto form = std::make_shared<BoundaryForm>(*parts.front().form);
   for (const Boundary& part : parts) {
     for (size_t i = 0; i < form->needs_gradient.size(); ++i) {
@@ -62,7 +69,7 @@ Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
 
 Tensors combine_gradients(const std::vector<Tensors>& microbatches,
                           const std::vector<std::optional<int64_t>>& dims) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const PlainDispatch plain;
   Tensors result(dims.size());
   for (size_t i = 0; i < dims.size(); ++i) {
     const Tensors parts = parts_of(microbatches, i);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -301,6 +302,18 @@ def test_another_batch_dimension_and_autocast() -> None:
         torch.testing.assert_close(found, expected.detach())
         torch.testing.assert_close(evaluated, expected.detach())
         assert (output.shape, output.dtype) == ((3, 8, CLASSES), torch.bfloat16)
+
+
+def test_inputs_of_a_dtype_that_autocast_does_not_concatenate() -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)).half()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=2)
+    ours, expected = (X.half().requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        pipe.step(ours, loss_fn=lambda y: y.float().square().sum(), normalizer=1)
+        losses = [plain(c).float().square().sum() for c in expected.chunk(2)]
+    for loss in reversed(losses):
+        loss.backward()
+    assert torch.equal(ours.grad, expected.grad)
 
 
 def test_the_balance_is_measured_by_the_first_step() -> None:
