@@ -13,9 +13,10 @@ from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 
-# Operators whose out variant writes the bits and strides that the functional variant returns. Many other out
-# variants resize their result for an intermediate, or compute into a temporary and copy.
-_FAITHFUL_OUT_VARIANTS = frozenset(
+# Operators whose out variant, given memory with the strides that the functional variant returns, writes the
+# same bits; given others, softmax's write elsewhere (pytorch#75923). A trace predicts the real strides. Many
+# other out variants resize their result for an intermediate, or compute into a temporary and copy.
+FAITHFUL_OUT_VARIANTS = frozenset(
     """
     mm addmm bmm baddbmm cat max_pool2d_with_indices
     add.Tensor sub.Tensor mul.Tensor div.Tensor neg reciprocal abs sign
@@ -80,7 +81,7 @@ def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
     """Returns the out overload if it is known to be faithful, else None."""
     if (
         op.namespace != "aten"
-        or str(op).removeprefix("aten.").removesuffix(".default") not in _FAITHFUL_OUT_VARIANTS
+        or str(op).removeprefix("aten.").removesuffix(".default") not in FAITHFUL_OUT_VARIANTS
     ):
         return None
     inputs = [(a.name, str(a.type)) for a in op._schema.arguments]

@@ -14,18 +14,23 @@ from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+aten = torch.ops.aten
+
 # Operators whose fake kernels return the right layout, and whose real kernels are expensive.
-_EXACT_FAKE_KERNELS = frozenset({torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+_EXACT_FAKE_KERNELS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
 class RealLayouts(FakeTensorMode):
     """A fake mode that takes strides and dtypes from the real kernel where the fake kernel's may be wrong.
 
     For permuted and channels_last arguments, some fake kernels (group and batch norm, padding, gated units)
-    return other strides than the real kernels, so that later operators would sum in another order. The fake
-    batch norm returns statistics of a narrower dtype than its weights', which the real backward would not
-    accept, and that of a sum of bfloat16 embeddings (`_embedding_bag`) another shape. The real kernel runs
-    once, on zeros, during the trace.
+    return other strides than the real kernels: later operators would sum in another order, and an out variant
+    that ignores the strides of its memory would permute its result. Such is log_softmax's backward; its fake
+    kernel is a decomposition with the fault that pytorch#88761 mended in softmax's. The fake batch norm
+    returns statistics of a narrower dtype than its weights', which the real backward would not accept, and
+    that of a sum of bfloat16 embeddings (`_embedding_bag`) another shape. A fake view may have another stride
+    of a dimension of size one, by which kernels tell channels_last. The real kernel runs once, on zeros,
+    during the trace.
     """
 
     def __init__(self, shape_env: ShapeEnv | None = None, runs_kernels: bool = True) -> None:
@@ -40,9 +45,7 @@ class RealLayouts(FakeTensorMode):
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        is_exact = (
-            not _is_mixed_batch_norm(func, tensors) and func is not torch.ops.aten._embedding_bag.default
-        )
+        is_exact = not _is_mixed_batch_norm(func, tensors) and func is not aten._embedding_bag.default
         if is_exact and all(map(_is_strictly_contiguous, tensors)):
             return fake
         # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
@@ -55,8 +58,9 @@ class RealLayouts(FakeTensorMode):
         except Exception:  # zeros need not be valid arguments; then the fake results are kept
             return fake
         leaves, structure = tree_flatten(fake)
+        replaced = functools.partial(_with_real_layout, func is aten.view.default)
         with self:
-            return tree_unflatten(map(_with_real_layout, leaves, tree_leaves(real)), structure)
+            return tree_unflatten(map(replaced, leaves, tree_leaves(real)), structure)
 
 
 @functools.cache
@@ -67,7 +71,7 @@ def _may_differ_from_real(func: Any) -> bool:
         and func not in _EXACT_FAKE_KERNELS
         and torch.Tag.nondeterministic_seeded not in func.tags
         and not func._schema.is_mutable
-        and not any(r.alias_info for r in func._schema.returns)
+        and (func is aten.view.default or not any(r.alias_info for r in func._schema.returns))
     )
 
 
@@ -85,8 +89,6 @@ def _is_strictly_contiguous(tensor: Tensor) -> bool:
 
     ``is_contiguous`` is true for a channels_last tensor of 1 x 1 images, which the kernels treat differently.
     """
-    if tensor.dim() < 3:
-        return True
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if hint(stride) != expected:
@@ -125,10 +127,12 @@ class LayoutDependsOnSizes(RuntimeError):
     """Raised if real and fake strides differ and sizes are symbols; real strides hold for one size only."""
 
 
-def _with_real_layout(fake: Any, real: Any) -> Any:
+def _with_real_layout(is_view: bool, fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
     if not both or (_form(fake), fake.dtype) == (_form(real), real.dtype):
         return fake
     if any(isinstance(size, torch.SymInt) for size in fake.shape):
         raise LayoutDependsOnSizes
+    if is_view:
+        return fake.as_strided(real.shape, real.stride())
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=fake.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.trace.fake import RealLayouts
+from tests.sampling import seed
 
 IMAGES = torch.randn(2, 4, 5, 5)
 LAST = IMAGES.to(memory_format=torch.channels_last)
@@ -22,6 +25,12 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "permuted": (lambda x: F.pad(x, (0, 2)), torch.randn(3, 4, 5).permute(2, 0, 1)),
     "sum": (lambda x: x.sum(1), LAST),
     "contiguous": (lambda x: F.group_norm(x, 2), IMAGES),
+    "matrix": (lambda x: F.logsigmoid(x), torch.randn(4, 3).t()),
+    "backward of a matrix": (
+        lambda x: torch.ops.aten._log_softmax_backward_data(x, x.contiguous(), 1, x.dtype),
+        torch.randn(4, 3).t(),
+    ),
+    "view": (lambda x: x.view(4, 1, 16, 4), torch.randn(4, 64, 1, 1).transpose(1, 2)),
 }
 
 
@@ -34,3 +43,19 @@ def test_strides_are_those_of_the_real_kernel(name: str) -> None:
         found = function(fake)
     real = function(x)
     assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_view_with_real_strides_aliases_its_tensor() -> None:
+    mode = RealLayouts()
+    fake = mode.from_tensor(torch.randn(4, 65, 1, 1)[:, 1:].transpose(1, 2))
+    with mode:
+        view = fake.view(4, 1, 16, 4)
+    assert view.untyped_storage()._cdata == fake.untyped_storage()._cdata
+    assert (view.storage_offset(), view.stride()) == (1, (65, 64, 4, 1))
+
+
+@pytest.mark.soak
+def test_layouts_of_all_operators_of_pytorch() -> None:
+    command = [sys.executable, "-m", "tests.unit.trace.operator_layouts", "--seed", seed()]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
