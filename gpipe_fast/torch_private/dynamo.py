@@ -24,6 +24,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
@@ -34,6 +35,7 @@ from torch._guards import Guard, GuardsSet, Source
 from torch.torch_version import TorchVersion
 from torch.utils._ordered_set import OrderedSet
 
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.torch_private.modes import function_modes
 
 logger = logging.getLogger("torch._dynamo")
@@ -74,6 +76,17 @@ def sent_values_replace_yields() -> contextlib.AbstractContextManager[Any]:
         return original(self, tx, name, args, kwargs)
 
     return mock.patch.object(LocalGeneratorObjectVariable, "call_method", call_method)
+
+
+def fake_mode_of(kind: type[FakeTensorMode]) -> contextlib.AbstractContextManager[Any]:
+    """Makes the fake mode of each capture one of a given class, in a block."""
+    original = OutputGraph.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.tracing_context.fake_mode.__class__ = kind
+
+    return mock.patch.object(OutputGraph, "__init__", init)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
 from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.facts import IMMUTABLE, Read
+from gpipe_fast.trace.fake import RealLayouts
 
 _log = logging.getLogger("gpipe_fast")
 
@@ -389,6 +390,7 @@ def _capturing() -> Iterator[_Observed]:
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
         dynamo.settings(_CONFIG, _logging_functions()),
+        dynamo.fake_mode_of(RealLayouts),
         dynamo.get_metrics_context(),
         dynamo.dynamo_timed("gpipe_capture"),
         dynamo.function_modes_cleared(),

@@ -33,6 +33,8 @@ class RealLayouts(FakeTensorMode):
     during the trace.
     """
 
+    _runs_kernels = True
+
     def __init__(self, shape_env: ShapeEnv | None = None, runs_kernels: bool = True) -> None:
         # Plain tensor attributes and list indexing bring real tensors into the trace. static_shapes: only the
         # inputs, which override it, have symbols for sizes.
