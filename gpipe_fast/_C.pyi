@@ -24,7 +24,13 @@ class Value:
     def slot(self) -> int: ...
 
 class Layout:
-    def __init__(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> None: ...
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        bits: tuple[bool, bool] = (False, False),
+    ) -> None: ...
 
 class Kernel:
     def __init__(

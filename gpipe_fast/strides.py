@@ -1,11 +1,38 @@
-"""Strides: the memory of strided tensors, and whether two tensors in the same memory overlap."""
+"""Strides: the memory of strided tensors, how it is read, and whether tensors in the same memory overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpipe_fast.torch_private.fake_tensors import set_conj, set_neg
+
+# Whether a tensor's elements are conjugated, and whether they are negated, when they are read from memory.
+Bits = tuple[bool, bool]
+NO_BITS: Bits = (False, False)
+
+
+def bits_of(tensor: Any) -> Bits:
+    """Returns the bits of a tensor or of its metadata."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def empty_like(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Returns an uninitialized tensor of another one's layout, gaps and bits included."""
+    empty = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device if device is None else device
+    )
+    return with_bits(empty, bits_of(tensor))
+
+
+def with_bits(tensor: Tensor, bits: Bits) -> Tensor:
+    """Returns a tensor after it got other bits, with which its memory reads as other elements."""
+    set_conj(tensor, bits[0])
+    set_neg(tensor, bits[1])
+    return tensor
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -113,8 +113,9 @@ void add_check(Program& program, py::function check, const std::vector<Value>& i
   program.add_call(make_check(call, tensors(inputs), tensors(outputs)), ActiveRuns::always);
 }
 
-Layout layout(std::vector<int64_t> sizes, std::vector<int64_t> strides, at::ScalarType dtype) {
-  return Layout{std::move(sizes), std::move(strides), dtype};
+Layout layout(std::vector<int64_t> sizes, std::vector<int64_t> strides, at::ScalarType dtype,
+              std::pair<bool, bool> bits) {
+  return Layout{std::move(sizes), std::move(strides), dtype, bits.first, bits.second};
 }
 
 void bind(Program& program, const std::vector<at::Tensor>& parameters) {
@@ -147,7 +148,8 @@ void bind_program(py::module_& m) {
       .value("LATER", ActiveRuns::later);
   py::class_<Value>(m, "Value").def(py::init<Slot>()).def_readonly("slot", &Value::slot);
   py::class_<Layout>(m, "Layout")
-      .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"));
+      .def(py::init(&layout), py::arg("sizes"), py::arg("strides"), py::arg("dtype"),
+           py::arg("bits") = std::pair(false, false));
   py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel")
       .def(py::init(&make_kernel), py::arg("image"), py::arg("name"), py::arg("num_threads"),
            py::arg("num_ctas"), py::arg("shared_bytes"), py::arg("cooperative"), py::arg("launch_pdl"),

@@ -1,5 +1,6 @@
 // Guards on Python state: a snapshot checks whether any state that programs were traced from has changed.
 #include "bindings/bindings.h"
+#include "program/program.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -67,7 +68,7 @@ class Snapshot {
     retain(object->tp_mro);
     classes_.push_back({object, version_of(object), object->tp_mro, std::move(recorded.items)});
   }
-  // Records a tensor's class, TensorImpl, shape, strides, dtype, device and requires_grad. `torch.utils.swap_tensors`
+  // Records a tensor's class, TensorImpl, layout, device and requires_grad. `torch.utils.swap_tensors`
   // exchanges the TensorImpl; a counted reference to it would make that an error.
   void add_tensor(py::handle object) {
     if (!retain_if_new(object)) return;
@@ -77,8 +78,7 @@ class Snapshot {
       valid_ = false;  // for example a lazy module's parameter
       return;
     }
-    tensors_.push_back({object.ptr(), tensor.unsafeGetTensorImpl(), tensor.sizes().vec(),
-                        tensor.strides().vec(), tensor.scalar_type(), tensor.device(),
+    tensors_.push_back({object.ptr(), tensor.unsafeGetTensorImpl(), Layout::of(tensor), tensor.device(),
                         tensor.requires_grad()});
   }
 
@@ -131,14 +131,12 @@ class Snapshot {
   struct Tensor {
     PyObject* object;
     const c10::TensorImpl* impl;
-    std::vector<int64_t> sizes, strides;
-    at::ScalarType dtype;
+    Layout layout;
     at::Device device;
     bool requires_grad;
     bool same() const {
       const at::Tensor& tensor = THPVariable_Unpack(object);
-      return tensor.unsafeGetTensorImpl() == impl && tensor.sizes() == sizes && tensor.strides() == strides &&
-             tensor.scalar_type() == dtype && tensor.device() == device &&
+      return tensor.unsafeGetTensorImpl() == impl && layout.matches(tensor) && tensor.device() == device &&
              tensor.requires_grad() == requires_grad;
     }
   };

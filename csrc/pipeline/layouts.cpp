@@ -1,7 +1,6 @@
 #include "pipeline/layouts.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 
@@ -11,7 +10,7 @@ Layouts layouts_of(const Tensors& tensors) {
   Layouts layouts;
   for (const at::Tensor& tensor : tensors) {
     auto& layout = layouts.emplace_back();
-    if (tensor.defined()) layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()};
+    if (tensor.defined()) layout = Layout::of(tensor);
   }
   return layouts;
 }
@@ -28,8 +27,7 @@ std::optional<Tensors> zeros_with_layouts(const Layouts& layouts, at::Device dev
   for (const std::optional<Layout>& layout : layouts) {
     at::Tensor& tensor = made.emplace_back();
     if (!layout) continue;
-    tensor =
-        at::empty_strided(layout->sizes, layout->strides, at::TensorOptions(layout->dtype).device(device));
+    tensor = layout->empty(device);
     if (tensor.numel() > 0 && !unexpanded(tensor).is_non_overlapping_and_dense()) return std::nullopt;
     unexpanded(tensor).zero_();
   }
@@ -47,7 +45,7 @@ at::Tensor unexpanded(const at::Tensor& tensor) {
 at::Tensor empty_with_strides(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !unexpanded(tensor).is_non_overlapping_and_dense())
     return at::empty_like(tensor);
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  return Layout::of(tensor).empty(tensor.device());
 }
 
 }  // namespace gpipe_fast

@@ -13,7 +13,7 @@ namespace gpipe_fast {
 namespace {
 
 bool matches(const Layout& layout, const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() && layout.matches(tensor);
+  return tensor.layout() == at::kStrided && layout.matches(tensor);
 }
 
 const at::Tensor& find(const Port& port, const SegmentContext& context, const Tensors& tangents) {

@@ -13,14 +13,11 @@ namespace gpipe_fast {
 
 namespace {
 
-// Makes gradients strided, and resolves conjugation and negation. Programs and autograd require this, and it makes the
-// layouts comparable with those that a segment was lowered for.
+// Makes gradients strided, which programs require.
 void make_strided(Tensors& tangents) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (at::Tensor& tangent : tangents) {
-    if (!tangent.defined()) continue;
-    if (tangent.layout() != at::kStrided) tangent = tangent.to_dense();
-    tangent = tangent.resolve_conj().resolve_neg();
+    if (tangent.defined() && tangent.layout() != at::kStrided) tangent = tangent.to_dense();
   }
 }
 

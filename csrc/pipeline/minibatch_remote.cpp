@@ -17,7 +17,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <functional>
@@ -30,10 +29,6 @@ namespace {
 // How many boundary tensors a process may expect from a stage before the one that it waits for has arrived. Each takes
 // memory.
 constexpr int kReceivesAhead = 3;
-
-at::Tensor empty_with(const Layout& layout, at::Device device) {
-  return at::empty_strided(layout.sizes, layout.strides, at::TensorOptions(layout.dtype).device(device));
-}
 
 std::vector<int64_t> sorted(std::vector<int64_t> indices) {
   std::sort(indices.begin(), indices.end());
@@ -52,7 +47,7 @@ void conform(const LoweredSegment& segment, Tensors& tangents) {
         "; with a mesh, every process has to know which outputs get one: let the loss depend on all outputs "
         "that require gradients, or detach them in the last layer");
     if (layout && !layout->matches(tangents[i]))
-      tangents[i] = empty_with(*layout, tangents[i].device()).copy_(tangents[i]);
+      tangents[i] = layout->empty(tangents[i].device()).copy_(tangents[i]);
   }
 }
 
@@ -140,7 +135,7 @@ void MiniBatch::send_gradients(const Action& action) {
 at::Tensor MiniBatch::begin_receive(const Layout& layout, int32_t sender, int32_t receiver,
                                     Direction direction, Arrivals& arrivals) const {
   const Stream::Guard current(transport_->in(receiver, direction));
-  at::Tensor tensor = empty_with(layout, transport_->work(receiver).device());
+  at::Tensor tensor = layout.empty(transport_->work(receiver).device());
   if (auto arrival = channels_->receive(tensor, sender, receiver)) arrivals.push_back(std::move(arrival));
   transport_->work(receiver).record_use(tensor);
   return tensor;
@@ -266,11 +261,11 @@ void MiniBatch::sum_ties() {
     try {
       for (const auto& [stage, index] : tie.own) {
         at::Tensor gradient = std::exchange(stages_[stage].backward.gradients.at(index), {});
-        by_stage[stage] = gradient.contiguous();
+        by_stage[stage] = gradient.resolve_conj().contiguous();
         for (int32_t receiver : tie.receivers) send_to(stage, receiver, by_stage[stage], kAfterAllActions);
       }
       const at::Tensor& like = by_stage[first];
-      const Layout layout{like.sizes().vec(), like.strides().vec(), like.scalar_type()};
+      const Layout layout = Layout::of(like);
       Arrivals arrivals;
       for (int32_t sender : tie.senders)
         by_stage[sender] = begin_receive(layout, sender, first, Direction::skip, arrivals);

@@ -28,7 +28,7 @@ void add_loop(at::Tensor& accumulator, const at::Tensor& value) {
 
 void accumulate(at::Tensor& accumulator, const at::Tensor& value) {
   const bool use_loop = accumulator.is_cpu() && accumulator.numel() <= kMaxLoopElements &&
-                        accumulator.is_contiguous() && value.is_contiguous() &&
+                        accumulator.is_contiguous() && value.is_contiguous() && !value.is_neg() &&
                         accumulator.dtype() == value.dtype() && accumulator.numel() == value.numel();
   if (use_loop && accumulator.scalar_type() == at::kFloat) {
     add_loop<float>(accumulator, value);
@@ -41,8 +41,25 @@ void accumulate(at::Tensor& accumulator, const at::Tensor& value) {
 
 }  // namespace
 
+Layout Layout::of(const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.is_conj(),
+          tensor.is_neg()};
+}
+
 bool Layout::matches(const at::Tensor& tensor) const {
-  return tensor.scalar_type() == dtype && tensor.sizes() == sizes && tensor.strides() == strides;
+  return tensor.scalar_type() == dtype && tensor.sizes() == sizes && tensor.strides() == strides &&
+         tensor.is_conj() == conj && tensor.is_neg() == neg;
+}
+
+at::Tensor Layout::empty(at::Device device) const {
+  at::Tensor tensor = at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(device));
+  set_bits(tensor);
+  return tensor;
+}
+
+void Layout::set_bits(const at::Tensor& tensor) const {
+  tensor.unsafeGetTensorImpl()->_set_conj(conj);
+  tensor.unsafeGetTensorImpl()->_set_neg(neg);
 }
 
 void Arena::reserve(int64_t bytes, at::Device device) {
@@ -101,7 +118,7 @@ Slot Program::add_parameter_cast(int64_t index, Layout layout) {
 }
 
 Slot Program::add_constant(at::Tensor value) {
-  Layout layout{value.sizes().vec(), value.strides().vec(), value.scalar_type()};
+  Layout layout = Layout::of(value);
   return add_value(std::move(layout), std::move(value));
 }
 
@@ -209,11 +226,8 @@ at::Tensor Program::make_placeholder(const Layout& layout) const {
   at::Tensor tensor = at::empty({0}, at::TensorOptions(layout.dtype).device(device_));
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(empty_tensor_.storage());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides);
+  layout.set_bits(tensor);
   return tensor;
-}
-
-at::Tensor Program::allocate(const Layout& layout) const {
-  return at::empty_strided(layout.sizes, layout.strides, at::TensorOptions(layout.dtype).device(device_));
 }
 
 void Program::set(Slot slot, at::Tensor tensor) {
@@ -241,7 +255,7 @@ void Program::set_in_layout(Slot slot, at::Tensor tensor) {
     GPIPE_CHECK(tensor.sizes() == layout.sizes && tensor.scalar_type() == layout.dtype, "value ", slot,
                 " was lowered as ", layout.dtype, at::IntArrayRef(layout.sizes), ", got ",
                 tensor.scalar_type(), tensor.sizes());
-    at::Tensor copied = allocate(layout);
+    at::Tensor copied = layout.empty(device_);
     copied.copy_(tensor);
     tensor = std::move(copied);
   }
@@ -409,7 +423,7 @@ void Program::execute(const Step& step) {
       break;
     }
     case Step::Kind::allocate:
-      set(*step.slots[0], allocate(values_[*step.slots[0]].layout));
+      set(*step.slots[0], values_[*step.slots[0]].layout.empty(device_));
       break;
     case Step::Kind::accumulate:
       accumulate(slots_[*step.slots[0]], slots_[*step.slots[1]]);

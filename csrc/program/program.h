@@ -33,8 +33,15 @@ struct Layout {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   at::ScalarType dtype;
+  // Whether the elements are conjugated or negated when they are read, as a tensor's bits say.
+  bool conj = false;
+  bool neg = false;
 
+  static Layout of(const at::Tensor& tensor);
   bool matches(const at::Tensor& tensor) const;
+  // Returns an uninitialized tensor.
+  at::Tensor empty(at::Device device) const;
+  void set_bits(const at::Tensor& tensor) const;
 };
 
 // Index of a value in its program.
@@ -209,7 +216,6 @@ class Program {
   void accumulate_all(const Step& step);
 
   at::Tensor make_placeholder(const Layout& layout) const;  // has sizes and strides, but no memory
-  at::Tensor allocate(const Layout& layout) const;
   void set(Slot slot, at::Tensor tensor);
   void set_in_layout(Slot slot, at::Tensor tensor);
   void set_in_any_layout(Slot slot, at::Tensor tensor);

@@ -1,5 +1,6 @@
 #include "transport/coalesced_copy.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 
@@ -11,8 +12,9 @@ namespace {
 
 // Returns the number of elements that a tensor's memory spans, gaps included.
 int64_t num_spanned_elements(const at::Tensor& tensor) {
-  int64_t elements = 1;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+  int64_t elements = tensor.numel() > 0 ? 1 : 0;
+  for (int64_t dim = 0; elements > 0 && dim < tensor.dim(); ++dim)
+    elements += (tensor.size(dim) - 1) * tensor.stride(dim);
   return elements;
 }
 
@@ -20,8 +22,9 @@ int64_t num_bytes(const at::Tensor& tensor) {
   return num_spanned_elements(tensor) * static_cast<int64_t>(tensor.itemsize());
 }
 
-at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.as_strided({num_spanned_elements(tensor)}, {1}).view(at::kByte);
+void set_bits(const at::Tensor& tensor, bool conj, bool neg) {
+  tensor.unsafeGetTensorImpl()->_set_conj(conj);
+  tensor.unsafeGetTensorImpl()->_set_neg(neg);
 }
 
 CoalescedCopy coalesce(std::vector<CoalescedCopy::Part> parts) {
@@ -45,18 +48,28 @@ CoalescedCopy coalesce(std::vector<CoalescedCopy::Part> parts) {
 
 }  // namespace
 
+at::Tensor flat(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor memory = tensor.as_strided({num_spanned_elements(tensor)}, {1}, tensor.storage_offset());
+  set_bits(memory, false, false);
+  return memory;
+}
+
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return flat(tensor).view(at::kByte);
+}
+
 std::vector<CoalescedCopy> pack(const std::vector<at::Tensor>& tensors, bool coalesce_small,
                                 bool& enqueued_work) {
   std::vector<CoalescedCopy> packed;
   std::vector<CoalescedCopy::Part> small;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined() || tensors[i].numel() == 0) continue;
-    const at::Tensor resolved = tensors[i].resolve_conj().resolve_neg();
-    enqueued_work = enqueued_work || !resolved.is_same(tensors[i]);
-    if (coalesce_small && num_bytes(resolved) <= CoalescedCopy::kMaxSmallBytes) {
-      small.push_back({i, resolved, 0});
+    if (coalesce_small && num_bytes(tensors[i]) <= CoalescedCopy::kMaxSmallBytes) {
+      small.push_back({i, tensors[i], 0});
     } else {
-      packed.push_back({as_bytes(resolved), {{i, resolved, 0}}});
+      packed.push_back({as_bytes(tensors[i]), {{i, tensors[i], 0}}});
     }
   }
   if (small.size() >= CoalescedCopy::kMinSmallTensors) {
@@ -74,6 +87,7 @@ void unpack(const CoalescedCopy& buffer, const at::Tensor& arrived, std::vector<
     tensors[part.index] = arrived.narrow(0, part.offset, num_bytes(sent))
                               .view(sent.scalar_type())
                               .as_strided(sent.sizes(), sent.strides());
+    set_bits(tensors[part.index], sent.is_conj(), sent.is_neg());
   }
 }
 

@@ -17,6 +17,12 @@
 
 namespace gpipe_fast {
 
+// Returns a tensor's memory from the first element to the last as one dimension, as it is there: without the bits that
+// conjugate or negate elements when they are read.
+at::Tensor flat(const at::Tensor& tensor);
+// Returns that memory as bytes, also of dtypes that NCCL does not know.
+at::Tensor as_bytes(const at::Tensor& tensor);
+
 struct CoalescedCopy {
   struct Part {
     size_t index;       // among the tensors passed to pack()

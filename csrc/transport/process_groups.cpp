@@ -5,6 +5,7 @@
 #include "check.h"
 #include "device/failure.h"
 #include "device/stream.h"
+#include "transport/coalesced_copy.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
@@ -30,20 +31,6 @@ using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 using Ends = std::pair<int32_t, int32_t>;  // the sending and the receiving stage
 constexpr int kSender = 0, kReceiver = 1;  // ranks in a group
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
-
-// Returns the memory from the first element to the last as one dimension.
-at::Tensor flat(const at::Tensor& tensor) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  int64_t span = tensor.numel() > 0 ? 1 : 0;
-  for (int64_t i = 0; span > 0 && i < tensor.dim(); ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
-  return tensor.as_strided({span}, {1}, tensor.storage_offset());
-}
-
-// Returns that memory as bytes, because NCCL does not know all dtypes.
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return flat(tensor).view(at::kByte);
-}
 
 [[noreturn]] void throw_lost(const std::string& what, const std::exception& error) {
   GPIPE_CHECK(
@@ -403,7 +390,7 @@ class DeviceChannels final : public Channels {
     if (tensor.numel() == 0) return;
     std::deque<Send>& sends = sends_.at({sender, receiver});
     while (!sends.empty() && sends.front().work->isCompleted()) sends.pop_front();
-    std::vector<at::Tensor> bytes{bytes_of(tensor)};
+    std::vector<at::Tensor> bytes{as_bytes(tensor)};
     c10d::Backend& group = *groups_.at({sender, receiver});
     sends.push_back({begun([&] { return group.send(bytes, kReceiver, /*tag=*/0); }, sending_to(receiver)),
                      bytes.front()});
@@ -417,7 +404,7 @@ class DeviceChannels final : public Channels {
 
   std::shared_ptr<Arrival> receive(const at::Tensor& tensor, int32_t sender, int32_t receiver) override {
     if (tensor.numel() == 0) return nullptr;
-    std::vector<at::Tensor> bytes{bytes_of(tensor)};
+    std::vector<at::Tensor> bytes{as_bytes(tensor)};
     c10d::Backend& group = *groups_.at({sender, receiver});
     return std::make_shared<DeviceArrival>(
         begun([&] { return group.recv(bytes, kSender, /*tag=*/0); }, receiving_from(sender)));

@@ -29,6 +29,7 @@ from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.module_warnings import changing_number_text
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule import ScheduleChoice
+from gpipe_fast.strides import bits_of, with_bits
 from gpipe_fast.training.step import Losses
 from gpipe_fast.user_warning import warn_user
 
@@ -368,7 +369,7 @@ class _CallOf:
     def _key(self, shapes: bool = True) -> Any:
         """Returns everything that the kind of a call depends on; without shapes, if they may differ."""
         tensors = tuple(
-            (tuple(x.shape) if shapes else x.dim(), x.stride() if shapes else None, x.dtype, x.requires_grad)
+            (*((tuple(x.shape), x.stride()) if shapes else (x.dim(),)), x.dtype, x.requires_grad, bits_of(x))
             for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
@@ -661,7 +662,7 @@ def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
             strides[dim] = span
             span *= shape[dim]
     found = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-    return found.requires_grad_(tensor.requires_grad)
+    return with_bits(found, bits_of(tensor)).requires_grad_(tensor.requires_grad)
 
 
 def _decide_by(tensors: Sequence[Tensor], device: torch.device, may_read: bool) -> Any:

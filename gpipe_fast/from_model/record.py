@@ -40,6 +40,7 @@ from gpipe_fast.from_model.dataflow import (
     Value,
 )
 from gpipe_fast.randomness.random import is_random
+from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -716,7 +717,7 @@ def _seeding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = empty_like(tensor, device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

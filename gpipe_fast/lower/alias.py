@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
+from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -53,6 +54,8 @@ def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
     if not isinstance(seen, AnyTensor) or not _same_dtype_and_device(value, seen):
         return None
     if producer.target in _ELIDABLE_COPIES:
+        if bits_of(value) != bits_of(seen):
+            return None
         if producer.target is aten._unsafe_view.default:
             return original, 0
         return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
@@ -67,8 +70,6 @@ def _same_dtype_and_device(a: AnyTensor, b: AnyTensor) -> bool:
         and a.device == b.device
         and a.layout is torch.strided
         and b.layout is torch.strided
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
+from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
@@ -68,7 +69,9 @@ def is_read_only_through(base: fx.Node, part: fx.Node) -> bool:
 
 
 def is_dense(tensor: AnyTensor) -> bool:
-    """Returns whether the elements fill a block of memory without gaps or overlaps."""
+    """Returns whether the elements, as they are read, fill a block of memory without gaps or overlaps."""
+    if any(bits_of(tensor)):
+        return False
     expected = 1
     for stride, size in sorted(
         (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1

@@ -10,6 +10,7 @@ from torch import fx
 from gpipe_fast.lower.alias import Source, is_read_once
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.lower.operators import schema_order_arguments
+from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def changed_input(node: fx.Node, output: int) -> fx.Node | None:
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
     value: AnyTensor = node.meta["val"]
-    return value.shape, value.stride(), value.dtype
+    return value.shape, value.stride(), value.dtype, bits_of(value)
 
 
 def memory_of(bases: Iterable[fx.Node], sources: Mapping[fx.Node, Source]) -> set[fx.Node]:

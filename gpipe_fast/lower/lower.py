@@ -33,7 +33,7 @@ from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
 from gpipe_fast.lower.values import GraphValues
-from gpipe_fast.strides import contiguous
+from gpipe_fast.strides import bits_of, contiguous
 from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.traceability import layer_of
@@ -219,7 +219,7 @@ class _Lowering:
         """
         name, like = f"{node.name}_copy", node.meta["val"]
         sizes = tuple(1 if n == 0 else size for size, n in zip(like.shape, like.stride(), strict=True))
-        once = TensorMetadata(sizes, tuple(like.stride()), 0, like.dtype, like.device)
+        once = TensorMetadata(sizes, tuple(like.stride()), 0, like.dtype, like.device, bits_of(like))
         base, offset = self.values.sources[node]
         value = self.values.view(name, self.values.index[base], offset, once)
         copy = self.values.add(name, StorageKind.FRESH, once)
@@ -267,6 +267,7 @@ class _Lowering:
         if base.op != "call_function" or base.target is operator.getitem or not isinstance(value, AnyTensor):
             return
         whole = offset == 0 and value.numel() == like.numel() and value.dtype == like.dtype
+        whole = whole and bits_of(value) == bits_of(like)
         whole = whole and not self.accumulation.has_wider_accumulator(like)
         alone = (
             base not in self.returned_bases

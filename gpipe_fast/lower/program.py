@@ -27,6 +27,7 @@ from gpipe_fast.lower.steps import (
     Release,
     Step,
 )
+from gpipe_fast.strides import NO_BITS, Bits
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort
 
@@ -63,6 +64,7 @@ class Value:
             because an operator of another program returned it, and else 0.
         offset: the offset of a view from its base, in elements.
         constant: the tensor of a constant.
+        bits: whether the elements are conjugated, and negated, when they are read.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Value:
     index: int = 0
     offset: int = 0
     constant: Tensor | None = None
+    bits: Bits = NO_BITS
 
 
 @dataclass
@@ -125,8 +128,8 @@ class ProgramIR:
         layouts: dict[Any, Layout] = {}
         for value in self.values:
             indices = parameters if value.storage in _INDEXED_BY_PARAMETER else None
-            sizes = (value.sizes, value.strides, value.dtype)
-            layout = layouts.get(sizes) or layouts.setdefault(sizes, Layout(*sizes))
+            key = (value.sizes, value.strides, value.dtype, value.bits)
+            layout = layouts.get(key) or layouts.setdefault(key, Layout(*key))
             at = value.index if indices is None else indices[value.index]
             _ADD_VALUE[value.storage](native, value, layout, at)
         current: int | None = None

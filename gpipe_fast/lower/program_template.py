@@ -99,15 +99,12 @@ class ProgramTemplate:
         ]
         offsets, arena_bytes = place(chains, self._memory.alignment)
         for i, value, (sizes, strides, offset) in self._values:
-            values[i] = Value(
-                value.name,
-                value.storage,
-                known[sizes],
-                known[strides],
-                value.dtype,
-                offsets.get(i, value.index),
-                known[offset],
-                value.constant,
+            values[i] = replace(
+                value,
+                sizes=known[sizes],
+                strides=known[strides],
+                index=offsets.get(i, value.index),
+                offset=known[offset],
             )
         for i, call, arguments in self._calls:
             steps[i] = Call(call.op, known[arguments], call.results, call.when, call.layer)

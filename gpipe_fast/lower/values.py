@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gpipe_fast.lower.alias import Source, source_of
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.split import StageGraph
 from gpipe_fast.lower.steps import Ref
+from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -46,7 +48,8 @@ class GraphValues:
 
     def add(self, name: str, storage: StorageKind, like: AnyTensor, **where: Any) -> int:
         """Adds a value with the sizes, strides and dtype of ``like``; returns its index."""
-        value = Value(name, storage, tuple(like.shape), tuple(like.stride()), like.dtype, **where)
+        shape, strides = tuple(like.shape), tuple(like.stride())
+        value = Value(name, storage, shape, strides, like.dtype, bits=bits_of(like), **where)
         self._program.values.append(value)
         return len(self._program.values) - 1
 
@@ -77,9 +80,9 @@ class GraphValues:
     def view(self, name: str, base: int, offset: int, like: AnyTensor) -> int:
         """Returns a view of ``base`` with the sizes and strides of ``like``, or ``base`` if it has them."""
         whole = self._program.values[base]
-        if offset == 0 and whole.sizes == tuple(like.shape) and whole.strides == tuple(like.stride()):
+        layout = (offset, tuple(like.shape), tuple(like.stride()), bits_of(like))
+        if layout == (0, whole.sizes, whole.strides, whole.bits):
             return base
-        layout = (offset, tuple(like.shape), tuple(like.stride()))
         views = self._views.setdefault(base, [])
         for known, view in views:  # no dictionary, because formulas can only be compared
             if known == layout:
@@ -95,8 +98,7 @@ class GraphValues:
         whole = self._program.values[value]
         if whole.storage in _ANY_LAYOUT and value not in self._kept_layouts:
             self._kept_layouts.add(value)
-            like = torch.empty_strided(whole.sizes, whole.strides, dtype=whole.dtype, device="meta")
-            self.add(whole.name, StorageKind.VIEW, like, index=value)
+            self._program.values.append(replace(whole, storage=StorageKind.VIEW, index=value))
 
     def of(self, node: fx.Node) -> int:
         """Returns the value of a node, which may be a view."""

@@ -29,6 +29,7 @@ from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.module_warnings import InPython
 from gpipe_fast.runtime.planner import Call, Planner
 from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.trace.absent_device import backward_without_gpu
 from gpipe_fast.trace.traceability import layer_of
@@ -48,8 +49,7 @@ _ASSUMED = (
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor like another one, on another device; for a fake mode."""
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return fake.requires_grad_(tensor.requires_grad)
+    return empty_like(tensor, device).requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

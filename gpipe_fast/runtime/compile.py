@@ -15,9 +15,9 @@ from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
 from gpipe_fast.runtime.cache import Cache, graph_bytes, template_program_bytes
 from gpipe_fast.runtime.compiled import (
+    ArrivingLayouts,
     CompiledStage,
     GradientLayoutHistory,
-    GradientStrides,
     SegmentKey,
     TracedStage,
 )
@@ -25,7 +25,7 @@ from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
-from gpipe_fast.trace.gradient_layouts import GradientLayouts
+from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.symbolic import Instance
@@ -136,12 +136,12 @@ class Compiler:
     def _compile_for_gradients(
         self,
         compiled: Sequence[CompiledStage],
-        gradients: GradientStrides,
+        gradients: ArrivingLayouts,
         layout_history: GradientLayoutHistory,
     ) -> list[CompiledStage] | CompilationFailure:
         """Propagates gradient layouts from the last stage to the first, and compiles each stage for them."""
         found = list(compiled)
-        skip_gradients: dict[int, tuple[int, ...]] = {}
+        skip_gradients: dict[int, GradientLayout] = {}
         for index, base in reversed(list(enumerate(compiled))):
             stashes = _skip_tensors(base.stage.stashes, base.outputs)
             gradients.update(
@@ -164,7 +164,7 @@ class Compiler:
         self,
         part: Stage,
         segment_key: SegmentKey,
-        gradients: GradientStrides | None = None,
+        gradients: ArrivingLayouts | None = None,
         enforce_limit: bool = True,
     ) -> CompiledStage | Untraceable:
         """Returns a compiled stage or part of a stage. The calling thread's modes must equal the key's.
@@ -172,7 +172,7 @@ class Compiler:
         Args:
             part: the layers to compile.
             segment_key: the segment key to compile them for.
-            gradients: the strides of the outputs' gradients; None for the outputs' own strides.
+            gradients: the layouts of the outputs' gradients; None for the outputs' own layouts.
             enforce_limit: whether the limit on traces applies.
         """
         base = self._compiled.lookup((segment_key, ()))
@@ -254,7 +254,7 @@ class Compiler:
         found = (compiled for compiled in self._compiled.values() if compiled.traced.lowered)
         return sorted(found, key=lambda compiled: compiled.stage.first_layer)
 
-    def find(self, segment_key: SegmentKey, gradients: GradientStrides) -> CompiledStage | None:
+    def find(self, segment_key: SegmentKey, gradients: ArrivingLayouts) -> CompiledStage | None:
         """Returns the cached compiled stage, or None."""
         base = self._compiled.lookup((segment_key, ()))
         return (
@@ -400,12 +400,12 @@ def _skip_tensors(skips: Sequence[int], boundary: BoundarySpec) -> Iterator[tupl
     return enumerate(tensors, boundary.num_plain)
 
 
-def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: int) -> list[GradientStrides]:
+def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: int) -> list[ArrivingLayouts]:
     """Returns, for each distinct micro-batch, the strides of its slices of the module's joined outputs.
 
     A loss usually produces gradients in this layout.
     """
-    found: list[GradientStrides] = [{} for _ in outputs]
+    found: list[ArrivingLayouts] = [{} for _ in outputs]
     for index in range(min(len(specs) for specs in outputs)):
         parts = [specs[index].meta_tensor() for specs in outputs]
         # A later check raises for outputs that cannot be joined, with their shapes.
@@ -415,7 +415,7 @@ def _joined_strides(outputs: Sequence[tuple[TensorSpec, ...]], dim: int, count: 
             whole = [parts[0]] * ((2 if dim == 0 else count) - len(parts)) + parts
             strides = torch.cat(whole, dim).stride()
         for gradients in found:
-            gradients[index] = strides
+            gradients[index] = GradientLayout(strides)
     return found
 
 

@@ -21,9 +21,10 @@ from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
 from gpipe_fast.runtime.module_warnings import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
+from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.garbage import collector_paused
-from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.gradient_layouts import GradientStrides as GradientStrides
+from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
+from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.ports import TracedPorts
@@ -72,7 +73,7 @@ class SegmentKey:
         return self.layers.holds(layers)
 
 
-class GradientLayoutHistory(Cache[SegmentKey, GradientStrides]):
+class GradientLayoutHistory(Cache[SegmentKey, ArrivingLayouts]):
     """By segment key, the latest layouts of the outputs' gradients, if they differed from the expected ones.
 
     Attributes:
@@ -81,9 +82,9 @@ class GradientLayoutHistory(Cache[SegmentKey, GradientStrides]):
 
     num_changes = 0
 
-    def record(self, segment_key: SegmentKey, tangents: Sequence[Tensor | None]) -> GradientStrides:
+    def record(self, segment_key: SegmentKey, tangents: Sequence[Tensor | None]) -> ArrivingLayouts:
         """Records the layouts of received gradients, and returns them."""
-        gradients = {i: t.stride() for i, t in enumerate(tangents) if t is not None}
+        gradients = {i: GradientLayout.of(t) for i, t in enumerate(tangents) if t is not None}
         if self.lookup(segment_key) != gradients:
             self[segment_key] = gradients
             self.num_changes += 1
@@ -258,11 +259,11 @@ class CompiledStage:
         """Returns whether any operator of the stage draws random numbers."""
         return self.traced.ports.draws
 
-    def input_gradients(self) -> GradientStrides:
-        """Returns the strides of the gradients of the stage's inputs."""
-        return self.traced.ports.input_gradient_strides()
+    def input_gradients(self) -> ArrivingLayouts:
+        """Returns the layouts of the gradients of the stage's inputs."""
+        return self.traced.ports.input_gradient_layouts()
 
-    def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
+    def gradient_layouts(self, gradients: ArrivingLayouts) -> GradientLayouts:
         """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
         return self.traced.ports.gradient_layouts(gradients)
 
@@ -290,7 +291,7 @@ class CompiledStage:
             pops=stage.pops,
             stashes=stage.stashes,
             programs=self._program_pair(lowered),
-            inputs=[Layout(spec.shape, spec.strides, spec.dtype) for spec in self.inputs.tensors],
+            inputs=[_layout(spec.meta_tensor()) for spec in self.inputs.tensors],
             input_form=form_of(self.inputs),
             output_form=form_of(self.outputs),
             first_random_layer=stage.first_layer if self.draws() else None,
@@ -330,7 +331,7 @@ class CompiledStage:
 
 
 def _layout(tensor: AnyTensor) -> Layout:
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, bits_of(tensor))
 
 
 def _extension_ports(ports: Sequence[GraphPort], buffers: Sequence[int]) -> list[_extension.Port]:

@@ -103,7 +103,7 @@ class FakeInputs(NamedTuple):
     def of(cls, inputs: BoundarySpec, is_absent: bool) -> FakeInputs:
         """Returns the inputs for specs, in a new mode without symbols."""
         mode = TraceMode(is_absent)
-        tensors = [mode.empty(s.shape, s.strides, s.dtype, s.device, s.requires_grad) for s in inputs.tensors]
+        tensors = [mode.empty(s.meta_tensor(), s.device, s.requires_grad) for s in inputs.tensors]
         return cls(mode, tensors, inputs.structure, inputs.skips)
 
     @classmethod
@@ -116,10 +116,7 @@ class FakeInputs(NamedTuple):
         """Returns the inputs of the layers after those of a graph, which stash and pop nothing."""
         nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
         values = [nodes[index].meta["val"] for index in range(len(nodes))]
-        tensors = [
-            self.mode.empty(x.shape, x.stride(), x.dtype, x.device, index in differentiable)
-            for index, x in enumerate(values)
-        ]
+        tensors = [self.mode.empty(x, x.device, index in differentiable) for index, x in enumerate(values)]
         return FakeInputs(self.mode, tensors, joint.structure)
 
     def key(self) -> Hashable:
@@ -176,7 +173,7 @@ def trace_stage(
                 joints[index] = _trace_part(parts[index], boundaries[index], layouts, known)
             if index:
                 before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
-                layouts = before.gradient_layouts(after.input_gradient_strides())
+                layouts = before.gradient_layouts(after.input_gradient_layouts())
     except _PartUntraceable as error:
         if not _may_be_traced_as_a_whole(error.reason(stage)):
             return error.reason(stage)

@@ -407,7 +407,7 @@ def _boundary_spec(boundary: _extension.Boundary, popped: Stashed) -> BoundarySp
     """Returns the specs of boundary tensors and popped skip tensors; None if they cannot be traced for."""
     form = boundary.form
     if any(
-        type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized
+        type(t) is not Tensor or t.layout is not torch.strided or t.is_quantized
         for t in (*boundary.tensors, *(skip for skip, _ in popped if skip is not None))
     ):
         return None

@@ -100,8 +100,8 @@ def family_key(inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Hasha
     return (
         inputs.structure,
         inputs.skips,
-        tuple((len(s.shape), s.dtype, s.device, s.requires_grad) for s in inputs.tensors),
-        tuple((i, None if strides is None else dim_order(strides)) for i, strides in gradient_layouts),
+        tuple((len(s.shape), s.dtype, s.device, s.requires_grad, s.bits) for s in inputs.tensors),
+        tuple((i, layout and (dim_order(layout.strides), layout.bits)) for i, layout in gradient_layouts),
     )
 
 

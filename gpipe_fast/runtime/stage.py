@@ -15,6 +15,7 @@ from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restor
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
+from gpipe_fast.strides import Bits, bits_of, empty_like, with_bits
 from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import LayerStates, StateKey
 from gpipe_fast.trace.ports import TracedPorts
@@ -31,20 +32,22 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    bits: Bits
 
     @classmethod
     def of(cls, tensor: AnyTensor, requires_grad: bool) -> TensorSpec:
         """Describes a tensor: real, fake or metadata."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad)
+        shape, bits = tuple(tensor.shape), bits_of(tensor)
+        return cls(shape, tensor.stride(), tensor.dtype, tensor.device, requires_grad, bits)
 
     def meta_tensor(self) -> Tensor:
-        """Returns a meta tensor of this shape, strides and dtype."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        """Returns a meta tensor of this layout and dtype."""
+        empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return with_bits(empty, self.bits)
 
     def example(self) -> Tensor:
         """Returns an uninitialized tensor of this spec."""
-        empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        return empty.requires_grad_(self.requires_grad)
+        return empty_like(self.meta_tensor(), self.device).requires_grad_(self.requires_grad)
 
 
 # A lock held while tracing, because a trace changes process-wide state of PyTorch.

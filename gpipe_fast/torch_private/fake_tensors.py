@@ -1,4 +1,4 @@
-"""Fake tensors and sizes that are symbols, the tensors of functionalization, and those of subclasses.
+"""Fake tensors and sizes that are symbols, the tensors of functionalization, those of subclasses, and bits.
 
 Read in PyTorch 2.11.0 and 2.14.1.
 """
@@ -47,6 +47,8 @@ def is_traced(tensor: Tensor) -> bool:
 # Lets fake tensors be on a GPU that is not there. A fake mode calls it, too; but in PyTorch 2.11 what the
 # first call sets goes with its thread, and a fake mode in another thread then crashes.
 set_stand_in_for_cuda = torch._C._ensureCUDADeviceGuardSet
+# Set whether a tensor's elements are conjugated, or negated, when they are read.
+set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 make_subclass = Tensor._make_subclass
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 swap_tensor_impl = torch._C._swap_tensor_impl

@@ -13,6 +13,7 @@ from gpipe_fast import progress, switches
 from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
 from gpipe_fast.trace.interrupts import handle_interrupt
@@ -105,6 +106,7 @@ def key_of_fake(tensor: Tensor) -> Hashable:
     return (
         expressions(tensor.shape),
         expressions(tensor.stride()),
+        bits_of(tensor),
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,

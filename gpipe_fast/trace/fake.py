@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.strides import span
+from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, ShapeEnv
 from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.torch_private.operators import OpOverload
@@ -109,7 +109,7 @@ def _real_zeros(value: Any) -> Any:
         return hint(value)
     shape, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
     zeros = torch.zeros(span(shape, strides), dtype=value.dtype, device=value.device)
-    return zeros.as_strided(shape, strides)
+    return with_bits(zeros.as_strided(shape, strides), bits_of(value))
 
 
 def hint(size: int | torch.SymInt) -> int:

@@ -2,11 +2,12 @@
 
 In eager mode a layer receives its gradient in the layout that the next layer produced: expanded by a mean,
 channels_last from a convolution. Tracing assumes the output's own layout instead, with which products and
-sums would round differently. The traced stage therefore ends in an identity whose backward names the layout
-of the arriving gradient::
+sums would round differently. So would they if the gradient were conjugated in memory that arrives as a
+conjugated view. The traced stage therefore ends in an identity whose backward names the layout of the
+arriving gradient::
 
     forward    y = layer(x) ──clone──▶ output
-    backward   tangent ──arrive(strides)──▶ layer's backward
+    backward   tangent ──arrive(strides, bits)──▶ layer's backward
 
 `remove_arrive` then removes ``arrive`` from the graph and gives its layout to the tangent.
 """
@@ -14,25 +15,41 @@ of the arriving gradient::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from gpipe_fast.strides import NO_BITS, Bits, bits_of, with_bits
 from gpipe_fast.trace.fake import hint
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
-# By output or input, the strides of its gradient; no entry if none arrives.
-GradientStrides = dict[int, tuple[int, ...]]
-# (index, strides) of each output whose gradient has another layout than tracing assumes; strides are None if
-# no gradient arrives.
-GradientLayouts = tuple[tuple[int, tuple[int, ...] | None], ...]
+
+class GradientLayout(NamedTuple):
+    """The layout in which a gradient arrives."""
+
+    strides: tuple[int, ...]
+    bits: Bits = NO_BITS
+
+    @classmethod
+    def of(cls, tensor: AnyTensor) -> GradientLayout:
+        """Returns the layout of a gradient; its sizes may be symbols."""
+        return cls(tuple(map(hint, tensor.stride())), bits_of(tensor))
+
+
+# By output or input, the layout of its gradient; no entry if none arrives.
+ArrivingLayouts = dict[int, GradientLayout]
+# (index, layout) of each output whose gradient has another layout than tracing assumes; None if no gradient
+# arrives.
+GradientLayouts = tuple[tuple[int, GradientLayout | None], ...]
 
 # The operator has a fake kernel only: no program ever calls it.
-torch.library.define("gpipe_fast::arrive", "(Tensor gradient, SymInt[] strides) -> Tensor")
+torch.library.define("gpipe_fast::arrive", "(Tensor gradient, SymInt[] strides, bool[] bits) -> Tensor")
 
 
-def _fake_arrive(gradient: Tensor, strides: Sequence[int]) -> Tensor:
-    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+def _fake_arrive(gradient: Tensor, strides: Sequence[int], bits: Bits) -> Tensor:
+    empty = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+    return with_bits(empty, bits)
 
 
 torch.library.register_fake("gpipe_fast::arrive", _fake_arrive)
@@ -40,13 +57,13 @@ torch.library.register_fake("gpipe_fast::arrive", _fake_arrive)
 
 class _RecordLayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, strides: tuple[int, ...]) -> Tensor:
-        ctx.strides = strides
+    def forward(ctx: Any, output: Tensor, layout: GradientLayout) -> Tensor:
+        ctx.layout = layout
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.gpipe_fast.arrive(gradient, ctx.strides), None
+        return torch.ops.gpipe_fast.arrive(gradient, *ctx.layout), None
 
 
 def clone_outputs(outputs: Sequence[Tensor], gradient_layouts: GradientLayouts) -> tuple[Tensor, ...]:
@@ -61,10 +78,11 @@ def clone_outputs(outputs: Sequence[Tensor], gradient_layouts: GradientLayouts) 
     def clone(index: int, output: Tensor) -> Tensor:
         if index not in known:
             return output.clone()
-        strides = known[index]
-        if strides is None:
+        layout = known[index]
+        if layout is None:
             return output.detach().clone()
-        arrived: Tensor = _RecordLayout.apply(output, _symbolic_strides(strides, output.shape))
+        strides = _symbolic_strides(layout.strides, output.shape)
+        arrived: Tensor = _RecordLayout.apply(output, GradientLayout(strides, layout.bits))
         return arrived
 
     return tuple(clone(index, output) for index, output in enumerate(outputs))

@@ -16,6 +16,8 @@ from gpipe_fast.torch_private.graphs import preserve_node_meta, use_lazy_graph_m
 from gpipe_fast.torch_private.operators import DispatchKey, patched_kernel, without_python_decompositions
 from gpipe_fast.trace.fake import RealLayouts
 
+aten = torch.ops.aten
+
 
 def _cudnn_batch_norm(
     input: Tensor,
@@ -34,7 +36,6 @@ def _cudnn_batch_norm(
     instead selects its kernel at run time, with the function that eager mode uses
     (`_select_batch_norm_backend`); so does the operator's backward.
     """
-    aten = torch.ops.aten
     if training and running_mean is not None:
         found: tuple[Tensor, ...] = aten._batch_norm_with_update(
             input, weight, bias, running_mean, running_var, momentum, eps
@@ -50,6 +51,23 @@ def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> contextlib.A
     """Sets the Python kernel of cuDNN's batch norm for a trace; None removes the present kernel."""
     op = torch.ops.aten.cudnn_batch_norm.default
     return patched_kernel(op, DispatchKey.Autograd, kernel)
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+# PyTorch's own compute vectors, too, by another algorithm, of every tensor that a trace follows. These, and
+# those of eager mode, do so only if a gradient needs them.
+_VALUES_ALONE: dict[Any, Callable[..., Tensor]] = {
+    aten.linalg_eigvals.default: lambda a: (
+        aten.linalg_eig(a)[0] if _needs_gradient(a) else aten._linalg_eigvals(a)
+    ),
+    aten.linalg_eigvalsh.default: lambda a, uplo="L": aten._linalg_eigh(a, uplo, _needs_gradient(a))[0],
+    aten.linalg_svdvals.default: lambda a, driver=None: aten._linalg_svd(
+        a, False, _needs_gradient(a), driver=driver
+    )[1],
+}
 
 
 @contextlib.contextmanager
@@ -114,6 +132,8 @@ def export_joint(
         contextlib.nullcontext() if attention is None else _replaced_attention(attention),
         aot.backward_without_autocast(),  # as loss.backward() runs
     ):
+        for op, kernel in _VALUES_ALONE.items():
+            stack.enter_context(patched_kernel(op, DispatchKey.CompositeImplicitAutograd, kernel))
         # The metadata mode only records names, but like any function mode it would keep
         # nn.MultiheadAttention from its fused operator.
         joint = aot.aot_export_joint_with_descriptors(

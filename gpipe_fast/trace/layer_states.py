@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.batchnorm import deferred_momentum
+from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, scope_of
 from gpipe_fast.trace.facts import IMMUTABLE, Facts
 from gpipe_fast.trace.unguarded import unguarded_state
@@ -214,6 +215,7 @@ class _Walk:
             type(tensor),
             tuple(tensor.shape),
             strides,
+            bits_of(tensor),
             tensor.dtype,
             tensor.device,
             tensor.requires_grad,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpipe_fast.layers.structure import Structure
-from gpipe_fast.trace.fake import hint
-from gpipe_fast.trace.gradient_layouts import GradientLayouts, GradientStrides
+from gpipe_fast.trace.gradient_layouts import ArrivingLayouts, GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 
@@ -80,22 +79,21 @@ class TracedPorts:
                 return {index: tensor for index, tensor in found.items() if tensor is not None}
         return {}
 
-    def input_gradient_strides(self) -> GradientStrides:
-        """Returns the strides of the gradients of the inputs, by input."""
-        given = self.of(GraphRole.INPUT_GRADIENT)
-        return {i: tuple(map(hint, tensor.stride())) for i, tensor in given.items()}
+    def input_gradient_layouts(self) -> ArrivingLayouts:
+        """Returns the layouts of the gradients of the inputs, by input."""
+        return {i: GradientLayout.of(tensor) for i, tensor in self.of(GraphRole.INPUT_GRADIENT).items()}
 
-    def gradient_layouts(self, gradients: GradientStrides) -> GradientLayouts:
+    def gradient_layouts(self, gradients: ArrivingLayouts) -> GradientLayouts:
         """Returns the outputs whose gradients differ in layout from the output, or do not arrive.
 
         Args:
-            gradients: the strides of the gradients that arrive, by output.
+            gradients: the layouts of the gradients that arrive, by output.
         """
         # Strides of size-one dimensions are compared, too: they distinguish channels_last from contiguous.
         return tuple(
             (index, gradients.get(index))
             for index, tangent in self.of(GraphRole.TANGENT).items()
-            if gradients.get(index) != tuple(map(hint, tangent.stride()))
+            if gradients.get(index) != GradientLayout.of(tangent)
         )
 
     def differentiable_outputs(self) -> frozenset[int]:

@@ -21,7 +21,7 @@ import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.strides import span
+from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, Formulas
@@ -97,7 +97,7 @@ class Template:
         if any(tensor.stride() != tuple(strides[i]) for i, tensor in inputs.items()):
             return None
         for index, wanted in gradient_layouts:
-            if wanted is not None and tangents[index].stride() != tuple(wanted):
+            if wanted is not None and tangents[index].stride() != tuple(wanted.strides):
                 return None
         return instance
 
@@ -224,7 +224,7 @@ class _FakeTensors:
         if offset:
             memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
             meta = memory.as_strided(sizes, strides, offset)
-        return from_meta(self._mode, meta, value.device)
+        return from_meta(self._mode, with_bits(meta, bits_of(value)), value.device)
 
 
 class _Writer:
@@ -333,5 +333,6 @@ def _metadata(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_metadata, value))
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+        layout = tuple(value.shape), value.stride(), value.storage_offset(), bits_of(value)
+        return layout, value.dtype, value.device
     return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpipe_fast.strides import NO_BITS, Bits, bits_of
 from gpipe_fast.trace.formulas import CannotExpressError, has_formula, substitute
 
 
@@ -23,6 +24,7 @@ class TensorMetadata:
         offset: of the first element, in elements.
         dtype: the dtype of the elements.
         device: the device.
+        bits: whether the elements are conjugated, and negated, when they are read.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,7 @@ class TensorMetadata:
     offset: int
     dtype: torch.dtype
     device: torch.device
+    bits: Bits = NO_BITS
 
     layout = torch.strided
 
@@ -38,11 +41,11 @@ class TensorMetadata:
         """Returns a tensor's metadata with other sizes.
 
         Raises:
-            CannotExpressError: the tensor is sparse, or its elements are conjugated or negated when read.
+            CannotExpressError: the tensor is sparse.
         """
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        if tensor.layout is not torch.strided:
             raise CannotExpressError
-        return cls(tuple(shape), tuple(strides), offset, tensor.dtype, tensor.device)
+        return cls(tuple(shape), tuple(strides), offset, tensor.dtype, tensor.device, bits_of(tensor))
 
     @property
     def has_formula(self) -> bool:
@@ -52,7 +55,7 @@ class TensorMetadata:
     def at(self, numbers: Sequence[int]) -> TensorMetadata:
         """Returns the metadata with numbers in place of formulas."""
         shape, strides, offset = substitute((self.shape, self.strides, self.offset), numbers)
-        return TensorMetadata(shape, strides, offset, self.dtype, self.device)
+        return replace(self, shape=shape, strides=strides, offset=offset)
 
     def stride(self) -> tuple[int, ...]:
         """As for a tensor."""
@@ -75,12 +78,12 @@ class TensorMetadata:
         return self.dtype.is_floating_point
 
     def is_conj(self) -> bool:
-        """Returns False: no such tensor has metadata."""
-        return False
+        """As for a tensor."""
+        return self.bits[0]
 
     def is_neg(self) -> bool:
-        """Returns False: no such tensor has metadata."""
-        return False
+        """As for a tensor."""
+        return self.bits[1]
 
 
 # A tensor or its metadata; ``isinstance`` accepts it.

@@ -14,6 +14,7 @@ from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
+from gpipe_fast.strides import bits_of, empty_like, with_bits
 from gpipe_fast.torch_private import aot, fake_tensors
 from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
@@ -59,18 +60,10 @@ class TraceMode:
         self.mode = RealLayouts(runs_kernels=not is_absent)
         self.key: Tensor = self.mode.from_tensor(_empty_key(), static_shapes=True)
 
-    def empty(
-        self,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        requires_grad: bool,
-    ) -> Tensor:
-        """Returns a fake tensor of the mode; its sizes may be symbols."""
+    def empty(self, like: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
+        """Returns a fake tensor of the mode with the layout of another tensor; its sizes may be symbols."""
         with self.mode:
-            fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return fake.requires_grad_(requires_grad)
+            return empty_like(like, device).requires_grad_(requires_grad)
 
     def symbols(self) -> Symbols | None:
         """Returns the symbols after the traces; None if there are none, or if a size depends on data."""
@@ -135,9 +128,7 @@ def trace(
     """
     if mode is None:
         mode, device = TraceMode(trace_context.is_absent), trace_context.device
-        inputs = [
-            mode.empty(x.shape, x.stride(), x.dtype, device or x.device, x.requires_grad) for x in inputs
-        ]
+        inputs = [mode.empty(x, device or x.device, x.requires_grad) for x in inputs]
     if input_structure is None:
         input_structure = ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs))
     untraceable = check_layers(layers)
@@ -231,9 +222,10 @@ def _capture(
 
 
 def _writable(fake: Tensor) -> Tensor:
-    """Returns a copy that is no leaf, if it has the same strides."""
+    """Returns a copy that is no leaf, if it has the same layout."""
     copy = fake.clone()
-    return copy if copy.stride() == fake.stride() else fake
+    same = copy.stride() == fake.stride() and bits_of(copy) == bits_of(fake)
+    return copy if same else fake
 
 
 def _tag_backward(graph: fx.Graph) -> None:
@@ -264,9 +256,7 @@ class _Constants:
         found = self._stand_ins.get(id(constant))
         if found is None:
             with disable_current_modes():
-                found = torch.empty_strided(
-                    constant.shape, constant.stride(), dtype=constant.dtype, device=constant.device
-                ).requires_grad_(constant.requires_grad)
+                found = empty_like(constant).requires_grad_(constant.requires_grad)
             self._stand_ins[id(constant)] = found
             self._by_storage[found.untyped_storage()._cdata] = (found, constant)
         return found
@@ -277,6 +267,7 @@ class _Constants:
             value = getattr(module, str(node.target))
             if isinstance(value, Tensor) and value.untyped_storage()._cdata in self._by_storage:
                 _, constant = self._by_storage[value.untyped_storage()._cdata]
+                with_bits(node.meta["val"], bits_of(constant))  # which PyTorch has left out
                 if isinstance(constant, nn.Parameter):
                     delattr(module, str(node.target))
                 setattr(module, str(node.target), constant)
@@ -292,7 +283,7 @@ def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: Trac
                 if tensor is None or not devices_differ(tensor.device, device):
                     continue
                 if tensor not in replaced:
-                    fake = mode.empty(tensor.shape, tensor.stride(), tensor.dtype, device, False)
+                    fake = mode.empty(tensor, device, False)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     replaced[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 table[name] = replaced[tensor]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.triton_wrap import (
     arguments_added,
     kernel_side_table,
@@ -159,9 +159,7 @@ def _fake_launch_in_place(mode: RealLayouts, **given: Any) -> None:
 def _fake_launch(mode: RealLayouts, **given: Any) -> dict[str, Tensor]:
     with mode:
         return {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            for name, t in given["kwargs"].items()
-            if name in given["tensors_to_clone"]
+            name: empty_like(t) for name, t in given["kwargs"].items() if name in given["tensors_to_clone"]
         }
 
 

@@ -197,4 +197,5 @@ def _may_compute(node: fx.Node) -> bool:
 
 
 def _is_supported(tensor: Tensor) -> bool:
-    return tensor.dtype in DTYPES and tensor.layout is torch.strided and 0 < tensor.numel() <= _MAX_ELEMENTS
+    readable = tensor.layout is torch.strided and not tensor.is_neg()
+    return tensor.dtype in DTYPES and readable and 0 < tensor.numel() <= _MAX_ELEMENTS
