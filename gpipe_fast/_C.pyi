@@ -164,7 +164,7 @@ class LoweredSegment(Segment):
         output_form: BoundaryForm,
         tangent_layouts: Sequence[Layout | None],
         first_random_layer: int | None,
-        writes_inputs: bool,
+        written_inputs: Sequence[int],
         reached: Sequence[int],
         origin: object,
     ) -> None: ...

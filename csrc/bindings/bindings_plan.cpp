@@ -93,7 +93,7 @@ class LayersAdapter final : public PythonLayers {
                      get("skips").cast<std::vector<std::optional<bool>>>()});
     return {{get("outputs").cast<Tensors>(), std::move(form)},
             wrap_object(get("saved")),
-            get("writes_inputs").cast<bool>(),
+            get("written_inputs").cast<std::vector<int64_t>>(),
             get("reached").cast<std::vector<bool>>()};
   }
 
@@ -227,7 +227,7 @@ void bind_segments(py::module_& m) {
   def_write_only(lowered, "output_form", &LoweredSegment::output_form);
   def_write_only(lowered, "tangent_layouts", &LoweredSegment::tangent_layouts);
   def_write_only(lowered, "first_random_layer", &LoweredSegment::first_random_layer);
-  def_write_only(lowered, "writes_inputs", &LoweredSegment::writes_inputs);
+  def_write_only(lowered, "written_inputs", &LoweredSegment::written_inputs);
   def_write_only(lowered, "reached", &LoweredSegment::reached);
   lowered.def_property("origin", nullptr, [](LoweredSegment& self, py::object origin) {
     self.origin = wrap_object(std::move(origin));

@@ -92,7 +92,7 @@ Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary bounda
   }
   for (int64_t index : reached) stage.reached[index] = true;
   keep_only(stage, context);
-  return {std::move(outputs), writes_inputs};
+  return {std::move(outputs), written_inputs};
 }
 
 // Frees the tensors that no backward reads. If a backward may follow, all inputs and buffers are kept, because a

@@ -55,7 +55,7 @@ class LoweredSegment final : public Segment {
   std::shared_ptr<const BoundaryForm> input_form, output_form;
   std::vector<std::optional<Layout>> tangent_layouts;  // by output; nullopt if no gradient arrives
   std::optional<int64_t> first_random_layer;           // see key_layer
-  bool writes_inputs = false;
+  std::vector<int64_t> written_inputs;
   std::vector<int64_t> reached;  // indices of the stage's parameters that its outputs depend on
   PythonObject origin;           // opaque to C++; the segment finder uses it to find a fallback
 

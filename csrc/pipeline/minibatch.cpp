@@ -411,14 +411,13 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
         plan.segment(action.microbatch, microbatch_state.contexts.size(), layer, value, skips);
     SegmentContext& context = microbatch_state.contexts.emplace_back();
     context.segment = segment;
-    const size_t num_boundary = value.tensors.size();
     fetch_skips(segment->pops, skips, action.stage);
     value = pop(*segment, skips, std::move(value));
     if (!segment->pops.empty()) context.input_form = value.form;
     if (const auto first_layer = segment->random_key_layer()) context.key = random_key(action, *first_layer);
-    const Tensors taken = skips.empty() ? Tensors() : value.tensors;
+    const Tensors taken = skips.empty() && value.tensors.size() < 2 ? Tensors() : value.tensors;
     Segment::Result result = segment->forward({action, stage, context, token}, std::move(value));
-    if (result.writes_inputs) check_not_stashed(*segment, skips, taken, num_boundary);
+    if (!taken.empty()) check_not_shared(*segment, skips, taken, result.written_inputs);
     if (!segment->stashes.empty()) context.output_form = result.outputs.form;
     value = stash(*segment, skips, std::move(result.outputs));
     mark_ready(segment->stashes, skips, action.stage);

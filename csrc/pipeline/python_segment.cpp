@@ -29,7 +29,7 @@ Segment::Result PythonSegment::forward(const SegmentCall& call, Boundary inputs)
     if (result.reached[i]) stage.reached[parameters[i]] = true;
   }
   call.context.kept = std::move(result.kept);
-  return {std::move(result.outputs), result.writes_inputs};
+  return {std::move(result.outputs), std::move(result.written_inputs)};
 }
 
 // Copies the latest values to the module's buffers: lowered layers that share a buffer have written a copy of it.

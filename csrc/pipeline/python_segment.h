@@ -22,7 +22,7 @@ class PythonLayers {
   struct Result {
     Boundary outputs;
     PythonObject kept;  // for the backward
-    bool writes_inputs;
+    std::vector<int64_t> written_inputs;
     std::vector<bool> reached;  // by parameter: whether an output depends on it; empty unless requested
   };
   // `key` draws the mini-batch's random key on its first call. `want_reached` requests `Result::reached`.

@@ -56,7 +56,7 @@ class Segment {
 
   struct Result {
     Boundary outputs;
-    bool writes_inputs;  // its layers change inputs in place; they get copies
+    std::vector<int64_t> written_inputs;  // its layers change these in place; they get copies
   };
   virtual Result forward(const SegmentCall& call, Boundary inputs) const = 0;
   // Throws if a buffer that its backward reads was changed in place after the forward.

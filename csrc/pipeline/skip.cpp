@@ -2,8 +2,10 @@
 
 #include "check.h"
 
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+
 #include <algorithm>
-#include <set>
 #include <utility>
 
 namespace gpipe_fast {
@@ -33,21 +35,39 @@ Boundary stash(const Segment& segment, Skips& skips, Boundary outputs) {
   return {std::move(outputs.tensors), std::move(form)};
 }
 
-void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken,
-                       size_t num_boundary) {
-  std::set<const void*> stashed;
+namespace {
+
+// Returns whether two tensors have memory in common.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
+  if (a.element_size() != b.element_size()) return true;
+  const auto end = [](const at::Tensor& t) {
+    return static_cast<int64_t>(
+        at::detail::computeStorageNbytes(t.sizes(), t.strides(), 1, t.storage_offset()));
+  };
+  if (end(a) <= b.storage_offset() || end(b) <= a.storage_offset()) return false;
+  const at::Tensor marks = at::zeros({std::max(end(a), end(b))}, at::kBool);
+  marks.as_strided(a.sizes(), a.strides(), a.storage_offset()).fill_(true);
+  return marks.as_strided(b.sizes(), b.strides(), b.storage_offset()).any().item<bool>();
+}
+
+}  // namespace
+
+void check_not_shared(const Segment& segment, const Skips& skips, const Tensors& taken,
+                      const std::vector<int64_t>& written) {
+  Tensors others = taken;
   for (const Skip& skip : skips) {
-    if (skip.tensor.defined()) stashed.insert(skip.tensor.storage().unsafeGetStorageImpl());
+    if (skip.tensor.defined()) others.push_back(skip.tensor);
   }
-  // Popped skip tensors, the last inputs, come first: they count as stashed for the other inputs.
-  for (size_t i = taken.size(); i-- > 0;) {
-    const void* storage = taken[i].storage().unsafeGetStorageImpl();
-    GPIPE_CHECK(
-        stashed.count(storage) == 0, "layers ", segment.begin, " to ", segment.end - 1,
-        " of the stage change an input of shape ", taken[i].sizes(),
-        " in place, and the same memory is also stashed: the layer that pops it would not see the change. "
-        "Stash a clone, or make the layers compute out of place");
-    if (i >= num_boundary) stashed.insert(storage);
+  for (int64_t index : written) {
+    const at::Tensor& own = taken.at(index);
+    for (size_t i = 0; i < others.size(); ++i) {
+      GPIPE_CHECK(
+          i == static_cast<size_t>(index) || !overlap(own, others[i]), "layers ", segment.begin, " to ",
+          segment.end - 1, " of the stage change an input of shape ", own.sizes(),
+          " in place, and the same memory is also stashed or another input: what reads it there would "
+          "not see the change. Pass or stash a clone, or make the layers compute out of place");
+    }
   }
 }
 

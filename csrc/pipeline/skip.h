@@ -10,10 +10,11 @@ namespace gpipe_fast {
 Boundary pop(const Segment& segment, Skips& skips, Boundary value);
 // Moves the skip tensors that a segment stashed from its outputs to `skips`, and returns the other outputs.
 Boundary stash(const Segment& segment, Skips& skips, Boundary outputs);
-// Throws if one of a segment's inputs shares memory with a stashed tensor. Call if the layers change inputs in place:
-// in a pipeline they change a copy, so the pop would not see the change. `taken`: `num_boundary` boundary tensors,
-// followed by the popped skip tensors.
-void check_not_stashed(const Segment& segment, const Skips& skips, const Tensors& taken, size_t num_boundary);
+// Throws if an input that the layers change in place shares memory with another input or a stashed tensor: in a
+// pipeline they change a copy, so what reads the other one would not see the change. `taken`: the boundary tensors,
+// followed by the popped skip tensors; `written`: the inputs that are changed, as indices.
+void check_not_shared(const Segment& segment, const Skips& skips, const Tensors& taken,
+                      const std::vector<int64_t>& written);
 
 // Given the gradients of a segment's other outputs, appends those of the skip tensors that it stashed.
 void pop_gradients(const Segment& segment, const BoundaryForm& returned, Skips& skips, Tensors& tangents);

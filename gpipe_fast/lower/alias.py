@@ -39,6 +39,15 @@ def source_of(node: fx.Node) -> Source:
         offset += delta
 
 
+def is_elided_copy(node: fx.Node) -> bool:
+    """Returns whether a value is a copy that the owner of its memory replaces, or a view of one."""
+    while (step := _viewed_by(node)) is not None:
+        if node.target is aten.clone.default:
+            return True
+        node, _ = step
+    return False
+
+
 def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
     producer: object = node
     if node.target is operator.getitem:

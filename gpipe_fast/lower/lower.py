@@ -23,7 +23,7 @@ from torch import fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
-from gpipe_fast.lower.alias import getitem_nodes, is_read_once
+from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.in_place import changed_input, memory_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
@@ -105,7 +105,8 @@ class _Lowering:
         program.steps += self.pending.flush()
         program.gradients = tuple(g.index for g in gradients)
         program.outputs = tuple(n.port for n in results)
-        program.results = [self._result(n.node, n.port.role) for n in results]
+        outputs = [self.values.sources[n.node].base for n in results if n.port.role is GraphRole.OUTPUT]
+        program.results = [self._result(n.node, n.port.role, outputs) for n in results]
         memory = plan_memory(program, self._device_type())
         program.parts = parts(program)
         return program, memory
@@ -227,12 +228,14 @@ class _Lowering:
         self.program.steps.append(_copy(copy, value, ActiveRuns.ALWAYS))
         return self.values.view(f"{name}_expanded", copy, 0, like)
 
-    def _result(self, node: fx.Node, role: GraphRole) -> int:
+    def _result(self, node: fx.Node, role: GraphRole, outputs: Sequence[fx.Node]) -> int:
         base = self.values.sources[node].base
         source = self.program.values[self.values.index[base]]
         # A result must not alias memory that a later step or the user changes in place.
         changes = source.storage in _LONG_LIVED or _is_buffer(base, self.graph)
         shared = source.storage is StorageKind.INPUT and role is GraphRole.BUFFER
+        # Nor other outputs of which the model copies it: the layers that follow may change one in place.
+        shared = shared or (outputs.count(base) > 1 and is_elided_copy(node))
         if changes or shared:
             return self._copy_of(node)
         return self.values.of(node)

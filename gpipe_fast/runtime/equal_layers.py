@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import Structure
+from gpipe_fast.lower.ladder import is_backward
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes
@@ -212,7 +213,7 @@ def _trace_part(
 
 
 def _depend_on_each_other(parts: Sequence[Stage], joints: Sequence[JointGraph]) -> bool:
-    """Returns whether a part changes the output of another in place, or uses a buffer of another.
+    """Returns whether a part changes another's output in place or reads around it, or uses another's buffer.
 
     A buffer of another part is a constant in a graph, which would miss its writes.
     """
@@ -222,8 +223,14 @@ def _depend_on_each_other(parts: Sequence[Stage], joints: Sequence[JointGraph]) 
         for node in joint.module.graph.find_nodes(op="get_attr")
     ]
     memory = set().union(*(_memory_of(buffers_of(part.layers)) for part in parts)) if constants else set()
-    writes_inputs = any(joint.writes_inputs for joint in joints[1:])
-    return writes_inputs or not _memory_of(constants).isdisjoint(memory)
+    uses_other = any(joint.written_inputs or _reads_whole_memory(joint) for joint in joints[1:])
+    return uses_other or not _memory_of(constants).isdisjoint(memory)
+
+
+def _reads_whole_memory(joint: JointGraph) -> bool:
+    """Returns whether a layer may read the memory around a view, from an offset that it gives."""
+    nodes = joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    return any(len(node.args) > 3 and not is_backward(node) for node in nodes)
 
 
 def _may_be_traced_as_a_whole(reason: Untraceable) -> bool:

@@ -72,7 +72,7 @@ class _LayersRun:
     outputs: list[Tensor]
     structure: Structure
     stashed: list[Tensor | None]
-    writes_inputs: bool
+    written_inputs: list[int]
 
     def roots(self) -> list[Tensor]:
         """Returns all tensors that leave the layers: the outputs, then the stashed skip tensors."""
@@ -120,7 +120,7 @@ class Result(NamedTuple):
         needs_gradient: which of the outputs other than skip tensors need gradients.
         saved: the state that `PythonLayers.backward` needs.
         skips: whether each stashed tensor needs a gradient; None if None was stashed.
-        writes_inputs: whether the layers wrote their inputs in place.
+        written_inputs: the inputs that the layers changed in place.
         reached: which parameters the outputs depend on, if requested.
     """
 
@@ -129,7 +129,7 @@ class Result(NamedTuple):
     needs_gradient: list[bool]
     saved: _SavedForBackward | None
     skips: list[bool | None]
-    writes_inputs: bool
+    written_inputs: list[int]
     reached: list[bool]
 
 
@@ -278,7 +278,7 @@ class PythonLayers:
                 [output.requires_grad for output in run.outputs],
                 saved,
                 [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
-                run.writes_inputs,
+                run.written_inputs,
                 reached,
             )
 
@@ -368,8 +368,8 @@ class PythonLayers:
                 outputs, structure = flatten(value, deduplicate=True)
             except TypeError as error:
                 raise TypeError(f"{self._name} returns a value that cannot be passed on: {error}") from None
-        writes_inputs = versions != [copy._version for copy in copied]
-        return _LayersRun(leaves, outputs, structure, stashed, writes_inputs)
+        written_inputs = [i for i, copy in enumerate(copied) if copy._version != versions[i]]
+        return _LayersRun(leaves, outputs, structure, stashed, written_inputs)
 
     def _key(self, microbatch_input: _MicroBatchInput) -> Tensor:
         """Returns the micro-batch's random key, on the layers' device."""

@@ -73,6 +73,7 @@ class LayersFunction(nn.Module):
             set by `forward`.
         running_layer: index of the layer whose graph is running; None between layers.
         copy_inputs: whether the inputs are copied, because layers change them in place.
+        written_inputs: the inputs that layers change in place; set by `forward`.
     """
 
     def __init__(
@@ -95,17 +96,20 @@ class LayersFunction(nn.Module):
         self.stashed: tuple[bool, ...] = ()
         self.unfused_layers: tuple[int, ...] = ()
         self.copy_inputs = copy_inputs
+        self.written_inputs: tuple[int, ...] = ()
         self.layers = nn.ModuleList(layers)
         self.gradient_layouts = gradient_layouts
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
         received = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        versions = [x._version for x in received]
         trace_context = self.trace_context
         num_plain = len(received) - sum(trace_context.popped)
         skips = skips_from(trace_context, received[num_plain:])
         self.unfused_layers = ()
         value = self._run(key, self.input_structure.build(received[:num_plain]), skips)
+        self.written_inputs = tuple(i for i, x in enumerate(received) if x._version != versions[i])
         stashed = take_stashed(skips, trace_context.stashes)
         try:
             outputs, self.output_structure = flatten(value, deduplicate=True)

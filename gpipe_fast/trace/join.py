@@ -124,7 +124,7 @@ def join(joints: Sequence[JointGraph], num_tensors: Sequence[tuple[int, int]]) -
         layers,
         joints[-1].structure,
         joints[-1].stashed,
-        joints[0].writes_inputs,
+        joints[0].written_inputs,
         tuple(
             part.layer(layer)
             for part, joint in zip(parts, joints, strict=True)

@@ -70,7 +70,7 @@ class JointGraph:
         structure: the nesting of the last layer's outputs.
         stashed: for each stashed skip connection, whether it carries a tensor (else None). Stashed tensors
             are graph outputs, after the last layer's outputs.
-        writes_inputs: whether layers change their inputs in place; in the graph they change copies.
+        written_inputs: the inputs that layers change in place; in the graph they change copies.
         unfused_layers: indices of layers whose attention with dropout runs without a fused kernel on a GPU.
         parameter_uses: the number of reads of each parameter in the layers' forward, if the graph no longer
             shows them because casts of parameters were hoisted; else None.
@@ -83,7 +83,7 @@ class JointGraph:
     num_layers: int
     structure: Structure = ONE_TENSOR
     stashed: tuple[bool, ...] = ()
-    writes_inputs: bool = False
+    written_inputs: tuple[int, ...] = ()
     unfused_layers: tuple[int, ...] = ()
     parameter_uses: Mapping[int, int] | None = None
     derived: dict[type, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

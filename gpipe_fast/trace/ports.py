@@ -28,7 +28,7 @@ class TracedPorts:
         outputs: forward results, new values of written buffers, gradients.
         structure: as for `JointGraph`.
         stashed: as for `JointGraph`.
-        writes_inputs: as for `JointGraph`.
+        written_inputs: as for `JointGraph`.
         unfused_layers: as for `JointGraph`.
         draws: whether any operator draws random numbers.
     """
@@ -37,7 +37,7 @@ class TracedPorts:
     outputs: tuple[PortTensor, ...]
     structure: Structure
     stashed: tuple[bool, ...]
-    writes_inputs: bool
+    written_inputs: tuple[int, ...]
     unfused_layers: tuple[int, ...]
     draws: bool
 
@@ -53,7 +53,7 @@ class TracedPorts:
             outputs,
             joint.structure,
             joint.stashed,
-            joint.writes_inputs,
+            joint.written_inputs,
             joint.unfused_layers,
             any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in joint.inputs),
         )

@@ -222,10 +222,8 @@ def _capture(
 
 
 def _writable(fake: Tensor) -> Tensor:
-    """Returns a copy that is no leaf, if it has the same layout."""
-    copy = fake.clone()
-    same = copy.stride() == fake.stride() and bits_of(copy) == bits_of(fake)
-    return copy if same else fake
+    """Returns a copy that is no leaf, with the same layout."""
+    return empty_like(fake).copy_(fake)
 
 
 def _tag_backward(graph: fx.Graph) -> None:
@@ -356,7 +354,7 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         len(layers),
         stage.output_structure,
         stage.stashed,
-        stage.copy_inputs,
+        stage.written_inputs,
         stage.unfused_layers,
     )
 

@@ -83,6 +83,7 @@ CAUSAL = with_labels("input_ids", "labels")
 MASKED = with_labels("input_ids", "labels", "attention_mask")
 KEY_VALUES = {"num_key_value_heads": 2}
 
+GPTJ = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 4, "n_head": 2, "rotary_dim": 4, **UNTIED, **SPECIAL}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 MAMBA = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, **UNTIED, **SPECIAL}
 WHISPER = {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
@@ -92,6 +93,8 @@ CASES: dict[str, Case] = {
     "GPT-2": (gpt2, CAUSAL, ITEMS),
     "GPT-2 with tied weights": (partial(gpt2, tie_word_embeddings=True), CAUSAL, ITEMS),
     "GPT-2 without labels": (gpt2, with_labels("input_ids"), NONE),
+    # All blocks read two halves of one tensor, the sines and cosines of positions.
+    "GPT-J": (partial(transformers, "GPTJForCausalLM", vocab_size=VOCABULARY, **GPTJ), CAUSAL, ITEMS),
     "Llama": (partial(decoder, "LlamaForCausalLM"), CAUSAL, ITEMS),
     "Llama with padding": (partial(decoder, "LlamaForCausalLM"), MASKED, ITEMS),
     "BERT": (partial(bert, "BertForMaskedLM"), MASKED, MEAN),
