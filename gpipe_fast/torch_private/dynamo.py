@@ -28,6 +28,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.autograd_function import autograd_function_apply
@@ -87,6 +88,19 @@ def fake_mode_of(kind: type[FakeTensorMode]) -> contextlib.AbstractContextManage
         self.tracing_context.fake_mode.__class__ = kind
 
     return mock.patch.object(OutputGraph, "__init__", init)
+
+
+def shown_keys_guarded() -> contextlib.AbstractContextManager[Any]:
+    """Makes Dynamo guard the keys of a dictionary whose text is read, ``str(table)``, in a block."""
+    original = getattr(ConstDictVariable, "tp_repr_impl", None)  # since 2.14
+
+    def tp_repr_impl(self: Any, tx: Any) -> Any:
+        self.install_dict_keys_match_guard()
+        return original(self, tx)  # type: ignore[misc]
+
+    if original is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(ConstDictVariable, "tp_repr_impl", tp_repr_impl)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import enum
 import functools
 import inspect
 import logging
@@ -33,7 +34,7 @@ from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
 from gpipe_fast.torch_private.modes import DisableTransforms
-from gpipe_fast.trace.facts import IMMUTABLE, Read
+from gpipe_fast.trace.facts import IMMUTABLE, TABLE, Read
 from gpipe_fast.trace.fake import RealLayouts
 
 _log = logging.getLogger("gpipe_fast")
@@ -387,6 +388,7 @@ def _capturing() -> Iterator[_Observed]:
         mock.patch.dict(dynamo.tracing_questions, _ANSWERS),
         dynamo.triton_kernels_known(),
         dynamo.sent_values_replace_yields(),
+        dynamo.shown_keys_guarded(),
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
         dynamo.settings(_CONFIG, _logging_functions()),
@@ -498,6 +500,9 @@ def _guards(
         cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
         if cls is not None:
             classes.add(cls)
+    attributes = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
+    if any(isinstance(value, property) and _overrides_ignored(value) for value in attributes):
+        raise Refused("a class overrides how a property is read")
     return Guards(
         check_layer,
         dynamo.check_of(graph, entry.__code__, deep) if deep else None,
@@ -535,9 +540,14 @@ def _reads(
         Refused: a place holds an object whose changes no guard can see.
     """
     found: list[Read] = []
+    guards = list(guards)
+    # ``list(table)`` is guarded by the length alone, ``f(*table)`` without the order.
+    of_keys = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
+    counted = {guard.originating_source.name for guard in guards if guard.create_fn_name() in of_keys}
     for name in dict.fromkeys(guard.originating_source.name for guard in guards):
         try:
-            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, with_keys)
+            keys = with_keys or name in counted
+            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
             continue
@@ -549,14 +559,36 @@ def _reads(
 def _check_guarded(name: str, value: Any) -> None:
     module = str(getattr(value, "__module__", ""))
     own = not module.startswith(("torch.", "gpipe_fast."))
+    if isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ())):  # guards compare the class alone
+        raise Refused(f"its forward reads an array of NumPy, {_readable(name)}")
+    if _overrides_ignored(value):
+        raise Refused(
+            f"its forward reads an object whose class overrides built-in methods, {_readable(name)}"
+        )
     if isinstance(value, Iterator) and own:
         raise Refused(f"its forward reads an iterator, {_readable(name)}")
-    if isinstance(value, type) and _is_users(type(value)) and "__instancecheck__" in vars(type(value)):
-        raise Refused(f"its forward may ask a metaclass, that of {_readable(name)}")
     if isinstance(value, functools._lru_cache_wrapper) and _is_users(value):
         raise Refused(f"its forward reads a cache, {_readable(name)}")
     if getattr(value, "_dynamo_marked_constant", False) and own:
         raise Refused("it calls a function that torch.compiler was told not to trace")
+
+
+# Methods that Dynamo does not call, or guard, if a subclass of these or a metaclass overrides them.
+_BASES: tuple[type, ...] = (functools.partial, property, dict, set, frozenset, int, float, str)
+_IGNORED = ["call", "iter", "missing", "get", "float", "int", "index", "bool", "format"]
+_IGNORED_OF_CLASSES = ["instancecheck", "getitem", "iter", "len", "eq", "bool", "float"]
+
+
+def _overrides_ignored(value: Any) -> bool:
+    """Returns whether a value has methods of a user's class in whose place Dynamo takes those of a base."""
+    if not isinstance(value, (type, *_BASES)) or isinstance(value, enum.Enum):
+        return False
+    found = [vars(cls) for cls in type(value).__mro__ if _is_users(cls)]
+    # The guards of an empty dictionary do not compare its attributes.
+    if found and isinstance(value, dict) and not dict.__len__(value) and hasattr(value, "__dict__"):
+        return True
+    names = _IGNORED_OF_CLASSES if isinstance(value, type) else _IGNORED
+    return any(isinstance(own.get(f"__{name}__"), types.FunctionType) for own in found for name in names)
 
 
 def _is_users(value: Any) -> bool:
@@ -581,7 +613,8 @@ def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
     if attribute is None:
         return True
     if item is None:
-        return type(value) in (dict, OrderedDict) or _is_immutable(value)
+        # ``move_to_end`` changes no item.
+        return type(value) is dict or bool(TABLE.search(read.name)) or _is_immutable(value)
     if attribute in ("_parameters", "_buffers", "_modules"):
         return True
     table = eval(read.name.removesuffix(item), {"L": {"layer": layer}})

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import re
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, KeysView, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtyp
 _COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType, enum.Enum)
 _CONTAINERS = (list, dict, set, tuple, frozenset)
 # Modules' own tables, of hooks, parameters, buffers or modules.
-_TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
+TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
 
 
 class Read(NamedTuple):
@@ -58,7 +58,7 @@ class Facts:
         values = [
             (read, value)
             for read in reads
-            if not _TABLE.search(read.name)
+            if not TABLE.search(read.name)
             # Some expressions make a new object, such as a copy of a class's ``__dict__``.
             and (value := read.value(layer)) is read.value(layer)
         ]
@@ -164,11 +164,14 @@ def _exact(value: Any, with_keys: bool = False) -> Hashable:
         return repr(value) if value == 0 else None
     if isinstance(value, (tuple, frozenset)):
         return (type(value), *map(_in_container, value)) if value else None
+    if isinstance(value, KeysView):
+        return tuple(map(_in_container, value))
     if isinstance(value, (OrderedDict, set)):
         return tuple(map(_in_container, value)) if len(value) > 1 else None
     return abc.get_cache_token() if isinstance(value, abc.ABCMeta) else None
 
 
 def _in_container(value: Any) -> Hashable:
-    exact = _exact(value)
+    # Guards on a tuple compare the very objects in it.
+    exact = tuple(map(_in_container, value)) if isinstance(value, (list, set)) else _exact(value)
     return (type(value), exact if exact is not None or not isinstance(value, IMMUTABLE) else value)

@@ -43,6 +43,10 @@ class RealLayouts(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
+        if (
+            func is not torch.ops.aten.lift_fresh.default
+        ):  # the elements of a tensor made from numbers are known
+            args = tuple(map(self._without_elements, args))
         fake = super().__torch_dispatch__(func, types, args, kwargs)
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
@@ -63,6 +67,11 @@ class RealLayouts(FakeTensorMode):
         replaced = functools.partial(_with_real_layout, func is aten.view.default)
         with self:
             return tree_unflatten(map(replaced, leaves, tree_leaves(real)), structure)
+
+    def _without_elements(self, value: Any) -> Any:
+        """Returns a fake tensor for a real one, such as a stand-in for a constant; else the value."""
+        is_real = isinstance(value, Tensor) and not self.is_our_fake(value)
+        return self.fake_tensor_converter.from_real_tensor(self, value) if is_real else value
 
 
 @functools.cache

@@ -97,7 +97,13 @@ class AnsweringClass(type):
 Answering = AnsweringClass("Answering", (), {})
 
 
-NUMPY_NUMBER = np.float64(2)
+class OwnProperty(property):
+    def __get__(self, instance: object, owner: type | None = None) -> float:
+        return 2.0
+
+
+HAS_OWN_PROPERTY = type("HasOwnProperty", (), {"scale": OwnProperty(lambda self: 1.0)})()
+NUMPY_NUMBER, ARRAY = np.float64(2), np.array(2.0)
 
 
 def twos() -> Iterator[float]:
@@ -183,7 +189,14 @@ TRACING = [
     case("a number or tensor that", "backend='auto'", in_aten, lambda layer, x: x * NUMPY_NUMBER),
     case("told not to trace", "backend='auto'", in_aten, lambda layer, x: untraced(x)),
     case("an iterator", "GENERATOR", in_aten, lambda layer, x: x * next(GENERATOR)),
-    case("a metaclass", "Answering", in_aten, lambda layer, x: x * isinstance(layer, Answering)),
+    case("an array of NumPy", "ARRAY", in_aten, lambda layer, x: x * float(ARRAY)),
+    case("how a property is read", "backend='auto'", in_aten, lambda layer, x: x * HAS_OWN_PROPERTY.scale),
+    case(
+        "class overrides built-in methods",
+        "Answering",
+        in_aten,
+        lambda layer, x: x * isinstance(layer, Answering),
+    ),
     case("a cache", "cached", in_aten, lambda layer, x: x * cached()),
     case("may catch AttributeError", "backend='auto'", in_aten, catch_a_lookup),
     case("was replaced 16 times", "register it as a buffer", replace_a_tensor),

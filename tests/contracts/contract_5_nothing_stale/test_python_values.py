@@ -1,0 +1,191 @@
+"""Every kind of Python and NumPy value that a forward may read, at every place, and changed between calls.
+
+The next call must show the change, whether the layer is traced again or runs in Python (contract 5).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from tests.contracts.contract_5_nothing_stale.python_values import READS, VALUES, Case, Read, cases
+from tests.sampling import sample, seed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = list(cases())
+X = torch.arange(1.0, 5.0)[:, None]
+
+# A layer, and a function that replaces the value that it reads.
+Made = tuple[nn.Module, Callable[[Any], object]]
+
+
+def layer_of(find: Callable[[Any], Any], read: Read, held: Any = None) -> nn.Module:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = held
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * read(find(self))
+
+    return Reads()
+
+
+def in_attribute(read: Read, value: Any) -> Made:
+    layer = layer_of(lambda layer: layer.held, read, value)
+    return layer, functools.partial(setattr, layer, "held")
+
+
+def in_dict(read: Read, value: Any) -> Made:
+    table = {"key": value}
+    return layer_of(lambda layer: layer.held["key"], read, table), functools.partial(table.__setitem__, "key")
+
+
+def in_list(read: Read, value: Any) -> Made:
+    values = [value]
+    return layer_of(lambda layer: layer.held[0], read, values), functools.partial(values.__setitem__, 0)
+
+
+def in_tuple(read: Read, value: Any) -> Made:
+    layer = layer_of(lambda layer: layer.held[0], read, (value,))
+    return layer, lambda value: setattr(layer, "held", (value,))
+
+
+def in_namespace(read: Read, value: Any) -> Made:
+    held = types.SimpleNamespace(value=value)
+    return layer_of(lambda layer: layer.held.value, read, held), functools.partial(setattr, held, "value")
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def in_object(read: Read, value: Any) -> Made:
+    held = Holder(value)
+    return layer_of(lambda layer: layer.held.value, read, held), functools.partial(setattr, held, "value")
+
+
+def in_class(read: Read, value: Any) -> Made:
+    # As a static method, so that a function is not bound.
+    held = type("Holder", (), {"value": staticmethod(value) if hasattr(type(value), "__get__") else value})
+    layer = layer_of(lambda layer: layer.held.value, read, held)
+    is_function = hasattr(type(value), "__get__")
+    return layer, lambda new: setattr(held, "value", staticmethod(new) if is_function else new)
+
+
+def in_property(read: Read, value: Any) -> Made:
+    cls = type("Holder", (Holder,), {"shown": property(lambda self: self.value)})
+    held = cls(value)
+    return layer_of(lambda layer: layer.held.shown, read, held), functools.partial(setattr, held, "value")
+
+
+def in_closure(read: Read, value: Any) -> Made:
+    def replace(new: Any) -> None:
+        nonlocal value
+        value = new
+
+    return layer_of(lambda layer: value, read), replace
+
+
+def in_default(read: Read, value: Any) -> Made:
+    def find(layer: Any, value: Any = value) -> Any:
+        return value
+
+    return layer_of(find, read), lambda value: setattr(find, "__defaults__", (value,))
+
+
+def in_partial(read: Read, value: Any) -> Made:
+    def bound(value: Any) -> functools.partial[Any]:
+        return functools.partial(lambda value, unused: value, value)
+
+    layer = layer_of(lambda layer: layer.held(None), read, bound(value))
+    return layer, lambda value: setattr(layer, "held", bound(value))
+
+
+def in_global(read: Read, value: Any) -> Made:
+    namespace: dict[str, Any] = {"VALUE": value, "__name__": "a_module"}
+    find = types.FunctionType((lambda layer: VALUE).__code__, namespace)  # type: ignore[name-defined] # noqa: F821
+    return layer_of(find, read), functools.partial(namespace.__setitem__, "VALUE")
+
+
+def in_other_module(read: Read, value: Any) -> Made:
+    module = sys.modules["module_of_python_values"] = types.ModuleType("module_of_python_values")
+    module.value = value  # type: ignore[attr-defined]
+
+    def find(layer: Any) -> Any:
+        import module_of_python_values  # type: ignore[import-not-found]
+
+        return module_of_python_values.value
+
+    return layer_of(find, read), functools.partial(setattr, module, "value")
+
+
+PLACES: dict[str, Callable[[Read, Any], Made]] = {
+    make.__name__: make
+    for make in (
+        *(in_attribute, in_dict, in_list, in_tuple, in_namespace, in_object, in_class, in_property),
+        *(in_closure, in_default, in_partial, in_global, in_other_module),
+    )
+}
+
+
+def found_by(layer: nn.Module) -> Tensor | None:
+    try:
+        found: Tensor = layer(X)
+    except Exception:
+        return None
+    return found
+
+
+def check(case: Case, place: str) -> None:
+    """Checks two calls before a change, and two after it."""
+    make, change = VALUES[case.value]
+    value, other = make(1.0), make(2.0)
+    layer, replace = PLACES[place](READS[case.read], value)
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(4):
+            if call == 2 and case.in_place and change is not None:
+                change(value)
+            elif call == 2:
+                replace(other)
+            expected = found_by(layer)
+            if expected is not None:  # at some places, values cannot be read
+                found = pipe(X)
+                assert found.dtype == expected.dtype, (case, place, call)
+                assert torch.equal(found, expected), (case, place, call, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "place"), sample(list(itertools.product(CASES, PLACES)), 100, salt="python values"), ids=str
+)
+def test_a_changed_value_is_seen(case: Case, place: str) -> None:
+    check(case, place)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_changed_value_of_every_kind_is_seen(kind: str) -> None:
+    draw = random.Random(f"{seed()}/{kind}")
+    for case in CASES:
+        if case.value == kind:
+            check(case, draw.choice(list(PLACES)))
+
+
+def test_many_kinds_are_tried() -> None:
+    assert len({case.value for case in CASES}) >= 200
+    assert {case.value for case in CASES} == set(VALUES)
