@@ -336,7 +336,11 @@ def _parts(value: Any) -> Sequence[Any]:
         constants = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         # Methods with super() have the class in a cell.
-        return (value.__code__, *constants, *[_content(cell) for name, cell in cells if name != "__class__"])
+        return (
+            value.__code__,
+            *constants,
+            *[content_of(cell) for name, cell in cells if name != "__class__"],
+        )
     if isinstance(value, Tensor):
         return () if value.is_inference() else (value._version,)
     if type(value) is functools.partial:
@@ -344,7 +348,8 @@ def _parts(value: Any) -> Sequence[Any]:
     return (*value.keys(), *value.values()) if type(value) is dict else tuple(value)
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
+    """Returns the value of a closure's variable; if it has none yet, an object that no variable has."""
     try:
         return cell.cell_contents
     except ValueError:  # empty

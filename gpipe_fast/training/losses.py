@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Generator, Hashable
 from numbers import Real
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from gpipe_fast.layers.skip import GIVEN, Skippable, pop, skippable
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.trace.repeatable import content_of
+from gpipe_fast.trace.traceability import HOOKS
 
 Normalizer = float | Tensor | Callable[[Any], Any] | None
 
@@ -36,6 +39,7 @@ _OF_ELEMENTS: dict[Any, Any] = {
     nn.SoftMarginLoss: F.soft_margin_loss,
 }
 _FUNCTIONS = _OF_CLASSES | _OF_ELEMENTS
+_FORWARDS = {cls: cls.forward for cls in _FUNCTIONS}
 # Losses whose mean is divided by the sum of the weights of elements.
 _WEIGHTED = (F.mse_loss, F.l1_loss)
 
@@ -74,7 +78,7 @@ def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
     function, arguments = _call_of(loss_fn)
     divisor = _divisor_of(normalizer)
     if function is None:
-        if divisor is None:
+        if divisor is None or getattr(loss_fn, "reduction", None) == "mean":
             raise ValueError(
                 f"the divisor of {_name(loss_fn)} is not known, so the losses of micro-batches cannot be "
                 "combined; let loss_fn return a sum, and pass normalizer=, a number or a function of the "
@@ -97,24 +101,32 @@ def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
     total = functools.partial(function, **{**arguments, "reduction": "sum"})
     if function in _OF_ELEMENTS.values():
         total = functools.partial(_of_equal_shapes, total)
-    key = function, _keys_of(arguments)
+    key = function, key_of(_items(arguments))
     return Loss(total, key, divisor)
 
 
 def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the function of PyTorch that a loss calls, and its arguments; None if there is none."""
-    if type(loss_fn) in _FUNCTIONS:
+    if type(loss_fn) in _FUNCTIONS and _is_unchanged(loss_fn):
         function = _FUNCTIONS[type(loss_fn)]
         names = [*inspect.signature(function).parameters][2:]
         attributes = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
         return function, attributes
     given: dict[str, Any] = {}
-    while isinstance(loss_fn, functools.partial) and not loss_fn.args:
+    while type(loss_fn) is functools.partial and not loss_fn.args:
         given = {**loss_fn.keywords, **given}
         loss_fn = loss_fn.func
     if loss_fn not in _FUNCTIONS.values() or given.keys() & {"size_average", "reduce"}:
         return None, {}
     return loss_fn, {"reduction": "mean", **given}
+
+
+def _is_unchanged(loss_fn: nn.Module) -> bool:
+    """Returns whether a loss of PyTorch, which is a module, runs no other code than PyTorch's."""
+    function = _FUNCTIONS[type(loss_fn)]
+    own_forward = getattr(loss_fn.forward, "__func__", None) is _FORWARDS[type(loss_fn)]
+    hooked = any(vars(loss_fn)[table] for table in HOOKS)
+    return own_forward and not hooked and getattr(F, function.__name__) is function
 
 
 def check_target(loss_fn: Any, target: Any, method: str) -> None:
@@ -175,25 +187,39 @@ def _of_equal_shapes(total: Callable[..., Tensor], output: Tensor, target: Tenso
     return total(output, target)
 
 
-def key_of(value: Any) -> Hashable:
+def key_of(value: Any, known: dict[int, int] | None = None) -> Hashable:
     """Returns a key by which functions that are made anew in each call, from the same line, are equal.
 
     The key is valid as long as the value exists and the variables that it closes over are unchanged.
+
+    Args:
+        value: a function, or a part of one.
+        known: numbers the functions of which it is a part, which may refer to themselves.
     """
-    if isinstance(value, functools.partial):
-        return key_of(value.func), tuple(map(key_of, value.args)), _keys_of(value.keywords)
-    if inspect.ismethod(value):
-        return key_of(value.__func__), id(value.__self__)
-    if inspect.isfunction(value):
-        cells = tuple(key_of(cell.cell_contents) for cell in value.__closure__ or ())
-        defaults = tuple(map(key_of, value.__defaults__ or ())), _keys_of(value.__kwdefaults__ or {})
-        return value.__code__, cells, defaults
-    # The representation tells 0.0 from -0.0, and the type 1 from True.
-    return (type(value), repr(value)) if isinstance(value, (type(None), bool, int, float, str)) else id(value)
+    known = {} if known is None else known
+    if type(value) in (type(None), bool, int, float, str):
+        return type(value), repr(value)  # tells 0.0 from -0.0, and 1 from True
+    if type(value) is tuple:
+        return tuple(key_of(part, known) for part in value)
+    if id(value) in known or isinstance(value, CodeType):
+        found: Hashable = known.get(id(value), value)
+        return found
+    if type(value) is functools.partial:
+        parts: tuple[Any, ...] = value.func, value.args, _items(value.keywords)
+    elif inspect.ismethod(value):
+        parts = value.__func__, id(value.__self__)
+    elif inspect.isfunction(value):
+        cells = tuple(map(content_of, value.__closure__ or ()))
+        defaults = value.__defaults__, _items(value.__kwdefaults__)
+        parts = value.__code__, id(value.__globals__), cells, defaults, _items(vars(value))
+    else:
+        return id(value)
+    known[id(value)] = len(known)
+    return key_of(parts, known)
 
 
-def _keys_of(values: dict[str, Any]) -> Hashable:
-    return tuple((name, key_of(value)) for name, value in sorted(values.items()))
+def _items(values: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((values or {}).items()))
 
 
 def _name(loss_fn: Any) -> str:
