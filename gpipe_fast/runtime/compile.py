@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -91,11 +92,7 @@ class Compiler:
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
         """
-        if not torch.is_inference_mode_enabled() or any(map(_has_inference_tensors, stages)):
-            return self._compile(stages, microbatches, layout_history, cat_dim)
-        grad = torch.is_grad_enabled()
-        # Graphs serve calls outside of inference mode, too, in which PyTorch decomposes fewer operators.
-        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        with outside_inference_mode(stages):
             return self._compile(stages, microbatches, layout_history, cat_dim)
 
     def _compile(
@@ -364,6 +361,20 @@ class Compiler:
         if found is None:
             found = self._families[key] = ShapeFamily()
         return found
+
+
+@contextlib.contextmanager
+def outside_inference_mode(stages: Iterable[Stage]) -> Iterator[None]:
+    """Leaves inference mode in a block in which layers are traced, unless they have tensors made in it.
+
+    Graphs serve calls outside of the mode, too, in which PyTorch decomposes fewer operators.
+    """
+    if not torch.is_inference_mode_enabled() or any(map(_has_inference_tensors, stages)):
+        yield
+        return
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 def _has_inference_tensors(stage: Stage) -> bool:

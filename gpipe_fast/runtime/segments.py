@@ -28,7 +28,7 @@ from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
-from gpipe_fast.runtime.compile import Compiler, TooManyTraces
+from gpipe_fast.runtime.compile import Compiler, TooManyTraces, outside_inference_mode
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
@@ -225,7 +225,10 @@ class Segments:
         """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
         shape = progress.title_of(segment_key.input_specs.tensors)
         new = f"the first call with micro-batches of {shape} in this mode"
-        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer, new):
+        with (
+            _with_modes(segment_key.modes, part),
+            progress.first_call([len(part.layers)], part.first_layer, new),
+        ):
             compiler = self._shared.compiler
             found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
             if isinstance(found, CompiledStage):
@@ -271,7 +274,10 @@ class Segments:
             )
         shape = progress.title_of(segment_key.input_specs.tensors)
         new = f"gradients in a new layout, for micro-batches of {shape}"
-        with _with_modes(segment_key.modes), progress.first_call([len(part.layers)], part.first_layer, new):
+        with (
+            _with_modes(segment_key.modes, part),
+            progress.first_call([len(part.layers)], part.first_layer, new),
+        ):
             found = self._shared.compiler.compiled(
                 part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
             )
@@ -392,9 +398,10 @@ class SegmentSearch:
 
 
 @contextlib.contextmanager
-def _with_modes(modes: TorchModes) -> Iterator[None]:
+def _with_modes(modes: TorchModes, part: Stage) -> Iterator[None]:
     """Sets a segment's modes for a block, except determinism and default dtype, which are process-wide."""
     with (
+        outside_inference_mode([part]),
         torch.set_grad_enabled(modes.grad),
         exact_autocast(modes.autocast),
         intra_op_threads(modes.num_threads),
