@@ -30,6 +30,7 @@ from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySo
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
@@ -156,6 +157,24 @@ def caught_exceptions_shown(look: Callable[[type, types.CodeType], None]) -> Ite
         original(self, raised)
 
     with mock.patch.object(translator, "exception_handler", exception_handler):
+        yield
+
+
+@contextlib.contextmanager
+def tensor_attributes_shown(look: Callable[[str, Source | None], None]) -> Iterator[None]:
+    """Shows each attribute of a tensor that the captured code reads, in a block.
+
+    Args:
+        look: called with the name of the attribute, and the source of the tensor; None for a computed one.
+    """
+    method = "tp_getattro_impl" if hasattr(TensorVariable, "tp_getattro_impl") else "var_getattr"  # in 2.11
+    original = getattr(TensorVariable, method)
+
+    def read(self: Any, tx: Any, name: str) -> Any:
+        look(name, self.source)
+        return original(self, tx, name)
+
+    with mock.patch.object(TensorVariable, method, read):
         yield
 
 

@@ -321,6 +321,13 @@ def _check_operators(module: fx.GraphModule) -> None:
     is_foreign = any(function.__module__.split(".")[0] not in own for function in _functions(module))
     if is_foreign or any(str(node.target) == "flat_apply" for node in module.graph.nodes):
         raise Refused("it calls a function that torch.compiler was told not to trace")
+    names = {str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes}
+    if names & _UNDECLARED_VIEWS:
+        raise Refused(f"it calls {min(names & _UNDECLARED_VIEWS)}, whose results share memory unnoticed")
+
+
+# A change of their results would not reach their argument.
+_UNDECLARED_VIEWS = frozenset({"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
 
 def _check_unchanged(module: fx.GraphModule | None, constants: Iterable[int]) -> None:
@@ -391,6 +398,7 @@ def _capturing() -> Iterator[_Observed]:
         dynamo.shown_keys_guarded(),
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
+        dynamo.tensor_attributes_shown(_check_attribute),
         dynamo.settings(_CONFIG, _logging_functions()),
         dynamo.fake_mode_of(RealLayouts),
         dynamo.get_metrics_context(),
@@ -422,6 +430,20 @@ def _caught_lookups_refused(observed: _Observed) -> contextlib.AbstractContextMa
     return dynamo.caught_exceptions_shown(look)
 
 
+# A trace does not know of which tensor another is a view, which result of an operator, and how often changed.
+_UNKNOWN_OF_TENSORS = frozenset({"_base", "output_nr", "_version"})
+_HOOKS_OF_TENSORS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+
+
+def _check_attribute(name: str, source: Source | None) -> None:
+    """Checks that an attribute of a tensor has its value, or its effect, in a trace."""
+    if name in _UNKNOWN_OF_TENSORS or (name == "grad" and source is None):
+        raise Refused(f"it reads {name} of a tensor, which a trace does not know")
+    # The gradient of a computed tensor or of an argument is that of one micro-batch, as in eager mode.
+    if name in _HOOKS_OF_TENSORS and source is not None and not _is_argument(source):
+        raise Refused("its forward registers a hook on a parameter, a side effect")
+
+
 def _logging_functions() -> set[Any]:
     return {vars(logging.Logger)[name] for name in _LOG_ONCE if name in vars(logging.Logger)}
 
@@ -436,9 +458,11 @@ def _sources(output: Any) -> list[Source]:
 
 def _is_own_tensor(source: Source) -> bool:
     """Returns whether a source is an argument, or a registered parameter or buffer of the layer."""
-    return get_local_source_name(source) in ("args", "kwargs", "popped") or bool(
-        _REGISTERED.fullmatch(source.name)
-    )
+    return _is_argument(source) or bool(_REGISTERED.fullmatch(source.name))
+
+
+def _is_argument(source: Source) -> bool:
+    return get_local_source_name(source) in ("args", "kwargs", "popped")
 
 
 _ITEM = r"\['[^']*'\]"

@@ -177,6 +177,11 @@ def register_a_parameter(layer: Any, x: Tensor) -> Any:
     return layer.linear(x) * layer.late
 
 
+def hook_a_parameter(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.get_parameter("linear.weight").register_hook(torch.neg)
+    return x
+
+
 TRACING = [
     case("layer 0 (LazyLinear)", "run one", call, features(), layers=(nn.LazyLinear(2),), backend="eager"),
     case("got set", "may be nested in tuples", in_aten, returning_a_set),
@@ -188,6 +193,9 @@ TRACING = [
     case("through a weak reference", "backend='auto'", in_aten, lambda layer, x: x + REFERENCE()),
     case("a number or tensor that", "backend='auto'", in_aten, lambda layer, x: x * NUMPY_NUMBER),
     case("told not to trace", "backend='auto'", in_aten, lambda layer, x: untraced(x)),
+    case("calls unsafe_chunk", "backend='auto'", in_aten, lambda layer, x: x.unsafe_chunk(2)[0]),
+    case("reads _base of", "backend='auto'", in_aten, lambda layer, x: x if x._base is None else -x),
+    case("registers a hook on", "backend='auto'", in_aten, hook_a_parameter),
     case("an iterator", "GENERATOR", in_aten, lambda layer, x: x * next(GENERATOR)),
     case("an array of NumPy", "ARRAY", in_aten, lambda layer, x: x * float(ARRAY)),
     case("how a property is read", "backend='auto'", in_aten, lambda layer, x: x * HAS_OWN_PROPERTY.scale),
