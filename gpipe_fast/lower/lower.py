@@ -27,7 +27,7 @@ from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.in_place import changed_input, memory_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
-from gpipe_fast.lower.operators import OperatorCall, functional_call, out_call
+from gpipe_fast.lower.operators import OperatorCall, functional_call, may_stand_for_change, out_call
 from gpipe_fast.lower.placement import MemoryPlan, parts, plan_memory
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
@@ -135,6 +135,8 @@ class _Lowering:
         if call is None:
             call = functional_call(node)
             slots = [None if b is None else self.values.add_base(b, StorageKind.RESULT) for b in bases]
+            if slots[0] is not None and may_stand_for_change(node):
+                self.values.keep_traced_layout(slots[0])
             self._append(call, tuple(slots), node)
             return
         self._append(call, self._add_outputs(node, bases), node)

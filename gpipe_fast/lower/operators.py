@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from gpipe_fast.strides import contiguous
 from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
 
@@ -93,6 +95,14 @@ def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
         if written and given == inputs and len(written) == len(op._schema.returns):
             return out  # type: ignore[no-any-return]
     return None
+
+
+def may_stand_for_change(node: fx.Node) -> bool:
+    """Returns whether a result may replace a permuted tensor that the layer has changed in place."""
+    op, like = node.target, node.meta["val"]
+    assert isinstance(op, OpOverload)
+    in_place = op.namespace == "aten" and hasattr(aten, f"{op.overloadpacket.__name__}_")
+    return in_place and isinstance(like, AnyTensor) and tuple(like.stride()) != contiguous(like.shape)
 
 
 def is_pointwise(op: OpOverload[Any, Any]) -> bool:

@@ -33,10 +33,17 @@ def call_composite(op: OpOverload[Any, Any], *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+# Their results alias the argument although the schema does not say so; LSTM and GRU cells use them.
+_UNDECLARED_VIEWS = frozenset(
+    {torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default}
+)
+
+
 def is_view_op(op: OpOverload[Any, Any]) -> bool:
     """Returns whether the operator's result aliases its first argument."""
     schema = op._schema
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    declared = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    return declared or op in _UNDECLARED_VIEWS
 
 
 def function_names() -> list[str]:

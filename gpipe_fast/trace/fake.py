@@ -31,9 +31,14 @@ class RealLayouts(FakeTensorMode):
     that of a sum of bfloat16 embeddings (`_embedding_bag`) another shape. A fake view may have another stride
     of a dimension of size one, by which kernels tell channels_last. The real kernel runs once, on zeros,
     during the trace.
+
+    Attributes:
+        in_place: the name of the operator for which others run. If it changes a tensor in place, then its
+            functional variant returns one with the same strides.
     """
 
     _runs_kernels = True
+    in_place = ""
 
     def __init__(self, shape_env: ShapeEnv | None = None, runs_kernels: bool = True) -> None:
         # Plain tensor attributes and list indexing bring real tensors into the trace. static_shapes: only the
@@ -43,11 +48,12 @@ class RealLayouts(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
-        if (
-            func is not torch.ops.aten.lift_fresh.default
-        ):  # the elements of a tensor made from numbers are known
+        if func is not aten.lift_fresh.default:  # the elements of a tensor made from numbers are known
             args = tuple(map(self._without_elements, args))
         fake = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.in_place == f"{func._schema.name}_" and isinstance(fake, Tensor):
+            with self:
+                return torch.empty_strided(fake.shape, args[0].stride(), dtype=fake.dtype, device=fake.device)
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

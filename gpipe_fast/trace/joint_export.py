@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.torch_private import aot
-from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+from gpipe_fast.torch_private.dynamo import compile_lock
 from gpipe_fast.torch_private.graphs import preserve_node_meta, use_lazy_graph_module
 from gpipe_fast.torch_private.operators import DispatchKey, patched_kernel, without_python_decompositions
 from gpipe_fast.trace.fake import RealLayouts
+from gpipe_fast.trace.in_place import exact_changes
 
 aten = torch.ops.aten
 
@@ -103,7 +104,7 @@ def _autocast_cache_disabled() -> Iterator[None]:
 def export_joint(
     module: nn.Module,
     inputs: tuple[Tensor, ...],
-    mode: FakeTensorMode | None = None,
+    mode: RealLayouts | None = None,
     attention: Callable[..., Tensor | None] | None = None,
 ) -> fx.GraphModule:
     """Traces ``module(*inputs)`` and, if gradients are enabled and required, the backward.
@@ -117,13 +118,15 @@ def export_joint(
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
     """
-    context = aot.TracingContext(mode or RealLayouts())
+    mode = mode or RealLayouts()
     with (
+        compile_lock,  # one trace at a time has its patches
         contextlib.ExitStack() as stack,
         use_lazy_graph_module(True),
         preserve_node_meta(),
-        aot.tracing(context),
+        aot.tracing(aot.TracingContext(mode)),
         without_python_decompositions(),
+        exact_changes(mode),
         _patched_cudnn_batch_norm(_cudnn_batch_norm),
         aot.patched_reserve_size(),
         aot.fused_attention_allowed(),

@@ -48,8 +48,9 @@ from tests.untraceable import WIDTH
 RUNS_PER_MINUTE = 36
 CHECKPOINTS = (*CHECKPOINT_MODES, 0.1, 0.25, 0.5, 0.75, 0.9)
 _SUBJECTS_OF_SEVERAL_USES = {"spectral norm", "torch.nn: RNN", "torch.nn: GRU"}
-# Numbers of samples and chunks: even ones, single samples, and uneven ones.
-_SIZES = [(8, 4), (8, 8), (7, 4)]
+# Numbers of samples and chunks: even ones, single samples, many, and uneven ones. Only of many elements do
+# kernels compute some by vectors and some one by one.
+_SIZES = [(8, 4), (8, 8), (34, 2), (7, 4)]
 # Batch norm needs two values per channel in every micro-batch.
 _SIZES_OF_SINGLE_PIXELS = [(8, 4), (8, 4), (8, 3)]
 _GROUPS = {

@@ -207,6 +207,12 @@ for name in ("RNN", "GRU", "LSTM"):
 _add("RNNCell", 12, 6, shape=FEATURES)
 _add("GRUCell", 12, 6, shape=FEATURES)
 _add("LSTMCell", 12, 6, shape=FEATURES, call=lambda f, x: torch.cat(f(x), -1))
+for name in ("RNNCell", "GRUCell"):
+    _add(f"{name} with a state", 12, 12, shape=FEATURES, call=lambda f, x: f(x, f(x.tanh())))
+_add(
+    *("LSTMCell with a state", 12, 12),
+    **{"shape": FEATURES, "call": lambda f, x: torch.cat(f(x, f(x.tanh())), -1)},
+)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
