@@ -119,7 +119,7 @@ def test_training_after_inference_of_the_same_layers(layer: Callable[[], nn.Modu
 @pytest.mark.parametrize(
     ("calls", "layer"),
     sample(list(itertools.product(itertools.permutations(CALLS, 4), LAYERS)), 24, salt="modes"),
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_orders_of_modes(calls: Sequence[tuple[str, str, bool]], layer: Callable[[], nn.Module]) -> None:
     compare([*calls, *calls[:2]], layer)
