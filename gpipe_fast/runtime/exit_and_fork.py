@@ -50,9 +50,9 @@ def _close_all() -> None:
     # A thread whose run has ended may still wait for the GIL to return to Python. At finalization the
     # interpreter terminates such a thread inside C++ frames that cannot be unwound: the process aborts.
     # Autograd's threads, one for each GPU, and gloo's also release Python objects after their work has ended.
-    # No thread may be tracing then, or begin a call: the tracing lock stays held.
+    # No thread may trace or begin a call any more.
     if pipelines:
-        TRACING_LOCK.acquire(timeout=_MAX_TRACE_SECONDS)
+        _stop_traces()
         deadline = time.monotonic() + _MAX_SECONDS
         time.sleep(_GRACE_SECONDS)
         while _other_threads_run() and time.monotonic() < deadline:
@@ -71,24 +71,23 @@ def _other_threads_run() -> bool:
     return False
 
 
-def _before_fork() -> None:
-    """Waits for the trace of another thread, whose locks would stay locked in the child.
+def _stop_traces() -> None:
+    """Waits for the trace of another thread, whose locks would stay locked in the child of a fork.
 
     Before Python 3.12, every ``functools.cached_property`` has one for all instances (python/cpython#87634).
     """
     TRACING_LOCK.acquire(timeout=_MAX_TRACE_SECONDS)
 
 
-def _after_fork_in_parent() -> None:
-    if TRACING_LOCK._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have ended the wait
+def _allow_traces() -> None:
+    if TRACING_LOCK._is_owned():  # type: ignore[attr-defined]  # not if Ctrl-C has ended the wait
         TRACING_LOCK.release()
 
 
 def _after_fork_in_child() -> None:
-    if TRACING_LOCK._is_owned():  # type: ignore[attr-defined]
-        TRACING_LOCK.release()
-    else:
+    if not TRACING_LOCK._is_owned():  # type: ignore[attr-defined]
         TRACING_LOCK._at_fork_reinit()  # type: ignore[attr-defined]
+    _allow_traces()
     for pipeline in list(_open_pipelines):
         pipeline.after_fork()
     # The child's intra-op thread pool is created on first use. Concurrent first uses by several workers race,
@@ -97,9 +96,7 @@ def _after_fork_in_child() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(before=_stop_traces, after_in_parent=_allow_traces, after_in_child=_after_fork_in_child)
 
 
 # PyTorch's autograd counts the devices on its first backward, and starts a thread for each except the CPU.

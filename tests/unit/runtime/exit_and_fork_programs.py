@@ -23,7 +23,7 @@ from tests.reference import collect, leaf, loop_step, pipeline, pipeline_step, u
 
 K, M = 3, 4
 # Longer than any program here takes, and than PyTorch waits for its own threads at exit.
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 def layers() -> nn.Sequential:
