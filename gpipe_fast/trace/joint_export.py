@@ -54,23 +54,6 @@ def _patched_cudnn_batch_norm(kernel: Callable[..., Any] | None) -> contextlib.A
     return patched_kernel(op, DispatchKey.Autograd, kernel)
 
 
-def _needs_gradient(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-# PyTorch's own compute vectors, too, by another algorithm, of every tensor that a trace follows. These, and
-# those of eager mode, do so only if a gradient needs them.
-_VALUES_ALONE: dict[Any, Callable[..., Tensor]] = {
-    aten.linalg_eigvals.default: lambda a: (
-        aten.linalg_eig(a)[0] if _needs_gradient(a) else aten._linalg_eigvals(a)
-    ),
-    aten.linalg_eigvalsh.default: lambda a, uplo="L": aten._linalg_eigh(a, uplo, _needs_gradient(a))[0],
-    aten.linalg_svdvals.default: lambda a, driver=None: aten._linalg_svd(
-        a, False, _needs_gradient(a), driver=driver
-    )[1],
-}
-
-
 @contextlib.contextmanager
 def _replaced_attention(attention: Callable[..., Tensor | None]) -> Iterator[None]:
     """Replaces ``scaled_dot_product_attention`` in a trace, except where the replacement returns None."""
@@ -135,8 +118,6 @@ def export_joint(
         contextlib.nullcontext() if attention is None else _replaced_attention(attention),
         aot.backward_without_autocast(),  # as loss.backward() runs
     ):
-        for op, kernel in _VALUES_ALONE.items():
-            stack.enter_context(patched_kernel(op, DispatchKey.CompositeImplicitAutograd, kernel))
         # The metadata mode only records names, but like any function mode it would keep
         # nn.MultiheadAttention from its fused operator.
         joint = aot.aot_export_joint_with_descriptors(

@@ -104,7 +104,7 @@ COMPLEX: dict[str, Operator] = {
     "inner": lambda m, x: torch.inner(x, m.w.conj()),
     "outer": lambda m, x: torch.outer(x[:, 0].conj(), m.v.conj()),
     "tensordot": lambda m, x: torch.tensordot(x.conj(), m.w.conj(), 1),
-    "kron": lambda m, x: torch.kron(x[:, :2].conj(), m.w[:1, :2].conj()),
+    "kron": lambda m, x: torch.kron(x[:, :2].contiguous().conj(), m.w[:1, :2].conj()),
     "multi_dot": lambda m, x: torch.linalg.multi_dot([x, m.w.conj(), m.w.mH]),
     "matrix_power": lambda m, x: x @ torch.linalg.matrix_power(m.w.mH, 2),
     "matrix_exp": lambda m, x: x @ torch.linalg.matrix_exp(m.w.conj()),

@@ -282,7 +282,8 @@ def test_expanded_parameters_pass_between_stages_and_leave_the_last(name: str) -
     check_step(model, torch.randn(7, 6), balance=[1, 1])
     last = GPipe(model[:1], balance=[1], devices=["cpu"], chunks=2, backend="aten")
     x = torch.randn(8, 6)
-    for ours, expected in zip(last(x), model[0](x), strict=True):
+    halves = zip(*map(model[0], x.chunk(2)), strict=True)  # a product of all rows may round differently
+    for ours, expected in zip(last(x), map(torch.cat, halves), strict=True):
         assert torch.equal(ours, expected)
 
 

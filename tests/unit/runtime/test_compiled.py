@@ -9,6 +9,7 @@ from gpipe_fast.layers.structure import tuple_structure
 from gpipe_fast.runtime.compile import CompilationFailure, Compiler
 from gpipe_fast.runtime.compiled import GradientLayoutHistory
 from gpipe_fast.runtime.stage import BoundarySpec
+from gpipe_fast.trace.gradient_layouts import GradientLayout
 from tests.unit.runtime.test_compile import compile_stages, spec, stages_of
 
 
@@ -45,4 +46,4 @@ def test_the_latest_layouts_of_gradients_are_remembered() -> None:
     history = GradientLayoutHistory(1)
     (stage,) = compile_stages(Compiler(), stages_of(nn.Linear(4, 4)))
     strides = history.record(stage.segment_key, [torch.empty(4, 8).t(), None])
-    assert strides == {0: (1, 8)} == history.lookup(stage.segment_key)
+    assert strides == {0: GradientLayout((1, 8))} == history.lookup(stage.segment_key)

@@ -6,12 +6,14 @@ import torch
 
 from gpipe_fast.runtime.shape_families import family_key
 from gpipe_fast.runtime.stage import BoundarySpec, TensorSpec
+from gpipe_fast.trace.gradient_layouts import GradientLayout
 
 
 def test_families_differ_in_all_but_sizes_and_strides() -> None:
-    def key(tensor: torch.Tensor, *layout: object, requires_grad: bool = True) -> object:
+    def key(tensor: torch.Tensor, *strides: tuple[int, ...] | None, requires_grad: bool = True) -> object:
         boundary = BoundarySpec((TensorSpec.of(tensor, requires_grad),))
-        return family_key(boundary, tuple((0, each) for each in layout))  # type: ignore[misc]
+        layouts = [None if each is None else GradientLayout(each) for each in strides]
+        return family_key(boundary, tuple((0, each) for each in layouts))
 
     x = torch.empty(4, 6)
     base = key(x, (6, 1))

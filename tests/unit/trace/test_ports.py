@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gpipe_fast.trace.gradient_layouts import GradientLayout
 from gpipe_fast.trace.ports import TracedPorts
 from tests.stages import trace_joint
 
@@ -23,6 +24,6 @@ def test_random_operators_are_seen() -> None:
 
 def test_only_gradients_in_another_layout_are_named() -> None:
     ports = ports_of(nn.Linear(3, 2))
-    assert ports.gradient_layouts({0: (2, 1)}) == ()
-    assert ports.gradient_layouts({0: (0, 0)}) == ((0, (0, 0)),)
+    assert ports.gradient_layouts({0: GradientLayout((2, 1))}) == ()
+    assert ports.gradient_layouts({0: GradientLayout((0, 0))}) == ((0, GradientLayout((0, 0))),)
     assert ports.gradient_layouts({}) == ((0, None),)
