@@ -103,13 +103,18 @@ class LayersFunction(nn.Module):
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
         received = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
-        versions = [x._version for x in received]
+        # Tensors of inference mode have no version: any of the copies may have been changed.
+        versions = [None if x.is_inference() else x._version for x in received]
         trace_context = self.trace_context
         num_plain = len(received) - sum(trace_context.popped)
         skips = skips_from(trace_context, received[num_plain:])
         self.unfused_layers = ()
         value = self._run(key, self.input_structure.build(received[:num_plain]), skips)
-        self.written_inputs = tuple(i for i, x in enumerate(received) if x._version != versions[i])
+        self.written_inputs = tuple(
+            i
+            for i, (x, version) in enumerate(zip(received, versions, strict=True))
+            if (self.copy_inputs if version is None else x._version != version)
+        )
         stashed = take_stashed(skips, trace_context.stashes)
         try:
             outputs, self.output_structure = flatten(value, deduplicate=True)

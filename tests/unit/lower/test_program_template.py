@@ -123,7 +123,7 @@ def test_programs_of_all_lengths_equal_those_lowered_concretely(case: str) -> No
         # The others were derived: the first of each template, and coincidences, are lowered concretely; so is
         # a length at which another rung of the ladder is the furthest.
         if fraction in (FULL_RECOMPUTE, NO_RECOMPUTE):
-            assert concretely.call_count <= len(instances) / 2
+            assert concretely.call_count <= 1 + len(instances) / 2
 
 
 @functools.cache
