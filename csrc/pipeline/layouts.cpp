@@ -34,14 +34,6 @@ std::optional<Tensors> zeros_with_layouts(const Layouts& layouts, at::Device dev
   return made;
 }
 
-at::Tensor unexpanded(const at::Tensor& tensor) {
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
-  }
-  return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
-}
-
 at::Tensor empty_with_strides(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !unexpanded(tensor).is_non_overlapping_and_dense())
     return at::empty_like(tensor);

@@ -19,8 +19,6 @@ bool layouts_match(const Layouts& layouts, const Tensors& tensors);
 // expanded dimensions.
 std::optional<Tensors> zeros_with_layouts(const Layouts& layouts, at::Device device);
 
-// Returns a view in which expanded dimensions have size 1, so that each element occurs once.
-at::Tensor unexpanded(const at::Tensor& tensor);
 // Returns an uninitialized tensor with memory of its own, and with the same strides if those have no gaps.
 at::Tensor empty_with_strides(const at::Tensor& tensor);
 

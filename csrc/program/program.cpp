@@ -62,6 +62,14 @@ void Layout::set_bits(const at::Tensor& tensor) const {
   tensor.unsafeGetTensorImpl()->_set_neg(neg);
 }
 
+at::Tensor unexpanded(const at::Tensor& tensor) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (tensor.stride(static_cast<int64_t>(i)) == 0) sizes[i] = 1;
+  }
+  return tensor.as_strided(sizes, tensor.strides(), tensor.storage_offset());
+}
+
 void Arena::reserve(int64_t bytes, at::Device device) {
   if (block_.defined() && bytes <= bytes_) return;
   const auto options = at::TensorOptions(at::kByte).device(device);
@@ -256,7 +264,8 @@ void Program::set_in_layout(Slot slot, at::Tensor tensor) {
                 " was lowered as ", layout.dtype, at::IntArrayRef(layout.sizes), ", got ",
                 tensor.scalar_type(), tensor.sizes());
     at::Tensor copied = layout.empty(device_);
-    copied.copy_(tensor);
+    const at::Tensor once = unexpanded(copied);  // of an expanded layout, each element is written once
+    once.copy_(tensor.as_strided(once.sizes(), tensor.strides()));
     tensor = std::move(copied);
   }
   set(slot, std::move(tensor));

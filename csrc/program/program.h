@@ -44,6 +44,9 @@ struct Layout {
   void set_bits(const at::Tensor& tensor) const;
 };
 
+// Returns a view in which expanded dimensions have size 1, so that each element occurs once.
+at::Tensor unexpanded(const at::Tensor& tensor);
+
 // Index of a value in its program.
 using Slot = int64_t;
 

@@ -194,6 +194,7 @@ TO_REAL: dict[str, Operator] = {
     "hfft": lambda m, x: torch.fft.hfft(x.conj(), n=WIDTH),
     "irfft": lambda m, x: torch.fft.irfft(x.conj(), n=WIDTH),
     "product of imag": lambda m, x: x.conj().imag @ m.real_matrix,
+    "imag of expanded": lambda m, x: (x * 2)[:, :1].expand(-1, WIDTH).imag,
     "expanded imag": lambda m, x: x.conj().imag[:, :1].expand(-1, WIDTH),
 }
 
