@@ -242,7 +242,8 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
 
     Raises:
         TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: a layer occurs twice, is None, or has parameters that are sharded over processes.
+        ValueError: a layer occurs twice, is None, or has parameters that are sharded over processes, or a
+            sparse parameter or buffer.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}{hint}")
@@ -253,6 +254,7 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
             "occurs again, or let distinct layers share its parameters"
         )
     _check_not_sharded(module)
+    _check_not_sparse(module)
     verify_skippables(module)
 
 
@@ -273,6 +275,17 @@ def _check_not_sharded(module: nn.Sequential) -> None:
                     f"{parameter.placements}, and stages that run concurrently would mix up the collectives "
                     "of such layers; pass layers with plain parameters, or use torchtitan for tensor "
                     "parallelism inside a stage"
+                )
+
+
+def _check_not_sparse(module: nn.Sequential) -> None:
+    for number, layer in enumerate(module):
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if not nn.parameter.is_lazy(tensor) and tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{layer_title(number, layer)} has {name!r} of layout {tensor.layout}, "
+                    "but parameters and buffers must be dense; register its indices and values as buffers, "
+                    "or keep it as a plain attribute on the layer's device"
                 )
 
 

@@ -335,7 +335,7 @@ class PythonLayers:
                     run = self._run(start.microbatch_input, start.generators.for_recompute())
                     return differentiate(run, False)
 
-            return run_with_buffers(start.buffers, recompute)
+            return run_with_buffers(self._part.layers, start.buffers, recompute)
 
     def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
         _leave_interrupted_modes()

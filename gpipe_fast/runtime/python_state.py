@@ -17,7 +17,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,11 +58,15 @@ def snapshot_buffers(layers: Sequence[nn.Module]) -> list[BufferSnapshot]:
     """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
     return [
         BufferSnapshot(module, name, tensor, tensor.detach().clone())
-        for layer in layers
-        for module in layer.modules()
-        for name, tensor in (*module._buffers.items(), *_renormalized_tables(module).items())
-        if tensor is not None
+        for module, name, tensor in _writable(layers)
     ]
+
+
+def _writable(layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in (module for layer in layers for module in layer.modules()):
+        for name, tensor in (*module._buffers.items(), *_renormalized_tables(module).items()):
+            if tensor is not None:
+                yield module, name, tensor
 
 
 def _renormalized_tables(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -71,16 +75,19 @@ def _renormalized_tables(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters if is_table and module.max_norm is not None else {}
 
 
-def run_with_buffers(buffers: Sequence[BufferSnapshot], run: Callable[[], _Result]) -> _Result:
+def run_with_buffers(
+    layers: Sequence[nn.Module], buffers: Sequence[BufferSnapshot], run: Callable[[], _Result]
+) -> _Result:
     """Returns what ``run`` returns with the snapshots' values, without incrementing version counters.
 
-    Afterwards, the buffers are as they were.
+    Afterwards, the buffers are as they were. A write of equal elements increments no counter, either.
     """
     names = [(snapshot.module, snapshot.name) for snapshot in buffers]
     current = [
         BufferSnapshot(m, n, b, b.detach().clone()) for m, n in names if (b := getattr(m, n)) is not None
     ]
     tensors = {id(snapshot.buffer): snapshot.buffer for snapshot in (*buffers, *current)}
+    tensors |= {id(tensor): tensor for _, _, tensor in _writable(layers)}
     versions = preserve_version_counter(tuple(tensors.values()))  # autograd checks them
 
     def run_restored() -> _Result:

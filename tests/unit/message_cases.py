@@ -69,6 +69,12 @@ def call(*args: Any, layers: tuple[nn.Module, ...] = (), **options: Any) -> obje
     return pipe(*layers, **options)(*args)
 
 
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.eye(2).to_sparse())
+
+
 class Keeps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = x
@@ -165,6 +171,7 @@ ARGUMENTS = [
     case("got 'fast'", "'pinned'", pipe, transport="fast"),
     case("got 'fast'", "'eager'", pipe, backend="fast"),
     case("got 'x'", "one integer for each input", pipe, batch_dim="x"),
+    case("layer 0 (WithTable) has 'table' of layout torch.sparse_coo", "plain attribute", pipe, WithTable()),
     case("is empty", "pass one integer", pipe, batch_dim=()),
     case("got Linear", "must be nn.Sequential", GPipe, nn.Linear(2, 2)),
     case("1 of its 2 layers", "deepcopy", pipe, REPEATED, REPEATED),
