@@ -525,7 +525,8 @@ def _guards(
         if cls is not None:
             classes.add(cls)
     attributes = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
-    if any(isinstance(value, property) and _overrides_ignored(value) for value in attributes):
+    properties = [value for value in attributes if isinstance(value, property) and _overrides_ignored(value)]
+    if any(getattr(value.fget, "__code__", None) in output.traced_code for value in properties):
         raise Refused("a class overrides how a property is read")
     return Guards(
         check_layer,

@@ -189,3 +189,34 @@ def test_a_changed_value_of_every_kind_is_seen(kind: str) -> None:
 def test_many_kinds_are_tried() -> None:
     assert len({case.value for case in CASES}) >= 200
     assert {case.value for case in CASES} == set(VALUES)
+
+
+class ConstantOfClass(property):
+    """A property of the class, as those of transformers' configurations."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> float:
+        return 2.0
+
+
+class Configuration:
+    width = 1.0
+
+    @ConstantOfClass
+    def scale(self) -> float:
+        return 3.0  # what Dynamo would read
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.width
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "is_traced"), [("width", 1, True), ("doubled", 2, True), ("scale", 2, False)]
+)
+def test_only_a_property_that_is_read_is_refused(name: str, factor: float, is_traced: bool) -> None:
+    layer = layer_of(lambda layer: layer.held, lambda held: getattr(held, name), Configuration())
+    pipe = GPipe(nn.Sequential(layer), [1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(pipe(X), X * factor)
+    assert any("overrides how a property is read" in str(each.message) for each in caught) != is_traced
