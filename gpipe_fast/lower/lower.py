@@ -27,7 +27,13 @@ from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.in_place import changed_input, memory_of
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
-from gpipe_fast.lower.operators import OperatorCall, functional_call, may_stand_for_change, out_call
+from gpipe_fast.lower.operators import (
+    OperatorCall,
+    functional_call,
+    may_stand_for_change,
+    out_call,
+    schema_order_arguments,
+)
 from gpipe_fast.lower.placement import MemoryPlan, parts, plan_memory
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
@@ -129,6 +135,9 @@ class _Lowering:
         if is_launch(node):
             self._add_launch(node)
             return
+        if node.target is aten.as_strided_scatter.default:
+            self._add_strided_scatter(node)
+            return
         values = node.meta["val"]
         bases = getitem_nodes(node, len(values)) if isinstance(values, (list, tuple)) else [node]
         call = out_call(node)
@@ -159,6 +168,21 @@ class _Lowering:
         if check is not None:
             inputs, before = ([r.value for r in self.values.argument(nodes)] for nodes in (checked, earlier))
             self.program.steps.append(Check(check, tuple(inputs), (*before, *results)))
+
+    def _add_strided_scatter(self, node: fx.Node) -> None:
+        """Copies a tensor, then another one into a view of the copy.
+
+        The operator itself would count the offset from the start of memory that the program's values share.
+        """
+        whole, part, sizes, strides, offset = schema_order_arguments(aten.as_strided_scatter.default, node)
+        like, seen = node.meta["val"], whole.meta["val"]
+        layout = TensorMetadata(tuple(sizes), tuple(strides), 0, like.dtype, like.device, bits_of(like))
+        (copy,) = self._add_outputs(node, [node])
+        view = self.values.view(
+            node.name, copy, 0 if offset is None else offset - seen.storage_offset(), layout
+        )
+        for target, value in ((copy, whole), (view, part)):
+            self.program.steps.append(_copy(target, self.values.of(value), ActiveRuns.ALWAYS))
 
     def _add_outputs(self, node: fx.Node, bases: Sequence[fx.Node | None]) -> list[int]:
         """Returns the values of an operator's outputs; allocates those that the program returns."""

@@ -82,7 +82,7 @@ class ChangesView(nn.Module):
         self.view, self.operator = VIEWS[view], OPERATORS[operator]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * 1.0
+        y = x.cos() * 1.0  # does not start the memory that a program plans for its values
         changed = self.view(y)
         self.operator(changed)
         return y + changed.tanh().sum() + changed.sum(0).sigmoid().mean()
