@@ -125,12 +125,12 @@ class SegmentFinderAdapter final : public SegmentFinder {
   explicit SegmentFinderAdapter(py::object finder) : finder_(wrap_object(std::move(finder))) {}
 
   std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
-                                      const Skips& skips, bool are_new) override {
+                                      const Skips& skips) override {
     const py::gil_scoped_acquire gil;
     std::vector<std::pair<at::Tensor, bool>> stashed;  // undefined tensors become None
     for (const Skip& skip : skips) stashed.emplace_back(skip.tensor, skip.needs_gradient);
     return unwrap_object(finder_)
-        .attr("find")(layer, microbatch, boundary, stashed, are_new)
+        .attr("find")(layer, microbatch, boundary, stashed)
         .cast<std::shared_ptr<Segment>>();
   }
 
@@ -178,8 +178,9 @@ void bind_programs(py::module_& m) {
       .value("HELD", Role::held)
       .value("TANGENT", Role::tangent)
       .value("INPUT_GRADIENT", Role::input_gradient);
-  py::class_<Port>(m, "Port").def(py::init([](Role role, int64_t index) { return Port{role, index}; }),
-                                  py::arg("role"), py::arg("index"));
+  py::class_<Port>(m, "Port").def(
+      py::init([](Role role, int64_t index, bool keeps_version) { return Port{role, index, keeps_version}; }),
+      py::arg("role"), py::arg("index"), py::arg("keeps_version"));
   py::class_<ProgramWithPorts>(m, "ProgramWithPorts")
       .def(
           py::init([](std::shared_ptr<Program> program, std::vector<Port> inputs, std::vector<Port> outputs) {

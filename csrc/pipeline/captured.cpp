@@ -55,6 +55,7 @@ void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
     StageTensors tensors_of_stage{aliases_of(stage.parameters, alias),
                                   aliases_of(stage.forward.buffers, alias),
                                   stage.reached,
+                                  stage.new_versions,
                                   stage.microbatch_states,
                                   {},
                                   {},
@@ -126,6 +127,7 @@ void CapturedMiniBatch::share_forward(MiniBatch& other, std::shared_ptr<const vo
     target.parameters = stage_tensors_[i].parameters;
     target.forward.buffers = stage_tensors_[i].buffers;
     target.reached = stage_tensors_[i].reached;
+    target.new_versions = stage_tensors_[i].new_versions;
     target.microbatch_states = stage_tensors_[i].microbatch_states;
   }
 }

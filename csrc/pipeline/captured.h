@@ -63,6 +63,7 @@ class CapturedMiniBatch {
   struct StageTensors {
     Tensors parameters, buffers;
     std::vector<bool> reached;
+    std::set<int64_t> new_versions;
     std::vector<MicroBatchState> microbatch_states;
     Tensors gradients;
     std::vector<Tensors> input_gradients;       // by micro-batch

@@ -89,6 +89,7 @@ Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary bounda
                            : port.role == Role::buffer ? stage.forward.buffers
                                                        : context.saved;
     store_at(destination, port.index, std::move(results[i]));
+    if (port.role == Role::buffer && !port.keeps_version) stage.new_versions.insert(port.index);
   }
   for (int64_t index : reached) stage.reached[index] = true;
   keep_only(stage, context);
@@ -120,13 +121,14 @@ void LoweredSegment::keep_only(const StageState& stage, SegmentContext& context)
   }
 }
 
-void LoweredSegment::check_buffers(const StageState& stage) const {
+void LoweredSegment::check_buffers(const StageState& stage, const SegmentContext& context) const {
   if (stage.buffer_versions.empty()) return;
   for (const Port& port : programs->backward.inputs) {
     if (port.role != Role::buffer) continue;
     const auto found = stage.buffer_versions.find(port.index);
-    if (found == stage.buffer_versions.end()) continue;
     const at::Tensor& buffer = stage.module_buffers[port.index];
+    // Another segment of the stage may have kept the module's buffer, and this one a copy.
+    if (found == stage.buffer_versions.end() || !context.buffers.at(port.index).is_same(buffer)) continue;
     const auto& [version, data] = found->second;
     GPIPE_CHECK(buffer._version() == version && buffer.const_data_ptr() == data,
                 "one of the variables needed for gradient computation has been modified by an inplace "

@@ -40,7 +40,7 @@ class LoweredSegment final : public Segment {
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& gradients) const override;
   Result forward(const SegmentCall& call, Boundary boundary) const override;
-  void check_buffers(const StageState& stage) const override;
+  void check_buffers(const StageState& stage, const SegmentContext& context) const override;
   void open(const SegmentCall& call) const override;
   Tensors backward(const SegmentCall& call, const Tensors& output_gradients,
                    bool with_parameters) const override;

@@ -138,6 +138,7 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
     stage.microbatch_states = std::vector<MicroBatchState>(microbatches.size());
     stage.release_programs();
     stage.reached.assign(stage.parameters.size(), false);
+    stage.new_versions.clear();
     stage.forward = {stage.module_buffers};
     for (const Statistics& own : plan_->stages[i].statistics)
       stage.forward.statistics.push_back(own.begin(stage.forward.buffers));
@@ -164,12 +165,7 @@ void MiniBatch::end_forward() {
     ForwardState& forward = stage.forward;
     const std::vector<Statistics>& statistics = plan_->stages[index].statistics;
     for (size_t i = 0; i < statistics.size(); ++i) statistics[i].end(forward.buffers, forward.statistics[i]);
-    for (size_t i = 0; i < forward.buffers.size(); ++i) {
-      const at::Tensor &own = stage.module_buffers[i], &found = forward.buffers[i];
-      if (found.is_same(own)) continue;
-      own.copy_(found);
-      Stream::current_on(own.device()).record_use(found);
-    }
+    for (size_t i = 0; i < forward.buffers.size(); ++i) stage.write_buffer(static_cast<int64_t>(i));
     forward = {};
     stage.release_programs();
   }

@@ -32,7 +32,8 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
               microbatches.size());
   for (StageState& stage : stages_) {
     for (const MicroBatchState& microbatch_state : stage.microbatch_states) {
-      for (const SegmentContext& context : microbatch_state.contexts) context.segment->check_buffers(stage);
+      for (const SegmentContext& context : microbatch_state.contexts)
+        context.segment->check_buffers(stage, context);
     }
   }
   for (StageState& stage : stages_) stage.release_programs();
@@ -201,7 +202,7 @@ Tensors MiniBatch::run_segment_backward(const SegmentCall& call, Tensors tangent
     call.stage.backward.open.reset();
     const StagePlan& plan = plan_->stages[call.stage.index];
     context.segment = plan.fallback(call.action.microbatch, *context.segment, tangents);
-    context.segment->check_buffers(call.stage);
+    context.segment->check_buffers(call.stage, context);
     used_no_fallback_ = false;
   }
   // Between an I and its W, a segment that does not defer weights may not leave its backward open.

@@ -8,17 +8,10 @@ std::shared_ptr<const Segment> StagePlan::segment(int32_t microbatch, size_t pos
                                                   const Boundary& boundary, const Skips& skips) const {
   Chain& chain = chains.at(microbatch);
   if (has_fixed_chains) return chain.at(position);
-  // After layers have run in Python, because they are new, so do they for the next micro-batch: a program would
-  // write buffers that the autograd graph of the run in Python has saved.
-  bool are_new = false;
-  if (microbatch > 0 && position < chains[microbatch - 1].size()) {
-    const Segment& before = *chains[microbatch - 1][position];
-    are_new = before.begin == layer && before.is_single_use();
-  }
-  if (!are_new && position < chain.size() && chain[position]->accepts_inputs(layer, boundary, skips))
+  if (position < chain.size() && chain[position]->accepts_inputs(layer, boundary, skips))
     return chain[position];
   chain.resize(position);
-  chain.push_back(finder->find(layer, microbatch, boundary, skips, are_new));
+  chain.push_back(finder->find(layer, microbatch, boundary, skips));
   return chain.back();
 }
 

@@ -23,10 +23,9 @@ namespace gpipe_fast {
 class SegmentFinder {
  public:
   virtual ~SegmentFinder() = default;
-  // Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors. It is not lowered if the
-  // layers are new.
+  // Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
   virtual std::shared_ptr<const Segment> find(int64_t layer, int32_t microbatch, const Boundary& boundary,
-                                              const Skips& skips, bool are_new) = 0;
+                                              const Skips& skips) = 0;
   // Returns the fallback for a lowered segment whose backward does not accept these gradients of its outputs. The
   // fallback accepts them, and recomputes everything.
   virtual std::shared_ptr<const Segment> fallback(const Segment& segment, const Tensors& tangents) = 0;

@@ -2,8 +2,6 @@
 
 #include "pipeline/stage_state.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -20,7 +18,8 @@ Segment::Result PythonSegment::forward(const SegmentCall& call, Boundary inputs)
   const auto is_same_layers = [&](const auto& other) { return other.first == layers; };
   if (std::none_of(snapshots.begin(), snapshots.end(), is_same_layers))
     snapshots.emplace_back(layers, layers->snapshot());
-  copy_latest_buffers(stage);
+  // Lowered layers that share a buffer have written a copy of it.
+  for (int64_t index : buffers) stage.write_buffer(index);
   const auto is_reached = [&](int64_t index) { return stage.reached[index]; };
   const bool all = std::all_of(parameters.begin(), parameters.end(), is_reached);
   PythonLayers::Result result =
@@ -30,17 +29,6 @@ Segment::Result PythonSegment::forward(const SegmentCall& call, Boundary inputs)
   }
   call.context.kept = std::move(result.kept);
   return {std::move(result.outputs), std::move(result.written_inputs)};
-}
-
-// Copies the latest values to the module's buffers: lowered layers that share a buffer have written a copy of it.
-void PythonSegment::copy_latest_buffers(StageState& stage) const {
-  at::NoGradGuard no_grad;
-  for (int64_t index : buffers) {
-    at::Tensor& own = stage.module_buffers[index];
-    at::Tensor& latest = stage.forward.buffers[index];
-    if (!latest.is_same(own)) own.copy_(latest);
-    latest = own;
-  }
 }
 
 Tensors PythonSegment::backward(const SegmentCall& call, const Tensors& tangents,

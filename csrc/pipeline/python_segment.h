@@ -37,12 +37,11 @@ class PythonLayers {
 class PythonSegment final : public Segment {
  public:
   bool is_lowered() const override { return false; }
-  bool is_single_use() const override { return single_use; }
   std::optional<int64_t> random_key_layer() const override { return std::nullopt; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& tangents) const override { return true; }
   Result forward(const SegmentCall& call, Boundary inputs) const override;
-  void check_buffers(const StageState& stage) const override {}
+  void check_buffers(const StageState& stage, const SegmentContext& context) const override {}
   void open(const SegmentCall& call) const override {}
   Tensors backward(const SegmentCall& call, const Tensors& tangents, bool with_parameters) const override;
   bool defers_weights() const override { return false; }
@@ -50,10 +49,7 @@ class PythonSegment final : public Segment {
 
   std::shared_ptr<PythonLayers> layers;
   std::vector<int64_t> parameters, buffers;  // indices into the stage's lists
-  bool single_use = false;
-
- private:
-  void copy_latest_buffers(StageState& stage) const;
+  bool single_use = false;                   // never reused: the next mini-batch searches again
 };
 
 }  // namespace gpipe_fast

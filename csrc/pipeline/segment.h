@@ -45,8 +45,6 @@ class Segment {
   virtual ~Segment() = default;
 
   virtual bool is_lowered() const = 0;
-  // Returns whether it is never reused: the next mini-batch searches again.
-  virtual bool is_single_use() const { return false; }
   // Returns the layer index in its random key: its first layer, counted within the module. nullopt if it needs no key.
   virtual std::optional<int64_t> random_key_layer() const = 0;
   // Returns whether it can run `layer` for these boundary tensors and stashed skip tensors.
@@ -60,7 +58,7 @@ class Segment {
   };
   virtual Result forward(const SegmentCall& call, Boundary inputs) const = 0;
   // Throws if a buffer that its backward reads was changed in place after the forward.
-  virtual void check_buffers(const StageState& stage) const = 0;
+  virtual void check_buffers(const StageState& stage, const SegmentContext& context) const = 0;
   // Starts the backward: runs the part that needs no gradients of its outputs.
   virtual void open(const SegmentCall& call) const = 0;
   // Returns the gradients of its inputs, given those of its outputs, at least one of which is defined. With

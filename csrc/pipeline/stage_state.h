@@ -90,11 +90,14 @@ struct StageState {
   Tensors module_buffers;
   std::vector<bool> reached;  // by parameter: whether an output depends on it; others get no gradient
   std::map<size_t, BufferVersion> buffer_versions;  // module buffers that a backward may read, by index
+  std::set<int64_t> new_versions;  // buffers whose version the forward's operators increment in eager mode
   ForwardState forward;
   BackwardState backward;
   std::vector<MicroBatchState> microbatch_states;  // by micro-batch
   int64_t latest_rank = -1;                        // of the latest action that has run
 
+  // Writes a buffer's latest value to the module's own.
+  void write_buffer(int64_t index);
   // Binds a program to the parameters, once per run, on the stage's stream. Holds the program, because a new one could
   // be allocated at the address of a freed one.
   //

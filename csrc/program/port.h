@@ -20,6 +20,8 @@ enum class Role : uint8_t {
 struct Port {
   Role role;
   int64_t index;
+  // A new value of a buffer by an operator that does not increment the version of what it writes, as batch norm.
+  bool keeps_version = false;
 };
 
 }  // namespace gpipe_fast

@@ -337,7 +337,9 @@ def _layout(tensor: AnyTensor) -> Layout:
 def _extension_ports(ports: Sequence[GraphPort], buffers: Sequence[int]) -> list[_extension.Port]:
     return [
         _extension.Port(
-            getattr(_extension.Role, p.role.name), buffers[p.index] if p.role is GraphRole.BUFFER else p.index
+            getattr(_extension.Role, p.role.name),
+            buffers[p.index] if p.role is GraphRole.BUFFER else p.index,
+            p.keeps_version,
         )
         for p in ports
     ]

@@ -123,7 +123,7 @@ class SegmentFinder(Protocol):
     """The interface by which C++ finds a stage's segments at run time."""
 
     def find(
-        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed, are_new: bool
+        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed
     ) -> _extension.Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
 

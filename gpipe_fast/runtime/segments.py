@@ -159,13 +159,12 @@ class Segments:
         modes: TorchModes,
         suspects: Mapping[int, str],
         known: StageTensors,
-        are_new: bool,
     ) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
 
-        Layers that are new to the previous micro-batch run in Python, as they did for that one; so do all
-        layers, once one of them has registered a buffer. Suspects, layers with the reason why a trace failed,
-        run in Python. A suspect that has run without an error is reported, and runs in Python from then on.
+        Layers run in Python for inputs that are new, and once one of them has registered a buffer. Suspects,
+        layers with the reason why a trace failed, run in Python. A suspect that has run without an error is
+        reported, and runs in Python from then on.
         """
         in_python = {*self.in_python, *suspects}
         end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
@@ -179,7 +178,7 @@ class Segments:
             return self.run_in_python(layer, layer + 1, saved_fraction, modes, known)
         segment_key = SegmentKey.of(part, input_specs, modes)
         found = self._lowered.lookup((segment_key, saved_fraction))
-        if found is None or are_new or known != StageTensors.of(self.stage):
+        if found is None or known != StageTensors.of(self.stage):
             return self.run_in_python(layer, end, saved_fraction, modes, known, segment_key)
         return found
 
@@ -377,9 +376,7 @@ class SegmentSearch:
     suspects: Mapping[int, str] = field(default_factory=dict)
     on_success: Callable[[], object] | None = None
 
-    def find(
-        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed, are_new: bool
-    ) -> Segment:
+    def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
         saved_fraction, end = self.saved_fractions[microbatch], len(self.segments.stage.layers)
         if self.all_in_python:
@@ -387,7 +384,7 @@ class SegmentSearch:
                 layer, end, saved_fraction, self.modes, self.known, on_success=self.on_success
             )
         return self.segments.find(
-            layer, boundary, stashed, saved_fraction, self.modes, self.suspects, self.known, are_new
+            layer, boundary, stashed, saved_fraction, self.modes, self.suspects, self.known
         )
 
     # A backward inside a function under torch.compile calls this, and Dynamo would trace the compiler's code.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -345,7 +347,9 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     descriptors = result.meta["desc"]
     inputs = [PortNode(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
     outputs = [
-        PortNode(port(d), n) for n, d in zip(results, descriptors, strict=True) if isinstance(n, fx.Node)
+        PortNode(replace(port(d), keeps_version=_keeps_version(n)), n)
+        for n, d in zip(results, descriptors, strict=True)
+        if isinstance(n, fx.Node)
     ]
     return JointGraph(
         module,
@@ -357,6 +361,15 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         stage.written_inputs,
         stage.unfused_layers,
     )
+
+
+def _keeps_version(node: fx.Node) -> bool:
+    """Returns whether a node is a result of the functional form of an operator that writes some arguments.
+
+    Such operators, as batch norm, do not increment the versions of what they write: pytorch/pytorch#120622.
+    """
+    origin = node.args[0] if node.target is operator.getitem else None
+    return isinstance(origin, fx.Node) and "_functional." in str(origin.target)
 
 
 def _remove_whole_slices(graph: fx.Graph) -> None:

@@ -95,16 +95,14 @@ def total(output: Tensor) -> Tensor:
 
 
 def step(module: nn.Module, x: Tensor) -> Result:
-    """Runs a step, or its plain loop, with the loss and the backward of one micro-batch after the other."""
+    """Runs a step, or its plain loop: the sum of the micro-batches' losses, and its backward."""
     module.zero_grad()
     if isinstance(module, GPipe):
         loss = module.step(x, loss_fn=total, normalizer=1)
     else:
-        losses = [total(module(c)) for c in x.chunk(CHUNKS)]
-        loss = torch.stack(losses).sum().detach()
-        for each in reversed(losses):
-            each.backward()
-    result: Result = {"loss": loss} | {n: p.grad for n, p in module.named_parameters()}
+        loss = torch.stack([total(module(c)) for c in x.chunk(CHUNKS)]).sum()
+        loss.backward()
+    result: Result = {"loss": loss.detach()} | {n: p.grad for n, p in module.named_parameters()}
     return result | {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
 
 
