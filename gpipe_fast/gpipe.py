@@ -158,7 +158,7 @@ class GPipe(Reporting, Container):
         batch_dim: The dimension along which inputs are split into micro-batches and outputs concatenated, as
             in ``torch.cat([module(c) for c in x.chunk(chunks, batch_dim)], batch_dim)``; negative dimensions
             count from the end. Or a tuple with one dimension for each input tensor that is split, in argument
-            order; outputs are then concatenated along the first of them.
+            order; outputs are then concatenated along the first of them, and must have their batch there.
         checkpoint: Which micro-batches recompute their activations in the backward: ``'always'``,
             ``'except_last'`` or ``'never'``. Or a number from 0 to 1: each micro-batch of a stage saves at
             most this share of the bytes that it saves under ``'never'``, and those of them that spare most

@@ -169,7 +169,7 @@ def make_plan(
         _check_no_replicas(stages)
     else:
         outputs = [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known]
-        _check_outputs(outputs, dims.outputs, lengths, order is not None)
+        _check_outputs(outputs, dims, lengths, order is not None)
     own_stages = own_stages_of(stages)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = needs_backward(stages, inputs, known)
@@ -202,7 +202,7 @@ def make_plan(
         cat_dim=dims.outputs,
         check_outputs=None
         if known is not None
-        else partial(_check_boundaries, dims.outputs, lengths, order is not None),
+        else partial(_check_boundaries, dims, lengths, order is not None),
     )
     if known is None:
         return PlannedCall(native, schedule, None, None, is_step=is_step)
@@ -541,23 +541,25 @@ def _skip_ends(stages: Sequence[Stage]) -> list[tuple[int, int]]:
 
 
 def _check_boundaries(
-    dim: int, lengths: Sequence[int], is_step: bool, microbatches: Sequence[_extension.Boundary]
+    dims: BatchDims, lengths: Sequence[int], is_step: bool, microbatches: Sequence[_extension.Boundary]
 ) -> None:
     """Checks that the outputs of a run can be concatenated, as `_check_outputs` does."""
     found = [(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches]
-    _check_outputs(found, dim, lengths, is_step)
+    _check_outputs(found, dims, lengths, is_step)
 
 
 def _check_outputs(
     microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]],
-    dim: int,
+    dims: BatchDims,
     lengths: Sequence[int],
     is_step: bool,
 ) -> None:
-    """Checks that outputs can be concatenated along ``dim``; ``lengths`` are the micro-batches' samples.
+    """Checks that outputs can be concatenated; ``lengths`` are the micro-batches' samples.
 
     The first output of a step is the loss.
     """
+    dim = dims.outputs
+    others = sorted({d for d in dims.inputs if d is not None} - {dim})
     structure, shapes = microbatches[0]
     for other, _ in microbatches:
         if other != structure:
@@ -579,16 +581,36 @@ def _check_outputs(
                 f"concatenated; return a tensor whose {'first ' if dim == 0 else ''}dimension "
                 f"{'' if dim == 0 else f'{dim} '}is the batch"
             )
-    if dim != 0:  # along dimension 0, an output's length may differ from its input's, as in a loop
-        for (_, each), length in zip(microbatches, lengths, strict=True):
-            for index, shape in list(enumerate(each))[is_step:]:
-                _check_batched(index, shape, dim, length)
+    for index in range(is_step, len(shapes)):
+        of_output = [(each[index], length) for (_, each), length in zip(microbatches, lengths, strict=True)]
+        if dim or others:  # along dimension 0, an output's length may differ from its input's, as in a loop
+            _check_batched(index, of_output, dim)
+        for elsewhere in others if index > is_step else []:  # the first output is as the first input
+            _check_unambiguous(index, of_output, dim, elsewhere)
 
 
-def _check_batched(index: int, shape: Sequence[int], dim: int, length: int) -> None:
-    if not -len(shape) <= dim < len(shape) or shape[dim] != length:
+def _check_batched(index: int, of_output: Sequence[tuple[Sequence[int], int]], dim: int) -> None:
+    for shape, length in of_output:
+        if not _is_batched(shape, dim, length):
+            raise RuntimeError(
+                f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so "
+                f"its batch is not in dimension {dim}, along which outputs are concatenated (batch_dim); "
+                "return a tensor whose batch is in that dimension"
+            )
+
+
+def _check_unambiguous(
+    index: int, of_output: Sequence[tuple[Sequence[int], int]], dim: int, other: int
+) -> None:
+    """Checks that an output's batch cannot be in another dimension, that of another input."""
+    shape, length = of_output[0]
+    if (dim - other) % len(shape) and all(_is_batched(shape, other, length) for shape, length in of_output):
         raise RuntimeError(
             f"output {index} of the last layer has shape {list(shape)} for a micro-batch of {length}, so its "
-            f"batch is not in dimension {dim}, along which outputs are concatenated (batch_dim); return "
-            "a tensor whose batch is in that dimension"
+            f"batch may be in dimension {dim}, along which outputs are concatenated, or in {other}; pass "
+            "inputs whose batch is in the same dimension, so that batch_dim is one number"
         )
+
+
+def _is_batched(shape: Sequence[int], dim: int, length: int) -> bool:
+    return -len(shape) <= dim < len(shape) and shape[dim] == length

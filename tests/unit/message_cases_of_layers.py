@@ -246,11 +246,21 @@ RANDOMNESS = [
 # Outputs
 
 
+class Both(nn.Module):
+    """Returns both of two tensors."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, y * 2
+
+
+SQUARES = torch.ones(8, 4), torch.ones(4, 8)
+
 OUTPUTS = [
     case("(..., 4) and (..., 3)", "same nesting", of, lambda layer, x: (x, len(x)), features(7)),
     case("returned 3 of type int", "return a tensor", of, lambda layer, x: 3),
     case("output 0", "dimension is the batch", of, lambda layer, x: layer.linear(x).sum()),
     case("shape [4, 6]", "return a tensor", of, lambda layer, x: x.t(), torch.ones(6, 8), batch_dim=1),
+    case("or in 1", "pass inputs whose", call, *SQUARES, layers=(Both(),), batch_dim=(0, 1)),
 ]
 
 # Skip connections
