@@ -47,7 +47,11 @@ from tests.untraceable import WIDTH
 # As measured on one core.
 RUNS_PER_MINUTE = 36
 CHECKPOINTS = (*CHECKPOINT_MODES, 0.1, 0.25, 0.5, 0.75, 0.9)
-_SUBJECTS_OF_SEVERAL_USES = {"spectral norm", "torch.nn: RNN", "torch.nn: GRU"}
+_SUBJECTS_OF_SEVERAL_USES = {
+    "spectral norm",
+    *(f"torch.nn: {name}" for name in ("RNN", "GRU")),
+    *(f"torch.nn: {name} with a state" for name in ("RNNCell", "GRUCell", "LSTMCell")),
+}
 # Numbers of samples and chunks: even ones, single samples, many, and uneven ones. Only of many elements do
 # kernels compute some by vectors and some one by one.
 _SIZES = [(8, 4), (8, 8), (34, 2), (7, 4)]
