@@ -219,7 +219,8 @@ class Recorder(TorchFunctionMode):
             if owner is None:
                 raise CannotCut(
                     f"a tensor of shape {list(leaf.shape)} that no module has as an attribute is used at "
-                    f"{place()}; register it as a buffer"
+                    f"{place()}; register it as a buffer, or, if a function of torch.jit computes it, call "
+                    "the plain function"
                 )
             return owner
         if isinstance(leaf, slice):

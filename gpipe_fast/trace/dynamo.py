@@ -276,7 +276,7 @@ def capture(
     """
     entry = _new_entry(layer)
     scope = (layer, tuple(args), dict(kwargs), tuple(popped))
-    with _capturing() as observed, skip_scope({}):
+    with _capturing() as observed, skip_scope({}), _without_views_as_gradients(layer):
         try:
             found = dynamo.capture_whole(entry, scope)
             output = found.graph_capture_output
@@ -303,6 +303,20 @@ def capture(
     _check_constants(constants.values(), layer)
     _check_unchanged(module, constants)
     return Captured(guards, constants, found, entry)
+
+
+@contextlib.contextmanager
+def _without_views_as_gradients(layer: nn.Module) -> Iterator[None]:
+    """Hides that gradients are views, as those of DDP: Dynamo would name their bases' sizes."""
+    views = [(p, p.grad) for p in layer.parameters() if p.grad is not None and p.grad._is_view()]
+    try:
+        for parameter, grad in views:
+            same = grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
+            parameter.grad = grad.detach().new_empty(0).set_(*same)
+        yield
+    finally:
+        for parameter, grad in views:
+            parameter.grad = grad
 
 
 def _check_constants(readers: Iterable[Callable[[nn.Module], Tensor]], layer: nn.Module) -> None:

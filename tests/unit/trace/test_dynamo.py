@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import GPipe
 from gpipe_fast.trace.dynamo import Captured, capture, scope_of
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
@@ -50,3 +51,22 @@ def test_guards_notice_what_the_forward_reads(monkeypatch: pytest.MonkeyPatch) -
     assert guards.layer(scope_of(layer))
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     assert not guards.ambient(scope_of(layer))
+
+
+@pytest.mark.parametrize("view", ["bucket", "transposed", "expanded", "whole"])
+def test_gradients_that_are_views_are_no_obstacle_and_stay(view: str) -> None:
+    """Such as those of DistributedDataParallel with gradient_as_bucket_view=True."""
+    layer, buckets = Scaled(), torch.zeros(20)
+    makes = {
+        "bucket": lambda p: buckets[5 : 5 + p.numel()].view_as(p),
+        "transposed": lambda p: torch.zeros(p.shape[::-1]).permute(*range(p.dim())[::-1]),
+        "expanded": lambda p: torch.zeros(()).expand(p.shape),
+        "whole": lambda p: torch.zeros_like(p).view_as(p),
+    }
+    for parameter in layer.parameters():
+        parameter.grad = makes[view](parameter)
+    gradients = [p.grad for p in layer.parameters()]
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=2, backend="aten")
+    with torch.no_grad():
+        assert torch.equal(pipe(X), layer(X))
+    assert all(p.grad is g for p, g in zip(layer.parameters(), gradients, strict=True))
