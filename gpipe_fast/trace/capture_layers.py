@@ -86,7 +86,8 @@ def _captured(
     layer: nn.Module, args: Any, kwargs: Any, popped: Sequence[Tensor | None], state: LayerState
 ) -> Captured:
     try:
-        tensors, structure = flatten((args, kwargs, popped))
+        # Dynamo makes one input of a tensor that is given twice.
+        tensors, structure = flatten((args, kwargs, popped), deduplicate=True)
     except TypeError as error:
         raise Refused(f"its argument is not made of tensors and constants: {error}") from None
     key = (structure, *((key_of_fake(tensor), tensor.is_leaf) for tensor in tensors))

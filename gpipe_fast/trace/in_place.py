@@ -29,7 +29,8 @@ def exact_changes(mode: RealLayouts) -> Iterator[None]:
     functionalize = FunctionalTensorMode.__torch_dispatch__
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outer, mode.in_place = mode.in_place, func._schema.name
+        changes_sizes = torch.Tag.inplace_view in func.tags  # such as transpose_, which has other strides
+        outer, mode.in_place = mode.in_place, "" if changes_sizes else func._schema.name
         try:
             found = functionalize(self, func, types, args, kwargs)
         finally:

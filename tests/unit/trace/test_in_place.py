@@ -129,3 +129,43 @@ def test_a_recurrent_cell(kind: type[nn.RNNCellBase], width: int, rows: int) -> 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs in Python")
         check_step(model, torch.randn(2 * rows, width), chunks=2, budgets=(0.0, 1.0))
+
+
+# Operators in place that change sizes or strides.
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda y: y.transpose_(1, 2),
+    "first and last": lambda y: y.transpose_(0, -1).transpose(0, -1),
+    "twice": lambda y: (y.transpose_(0, 1) + 0).transpose_(0, 1),
+    "swap axes": lambda y: y.swapaxes_(-1, -2),
+    "swap dimensions": lambda y: y.swapdims_(1, 2).mul_(3),
+    "t": lambda y: y.sum(1).t_().cos().t(),
+    "t of a product": lambda y: y @ y.flatten(0, 1)[:4].sin().t_(),
+    "squeeze": lambda y: y.sum(1, keepdim=True).squeeze_(1),
+    "squeeze dimensions": lambda y: y.sum((1, 2), keepdim=True).squeeze_((1, 2)),
+    "unsqueeze": lambda y: y.unsqueeze_(1) * 2,
+    "unsqueeze and index": lambda y: y.unsqueeze_(0)[0].clamp_(-1, 1),
+    "as_strided": lambda y: y.as_strided_((len(y), 4, 3), (12, 1, 4)),
+    "as_strided with gaps": lambda y: y.as_strided_((len(y), 2), (12, 5), 3),
+    "detach": lambda y: y.sin().detach_() + y,
+    "affine grid": lambda y: F.affine_grid(y[:, :2, :3], [len(y), 1, 4, 4], align_corners=False),
+}
+
+
+class Reshapes(nn.Module):
+    def __init__(self, name: str, then_changes: bool) -> None:
+        super().__init__()
+        self.reshape, self.then_changes = RESHAPES[name], then_changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.reshape(x.view(-1, 3, 4).cos() * 2)
+        return found.sin().mul_(0.5) if self.then_changes else found
+
+
+@pytest.mark.parametrize("then_changes", [False, True])
+@pytest.mark.parametrize("name", RESHAPES)
+def test_a_change_of_sizes_or_strides(name: str, then_changes: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, 12), Reshapes(name, then_changes)), torch.randn(14, WIDTH)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs in Python")
+        check_step(model, x, chunks=2, budgets=(0.0, 1.0))
