@@ -1,4 +1,4 @@
-"""Losses as sums over micro-batches, divided once by a number of the whole mini-batch.
+"""Losses as sums over micro-batches, each divided by a number of the whole mini-batch.
 
 A mean over unequal micro-batches, or over targets of which some do not count, is no mean of their means. A
 known loss is therefore computed as a sum, and divided by what PyTorch's mean divides the whole by.
