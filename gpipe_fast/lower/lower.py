@@ -172,7 +172,7 @@ class _Lowering:
     def _add_strided_scatter(self, node: fx.Node) -> None:
         """Copies a tensor, then another one into a view of the copy.
 
-        The operator itself would count the offset from the start of memory that the program's values share.
+        The operator itself counts the offset from the start of the memory, which other values use, too.
         """
         whole, part, sizes, strides, offset = schema_order_arguments(aten.as_strided_scatter.default, node)
         like, seen = node.meta["val"], whole.meta["val"]

@@ -80,7 +80,7 @@ def run_with_buffers(
 ) -> _Result:
     """Returns what ``run`` returns with the snapshots' values, without incrementing version counters.
 
-    Afterwards, the buffers are as they were. A write of equal elements increments no counter, either.
+    Afterwards, the buffers are as they were. A write of equal elements does not increment a version, either.
     """
     names = [(snapshot.module, snapshot.name) for snapshot in buffers]
     current = [

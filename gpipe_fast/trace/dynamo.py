@@ -307,7 +307,10 @@ def capture(
 
 @contextlib.contextmanager
 def _without_views_as_gradients(layer: nn.Module) -> Iterator[None]:
-    """Hides that gradients are views, as those of DDP: Dynamo would name their bases' sizes."""
+    """Replaces gradients that are views by tensors of the same memory that are none, in a block.
+
+    Dynamo names the sizes of their bases, which a fake parameter's gradient does not have.
+    """
     views = [(p, p.grad) for p in layer.parameters() if p.grad is not None and p.grad._is_view()]
     try:
         for parameter, grad in views:
