@@ -147,7 +147,14 @@ class _WritableCopy(torch.autograd.Function):
 
 
 def writable_copy(tensor: Tensor) -> Tensor:
-    """Returns a differentiable copy with the original's strides and alignment."""
+    """Returns a differentiable copy with the original's strides, alignment and bits.
+
+    An operator that resolves bits first gives other strides to what it computes with, and may round differently.
+    """
+    if tensor.is_conj():
+        return writable_copy(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(writable_copy(torch._neg_view(tensor)))
     if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
         return tensor.clone()
     if tensor.data_ptr() % _ALIGNMENT == 0:

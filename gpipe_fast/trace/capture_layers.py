@@ -13,7 +13,7 @@ from gpipe_fast import progress, switches
 from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
-from gpipe_fast.strides import bits_of
+from gpipe_fast.strides import NO_BITS, bits_of, empty_like, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
 from gpipe_fast.trace.interrupts import handle_interrupt
@@ -93,9 +93,19 @@ def _captured(
     key = (structure, *((key_of_fake(tensor), tensor.is_leaf) for tensor in tensors))
     found = None if switches.is_disabled("equal-layers") else state.find(key)
     if found is None:
+        args, kwargs, popped = structure.build([_without_conjugated_base(tensor) for tensor in tensors])
         found = capture(layer, args, kwargs, popped)
         state.add(layer, key, found)
     return found
+
+
+def _without_conjugated_base(tensor: Tensor) -> Tensor:
+    """Returns a fake tensor, or one with its metadata if Dynamo cannot read it: a part of a conjugated tensor."""
+    base = tensor._base
+    if base is None or not base.is_conj() or tensor.is_complex():
+        return tensor
+    memory = with_bits(empty_like(tensor), NO_BITS).requires_grad_(tensor.requires_grad)
+    return with_bits(memory.view_as(memory), bits_of(tensor))
 
 
 def key_of_fake(tensor: Tensor) -> Hashable:

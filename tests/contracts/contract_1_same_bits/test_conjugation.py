@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from tests.contracts.contract_1_same_bits.conjugation import (
+    COMPLEX,
     TABLES,
+    TO_REAL,
     Names,
     layers_of,
     names_of_operators,
@@ -18,6 +20,8 @@ from tests.contracts.contract_1_same_bits.conjugation import (
     takes_complex,
 )
 from tests.reference import loop_step, pipeline_step, plain_loop, restored, unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # PyTorch's ihfft depends on the number of threads
 
 NUM_CASES = 400
 
@@ -92,6 +96,39 @@ def test_other_sizes_a_stream_and_a_step_equal_the_plain_loop(seed: int) -> None
     found = whole.step(x, target=gradient, loss_fn=squares, normalizer=1)
     losses = {"loss": found, "gradient": x.grad}
     assert unequal(losses, {"loss": total.detach(), "gradient": expected_gradient}) == []
+
+
+class InPython(nn.Module):
+    """A layer whose forward branches on a sum."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().abs().sum()) < 0:
+            return x
+        output: Tensor = self.layer(x)
+        return output
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.sampled(2)
+def test_layers_in_python_and_other_stages_receive_conjugated_tensors(seed: int) -> None:
+    draw = random.Random(seed)
+    makes, reads = (draw.choice(names) for names in (["conj", "ifft", "sqrt"], ["expand", *COMPLEX]))
+    layers: list[Names] = [[("complex", makes)], [("complex", reads)], [("to real", draw.choice([*TO_REAL]))]]
+    in_python = draw.choice([[], [0], [1], [2], [0, 1], [0, 2], [1, 2]])
+    x = input_of(draw, layers, torch.complex64, 30)
+    plain, own = (layers_of(layers, torch.complex64) for _ in range(2))
+    for each in (plain, own):
+        for index in in_python:
+            each[index] = InPython(each[index])
+    gradient = gradient_of(draw, layers, x)
+    expected = loop_step(plain, x, 2, gradient=gradient)
+    pipe = GPipe(own, draw.choice([[3], [1, 2], [2, 1]]), chunks=2)
+    for index in range(3):  # layers in Python run first, then those around them become programs
+        assert unequal(pipeline_step(pipe, x, gradient=gradient), expected) == [], (layers, in_python, index)
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
