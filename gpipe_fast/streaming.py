@@ -119,7 +119,7 @@ class CallStream:
             self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
             inputs = model._checked_inputs(args, kwargs)
-            call = model._prepare_call(inputs)
+            call = model._prepare_call(inputs)._replace(wait=self.wait_for_all)
             if self._native is None:
                 self._pipeline = call.pipeline
                 self._native = InferenceStream(call.pipeline)

@@ -199,6 +199,7 @@ class Planner:
         """
         if self._lowering_pending.is_set():
             self._lower_requested()
+            call.state.update_key()  # captures have added guards
         key, num_changes = call.key(), self._layout_history.num_changes
         if self._latest is not None and self._latest[:2] == (key, num_changes):
             self.latest = plan = self._latest[2]
@@ -450,6 +451,7 @@ class PreparedCall(NamedTuple):
         buffers: the buffers of all layers.
         state: what tells whether a layer in Python changes other layers; None if no layer runs in Python.
         in_python: returns the indices of the layers that have run in Python, once the call has run.
+        wait: waits for the calls in flight.
     """
 
     plan: PlannedCall
@@ -458,6 +460,7 @@ class PreparedCall(NamedTuple):
     buffers: Sequence[Tensor]
     state: ModuleState | None
     in_python: Callable[[], Container[int]]
+    wait: Callable[[], None] = lambda: None
 
     def key(self, draw: Callable[[], int] = minibatch_key) -> int | MinibatchKey:
         """Returns the mini-batch's key; if it is known only at run time whether one is needed, draws it then.
@@ -474,12 +477,17 @@ class PreparedCall(NamedTuple):
         Raises:
             RuntimeError: a layer has.
         """
-        if self.state is None:
+        if not self._is_changed():
             return
-        with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
-            is_changed = self.state.is_changed(self.in_python())
-        if is_changed:
+        self.wait()  # the others may be about to run in Python, too, for the first time
+        if self._is_changed():
             raise RuntimeError(
                 "a layer that runs in Python changed what other layers read, during the call; these may "
                 "have run without the change; pass backend='eager' to GPipe to run all layers in Python"
             )
+
+    def _is_changed(self) -> bool:
+        if self.state is None:
+            return False
+        with TRACING_LOCK:  # a trace by another thread replaces parameters meanwhile
+            return self.state.is_changed(self.in_python())

@@ -149,7 +149,7 @@ class _WritableCopy(torch.autograd.Function):
 def writable_copy(tensor: Tensor) -> Tensor:
     """Returns a differentiable copy with the original's strides, alignment and bits.
 
-    An operator that resolves bits first gives other strides to what it computes with, and may round differently.
+    An operator that resolves bits first may compute with other strides, and round differently.
     """
     if tensor.is_conj():
         return writable_copy(tensor.conj()).conj()

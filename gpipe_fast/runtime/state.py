@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Container, Set
 
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class _KnownKey:
             checks += [facts.still_hold for facts in state.facts if facts.may_change]
             for facts in state.facts:
                 facts.watch(self._objects, layer)
-            self._checks += [(check, scope_of(layer)) for check in (*checks, *state.constants)]
+            checks += itertools.chain(*state.constants)
+            self._checks += [(check, scope_of(layer)) for check in checks]
 
     def holds(self) -> bool:
         """Returns whether this still is the key, if the items of no module's ``__dict__`` have changed."""

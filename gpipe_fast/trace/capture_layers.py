@@ -100,7 +100,7 @@ def _captured(
 
 
 def _without_conjugated_base(tensor: Tensor) -> Tensor:
-    """Returns a fake tensor, or one with its metadata if Dynamo cannot read it: a part of a conjugated tensor."""
+    """Returns a fake tensor, or its like if it is a part of a conjugated tensor, which Dynamo cannot read."""
     base = tensor._base
     if base is None or not base.is_conj() or tensor.is_complex():
         return tensor

@@ -42,14 +42,15 @@ class LayerState:
     Attributes:
         captures: the latest captures in this state, by the arguments' key.
         guards: the guards of all captures, without those that say nothing new. They are only ever added to.
-        constants: checks that the layer uses the same tensors beside arguments, parameters and buffers.
-        facts: what the guards do not compare about values that the captures have read.
+        constants: for each of the guards, checks that the layer uses the same tensors beside arguments,
+            parameters and buffers.
+        facts: for each of the guards, what they do not compare about values that the capture has read.
     """
 
     def __init__(self, states: LayerStates) -> None:
         self.captures: dict[Hashable, Captured] = {}
         self.guards: list[Guards] = []
-        self.constants: list[Check] = []
+        self.constants: list[list[Check]] = []
         self.facts: list[Facts] = []
         self._unguarded: list[Callable[[], bool]] = []
         self._states = states
@@ -78,16 +79,16 @@ class LayerState:
             self.guards.append(guards)
             self._unguarded.append(unguarded_state([guards]))
             self.facts.append(Facts(guards.reads, layer))
-            self.constants += [_same_tensor(read, layer) for read in captured.constants]
+            self.constants.append([_same_tensor(read, layer) for read in captured.constants])
 
     def holds(self, layer: nn.Module, num_guards: int | None = None) -> bool:
         """Returns whether a layer is in this state, by its first guards or by all."""
         scope = scope_of(layer)
         return (
             all(each.layer(scope) and each.ambient(scope) for each in self.guards[:num_guards])
-            and all(check(scope) for check in self.constants)
-            and all(facts.hold(scope) for facts in self.facts)
-            and all(is_unchanged() for is_unchanged in self._unguarded)
+            and all(check(scope) for checks in self.constants[:num_guards] for check in checks)
+            and all(facts.hold(scope) for facts in self.facts[:num_guards])
+            and all(is_unchanged() for is_unchanged in self._unguarded[:num_guards])
         )
 
 

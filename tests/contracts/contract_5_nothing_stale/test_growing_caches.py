@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.streaming import CallStream
 from tests.reference import collect, gradient_like, unequal
 from tests.untraceable import WIDTH, without_warnings
 
@@ -250,3 +253,37 @@ def test_every_longer_input_gives_the_numbers_of_the_plain_loop(kind: str, way: 
             pipe.train(training), plain.train(training)
             x = torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(index))
             assert run(pipe, plain, x) == [], f"length {length}, {run.__name__}"
+
+
+class Gate(nn.Module):
+    """Passes its input on once it may: a layer in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self.is_open.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_reached.set()
+        self.is_open.wait()
+        return x
+
+
+def test_a_layer_that_reads_the_longer_table_later_is_no_error_in_a_stream() -> None:
+    tables, gate = Tables(), Gate()
+    tables.of(4)
+    pipe = GPipe(nn.Sequential(Shared(tables), gate, Shared(tables)), [1, 2], devices=["cpu"] * 2, chunks=1)
+    with torch.no_grad(), without_warnings():
+        for _ in range(2):
+            pipe(torch.randn(2, 3, WIDTH))
+        calls = CallStream(pipe)
+        gate.is_open.clear()
+        gate.is_reached.clear()
+        calls.begin(torch.randn(2, 5, WIDTH))
+        assert gate.is_reached.wait(60)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            checked = pool.submit(calls.check_unchanged)
+            concurrent.futures.wait([checked], timeout=0.5)  # longer than a check takes that does not wait
+            gate.is_open.set()
+            checked.result()
+        calls.finish()

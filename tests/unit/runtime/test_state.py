@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.runtime.state import ModuleState
-from gpipe_fast.trace.layer_states import LayerStates, describe
+from gpipe_fast.trace.dynamo import capture
+from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
 
 
 class Layer(nn.Module):
@@ -111,3 +112,23 @@ def test_a_snapshot_keeps_its_objects_alive() -> None:
         layer.slope = None
         layer.slope = 0.25 + i
         assert not snapshot.unchanged([layer])
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (torch.randn(4), 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.kept[0]
+
+
+def test_a_capture_of_one_layer_does_not_change_the_key_of_an_equal_one() -> None:
+    """A state without guards holds for both; the tensor that the first uses is no change of the second."""
+    states, layers, x = LayerStates(), [Table(), Table()], torch.randn(2, 4)
+    key = StateKey.of(states, layers, None)
+    first, second = key.states
+    assert first is second
+    first.add(layers[0], "key", capture(layers[0], (x,), {}))
+    assert key.hold(layers, [0, 1])
+    assert StateKey.of(states, layers, None).states[1] is not first
