@@ -703,7 +703,9 @@ IN_PYTHON |= {
 IN_PYTHON |= {
     "LSTM state between",
     "NumPy number",
+    "NumPy array",
     "NumPy arrays in a list",
+    "NumPy objects",
     "growing table",
     "two growing tables",
 }
