@@ -38,6 +38,15 @@ def intra_op_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def made_current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    """Returns a context manager that makes a GPU CUDA's current device, and does nothing for other devices.
+
+    PyTorch asks the current device what it supports, also for fake tensors on another one.
+    """
+    is_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.device(device) if is_gpu else contextlib.nullcontext()
+
+
 def parse_devices(devices: Iterable[Device] | Device) -> list[torch.device]:
     """Returns the user's devices as ``torch.device`` objects.
 

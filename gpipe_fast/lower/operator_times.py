@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from gpipe_fast.devices import made_current
 from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
 from gpipe_fast.lower.work import ATTENTION
 from gpipe_fast.torch_private.operators import OpOverload
@@ -70,7 +71,7 @@ def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None
     if not isinstance(node.target, OpOverload):  # the launch of a kernel
         return None
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    with as_in_a_program():
+    with as_in_a_program(), made_current(device):
         try:
             args, kwargs = examples(arguments, device)
             least, runs, total = None, 0, 0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe_fast.devices import devices_differ
+from gpipe_fast.devices import devices_differ, made_current
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
@@ -191,7 +191,7 @@ def _tracing(
         tensors_restored(layers),
         fake_tensors.logging_disabled(),
         default_arguments_known(),
-        backward_without_gpu() if is_absent else contextlib.nullcontext(),
+        backward_without_gpu() if is_absent else made_current(trace_context.device),
     ):
         if trace_context.device is not None:
             _place_tensors(layers, trace_context.device, mode)

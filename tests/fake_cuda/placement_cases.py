@@ -12,11 +12,13 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
-from tests.fake_cuda.fake_devices import gradients, plain_loop, run_cases
+from tests.fake_cuda.fake_devices import gradients, mark, plain_loop, run_cases
 from tests.fake_cuda.train_models import PopSkip, StashSkip
+from tests.internals import programs_of
 
 MIB = 1 << 20
 # Bytes of each device, for the functions in OUT_OF_MEMORY.
@@ -43,6 +45,33 @@ def first_gpus_by_default() -> None:
     assert GPipe(layers(8)).balance == [2, 2, 2, 2]
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 4, partitions: 5\)"):
         GPipe(layers(8), [1, 1, 1, 1, 4])
+
+
+def operators_are_timed_on_their_devices() -> None:
+    """The log says which devices were waited for meanwhile."""
+    torch.use_deterministic_algorithms(False)  # else times are estimated
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    pipe = GPipe(nn.Sequential(*stages), [1, 1, 1], chunks=CHUNKS, checkpoint=0.5)
+    x = torch.randn(8, 8, device="cuda:0")
+    mark("plan")
+    pipe.prepare(x)
+    mark("end")
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes a tensor of shape (batch, heads, positions, width)."""
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def attention_suits_the_device() -> None:
+    """The second GPU is too old for flash attention, the first one is current. No attention runs."""
+    for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        enable(True)
+    pipe = GPipe(nn.Sequential(*(Attention() for _ in range(3))), [1, 1, 1], chunks=1)
+    pipe.prepare(torch.randn(2, 2, 16, 8, device="cuda:0", dtype=torch.float16, requires_grad=True))
+    steps = "".join(str(program.steps) for program in programs_of(pipe))
+    assert re.findall(r"scaled_dot_product_(\w+)_attention\b", steps) == ["flash", "efficient", "flash"]
 
 
 def cpu_on_request() -> None:
@@ -235,7 +264,8 @@ PLACEMENT = (
     verify_moves_boundary_tensors,
     matrix_products_run_in_threads_with_a_context,
 )
+OF_STAGES = (operators_are_timed_on_their_devices, attention_suits_the_device)
 OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
 if __name__ == "__main__":
-    run_cases({case.__name__: case for case in (*PLACEMENT, *OUT_OF_MEMORY)})
+    run_cases({case.__name__: case for case in (*PLACEMENT, *OF_STAGES, *OUT_OF_MEMORY)})

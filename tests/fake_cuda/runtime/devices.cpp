@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <sstream>
 #include <utility>
 
 namespace fake_cuda {
@@ -27,6 +28,16 @@ bool reports_peer_access(int device, int other) {
 bool peer_access_fails() {
   const char* given = std::getenv("FAKE_CUDA_PEERS");
   return given != nullptr && std::string(given) == "unplugged";
+}
+
+// Ten times the compute capability: of FAKE_CUDA_CAPABILITIES, such as "90 75", for the first devices; else 90.
+int compute_capability(int device) {
+  const char* given = std::getenv("FAKE_CUDA_CAPABILITIES");
+  std::istringstream words(given == nullptr ? "" : given);
+  int found = 90;
+  for (int index = 0, word = 0; index <= device && words >> word; ++index)
+    found = index == device ? word : 90;
+  return found;
 }
 
 std::set<std::pair<int, int>>& enabled_peers() {
@@ -86,10 +97,11 @@ cudaError_t cudaSetDevice(int device) {
 int fake_cuda_has_context() { return has_context ? 1 : 0; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   std::memset(found, 0, sizeof(*found));
+  const int capability = compute_capability(device);
   std::snprintf(found->name, sizeof(found->name), "Fake GPU");
   found->totalGlobalMem = memory_bytes();
-  found->major = 9;
-  found->minor = 0;
+  found->major = capability / 10;
+  found->minor = capability % 10;
   found->multiProcessorCount = 132;
   found->maxThreadsPerMultiProcessor = 2048;
   found->maxThreadsPerBlock = 1024;
