@@ -251,7 +251,7 @@ class PythonLayers:
                 run = self._run(microbatch_input, generators)
             saved: _SavedForBackward | None = None
             reached: list[bool] = []
-            if any(root.requires_grad for root in run.roots()):
+            if any(map(self._needs_gradient, run.roots())):
                 all_parameters = parameters_of(self._part.layers)
                 if len(all_parameters) != self._num_parameters:
                     raise RuntimeError(
@@ -275,12 +275,16 @@ class PythonLayers:
             return Result(
                 [root.detach() for root in run.roots()],
                 canonical(run.structure),
-                [output.requires_grad for output in run.outputs],
+                [self._needs_gradient(output) for output in run.outputs],
                 saved,
-                [None if tensor is None else tensor.requires_grad for tensor in run.stashed],
+                [None if tensor is None else self._needs_gradient(tensor) for tensor in run.stashed],
                 run.written_inputs,
                 reached,
             )
+
+    def _needs_gradient(self, root: Tensor) -> bool:
+        # PyTorch's views of parameters require gradients under no_grad, too.
+        return self._modes.grad and root.requires_grad
 
     def _repeatable_state(self) -> LayersState | None:
         """Returns the layers' state; None if a second run of the layers may have other effects."""

@@ -200,7 +200,7 @@ class Segments:
                 del self._requests[segment_key, saved_fraction]
                 part = self._part(segment_key)
                 modes_unchanged = TorchModes.now().process_wide() == segment_key.modes.process_wide()
-                if modes_unchanged and segment_key.is_current(part.layers):
+                if modes_unchanged:
                     self._lower(part, segment_key, saved_fraction)
                 held.close()
 
@@ -221,13 +221,15 @@ class Segments:
         return self.stage.part(begin, begin + segment_key.num_layers)
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
-        """Lowers a run of layers, or reports its untraceable layer, where the next search splits the run."""
+        """Lowers a run of layers, if it is current, or reports its untraceable layer, where it is split then."""
         shape = progress.title_of(segment_key.input_specs.tensors)
         new = f"the first call with micro-batches of {shape} in this mode"
         with (
             _with_modes(segment_key.modes, part),
             progress.first_call([len(part.layers)], part.first_layer, new),
         ):
+            if not segment_key.is_current(part.layers):  # some guards depend on modes, such as autocast
+                return
             compiler = self._shared.compiler
             found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
             if isinstance(found, CompiledStage):
@@ -266,17 +268,17 @@ class Segments:
             return self._compile_now(part, segment_key).segment(FULL_RECOMPUTE)
 
     def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:
-        if not segment_key.is_current(part.layers):
-            raise RuntimeError(
-                f"the module was changed between forward and backward, and {self.name} received gradients "
-                "in a new layout; call the module again"
-            )
         shape = progress.title_of(segment_key.input_specs.tensors)
         new = f"gradients in a new layout, for micro-batches of {shape}"
         with (
             _with_modes(segment_key.modes, part),
             progress.first_call([len(part.layers)], part.first_layer, new),
         ):
+            if not segment_key.is_current(part.layers):
+                raise RuntimeError(
+                    f"the module was changed between forward and backward, and {self.name} received "
+                    "gradients in a new layout; call the module again"
+                )
             found = self._shared.compiler.compiled(
                 part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
             )

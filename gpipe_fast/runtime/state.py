@@ -6,10 +6,11 @@ import functools
 import itertools
 from collections.abc import Collection, Container, Set
 
+import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
-from gpipe_fast.runtime.stage import TorchModes
+from gpipe_fast.runtime.stage import TorchModes, exact_autocast
 from gpipe_fast.trace.dynamo import Check, Scope, scope_of
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
@@ -139,6 +140,10 @@ class ModuleState:
         Args:
             in_python: the indices of layers that have run in Python since then, which may change themselves.
         """
+        with torch.set_grad_enabled(self.modes.grad), exact_autocast(self.modes.autocast):  # for the guards
+            return self._is_changed(in_python)
+
+    def _is_changed(self, in_python: Container[int]) -> bool:
         known = self._known.get(self.modes.of_captures())
         others = {index for index in self._watched if index not in in_python}
         if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
