@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,22 @@ def intra_op_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@functools.cache
+def first_alike(device: torch.device) -> torch.device:
+    """Returns the first GPU of a GPU's kind, for which programs are traced; another device itself."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    index, number = device.index or 0, torch.cuda.device_count()
+    if index >= number:  # for a prediction
+        return device
+    return torch.device("cuda", next(i for i in range(number) if _kind_of(i) == _kind_of(index)))
+
+
+def _kind_of(index: int) -> tuple[str, int, int, int]:
+    found = torch.cuda.get_device_properties(index)
+    return found.name, found.major, found.minor, found.multi_processor_count
 
 
 def made_current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:

@@ -110,6 +110,7 @@ class ProgramIR:
         arena: Arena,
         device: torch.device,
         *,
+        lowered_for: torch.device | None = None,
         parameters: Sequence[int] | None = None,
         titles: Sequence[str] = (),
         load_kernel: LoadKernel | None = None,
@@ -119,6 +120,7 @@ class ProgramIR:
         Args:
             arena: scratch memory, shared by the programs of one stage.
             device: the device of all values.
+            lowered_for: the device that stands for it in arguments of operators; by default, it itself.
             parameters: maps a parameter's index in this program to its index in the list that is bound at
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.
@@ -137,7 +139,7 @@ class ProgramIR:
             if titles and layer is not None and layer != current:
                 native.set_layer(titles[layer])
                 current = layer
-            _add_step(native, step, load_kernel)
+            _add_step(native, step, load_kernel, device, lowered_for)
         native.set_outputs(self.results)
         native.set_arena_bytes(self.arena_bytes)
         native.set_parts(*self.parts)
@@ -190,12 +192,22 @@ def _name_of(op: OpOverload[Any, Any]) -> tuple[str, str]:
     return op._schema.name, op._schema.overload_name
 
 
-def _add_step(native: NativeProgram, step: Step, load_kernel: LoadKernel | None) -> None:
+def _add_step(
+    native: NativeProgram,
+    step: Step,
+    load_kernel: LoadKernel | None,
+    device: torch.device,
+    lowered_for: torch.device | None,
+) -> None:
     match step:
         case Call(op, _, results, when):
+            arguments = step.native_arguments
+            if lowered_for not in (None, device):
+                is_it = [isinstance(a, torch.device) and a == lowered_for for a in arguments]
+                arguments = [device if i else a for i, a in zip(is_it, arguments, strict=True)]
             native.add_operator(
                 *_name_of(op),
-                step.native_arguments,
+                arguments,
                 None if results is None else list(results),
                 when,
             )

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gpipe_fast.fuse.availability import fusion_of, loader_of, with_user_launches
+from gpipe_fast.fuse.availability import fusion_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
 from gpipe_fast.runtime.cache import Cache, graph_bytes, template_program_bytes
@@ -22,7 +22,7 @@ from gpipe_fast.runtime.compiled import (
     SegmentKey,
     TracedStage,
 )
-from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, share_memory, trace_stage
 from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
@@ -287,6 +287,9 @@ class Compiler:
             enforce_limit: whether the limit on traces applies.
         """
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
+        if stage.traced_device != stage.device and share_memory(stage.layers):
+            stage.trace_on_own_device()  # fake tensors in the place of theirs would not share it
+        inputs = inputs.moved(stage.device, stage.traced_device)
         layers = stage.state_key(modes)
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         known = self._traces.lookup(key)
@@ -310,7 +313,12 @@ class Compiler:
         if isinstance(found, Untraceable):
             # The reason may be these inputs, so the attempt does not count for other calls.
             family.num_attempts = num_attempts
-            return found
+            if stage.traced_device == stage.device:
+                return found
+            # The layers may use a tensor that is no parameter or buffer, and is on their own device.
+            inputs = inputs.moved(stage.traced_device, stage.device)
+            stage.trace_on_own_device()
+            return self.trace(stage, inputs, gradient_layouts, enforce_limit)
         layers = stage.state_key(modes)  # with the guards of these captures
         if not layers.is_guarded:
             if TorchModes.now() != modes:  # this trace has changed them for good: trace again under those
@@ -325,15 +333,14 @@ class Compiler:
     ) -> TracedStage | Untraceable:
         """Returns a graph with what lowering needs, and caches it."""
         options = stage.options
-        launching = with_user_launches(graph, stage.device, options.is_absent)
+        launching = with_user_launches(graph, stage.traced_device, options.is_absent)
         if isinstance(launching, Untraceable):
             return launching
         traced = self._traces[key] = TracedStage(
             launching,
             AccumulationPolicy(options.grad_dtype, modes.deterministic),
-            fusion_of(stage.device, options.fuse, options.is_absent),
-            None if options.is_absent else loader_of(stage.device),
-            hoist_casts=stage.device.type == "cuda",
+            fusion_of(stage.traced_device, options.fuse, options.is_absent),
+            stage.traced_device,
             origin=layers_title(stage),
         )
         return traced

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from gpipe_fast import _extension, progress, switches
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment
+from gpipe_fast.fuse.availability import loader_of
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
@@ -32,11 +34,11 @@ from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 if TYPE_CHECKING:
-    from gpipe_fast.fuse.cubins import KernelLoader
     from gpipe_fast.fuse.fuse import Fused, Fusion, Replaced
 
 # The maximum number of entries in each cache of segments or gradient layouts, per stage.
 CACHE_LIMIT = 64
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,7 @@ class TracedStage:
         graph: the graph, or the instance of a template.
         accumulation: how gradients of parameters are accumulated.
         fusion: fuses the graphs; None to leave them as they are.
-        loader: loads kernels on the stage's device; None if no kernel can run there.
-        hoist_casts: whether casts of parameters happen once per run of the stage, not in each micro-batch.
+        device: the device that the graph was made for.
         origin: the layers that the graph was made for; equal layers share it.
         lowered: the lowered stages, by the arguments of ``lower``.
     """
@@ -125,10 +126,14 @@ class TracedStage:
     graph: JointGraph | Instance
     accumulation: AccumulationPolicy = field(default_factory=AccumulationPolicy)
     fusion: Fusion | None = None
-    loader: KernelLoader | None = None
-    hoist_casts: bool = False
+    device: torch.device = _CPU
     origin: str = ""
     lowered: dict[tuple[SavedFraction, bool], LoweredStage] = field(default_factory=dict)
+
+    @property
+    def hoists_casts(self) -> bool:
+        """Whether casts of parameters happen once per run of the stage, not in each micro-batch."""
+        return self.device.type == "cuda"
 
     def serves(self, stage: Stage) -> bool:
         """Returns whether the trace may be used for a stage that equals the traced one."""
@@ -180,7 +185,7 @@ class TracedStage:
 
     def _lower(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:
         graph = self.graph
-        if isinstance(graph, Instance) and self.fusion is None and not self.hoist_casts:
+        if isinstance(graph, Instance) and self.fusion is None and not self.hoists_casts:
             progress.step("lowering")
             templates = ProgramTemplates.of(graph.template)
             return LoweredStage(*templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
@@ -203,7 +208,7 @@ class TracedStage:
             explain: whether to find out why nodes are left.
             defers_weights: as for ``split``.
         """
-        joint = hoist_parameter_casts(self.joint) if self.hoist_casts else self.joint
+        joint = hoist_parameter_casts(self.joint) if self.hoists_casts else self.joint
         parts = split(joint, saved_fraction, defers_weights=defers_weights)
         if self.fusion is None:
             return parts, None
@@ -233,7 +238,9 @@ class CompiledStage:
         """
         self.stage = stage
         self.segment_key = segment_key
-        self.outputs: BoundarySpec = outputs_of(traced.ports) if base is None else base.outputs
+        self.outputs: BoundarySpec = (
+            outputs_of(traced.ports).moved(traced.device, stage.device) if base is None else base.outputs
+        )
         self.traced = traced
         self._reached: list[int] = (
             list(traced.ports.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
@@ -304,13 +311,14 @@ class CompiledStage:
         )
 
     def _program_pair(self, lowered: LoweredStage) -> ProgramPair:
-        stage, segment_key, loader = self.stage, self.segment_key, self.traced.loader
+        stage, segment_key, loader = self.stage, self.segment_key, loader_of(self.stage.device)
         titles = [layer_title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
 
         def with_ports(program: ProgramIR) -> ProgramWithPorts:
             native = program.build(
                 stage.arena,
                 stage.device,
+                lowered_for=self.traced.device,
                 parameters=segment_key.parameters,
                 titles=titles,
                 load_kernel=None if loader is None else loader.load,

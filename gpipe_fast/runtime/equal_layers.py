@@ -72,10 +72,20 @@ def _share_memory_of_buffers(parts: Sequence[Stage]) -> bool:
     )
 
 
+def share_memory(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether parameters or buffers of layers are in the same memory."""
+    addresses = _addresses([*parameters_of(layers), *buffers_of(layers)])
+    return len(set(addresses)) < len(addresses)
+
+
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    return set(_addresses(tensors))
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Returns the addresses of storages. Tensor subclasses are left out, because they are not traced."""
     strided = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided)
-    return {t.untyped_storage().data_ptr() for t in strided} - {0}
+    return [address for t in strided if (address := t.untyped_storage().data_ptr())]
 
 
 def _key_of(layer: Stage) -> Hashable:
@@ -196,7 +206,7 @@ def _trace_part(
         _PartUntraceable: the part cannot be traced.
     """
     modes = TorchModes.now()
-    key = (inputs.key(), gradient_layouts, modes, part.device, part.options.deferred)
+    key = (inputs.key(), gradient_layouts, modes, part.traced_device, part.options.deferred)
     found = None if known is None else known.lookup((part.state_key(modes), key))
     if found is not None:
         log_graph(part, f"reused the graph of {found[1]}")

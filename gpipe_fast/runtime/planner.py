@@ -76,7 +76,15 @@ class Call:
         inputs, state = self.inputs, self.state
         boundary = _with_given(_boundary(inputs.tensors, inputs.tensors, inputs.structure), self.given)
         signature = Signature(
-            boundary, inputs.dims, self.chunks, self.threads, state.modes, state.key, self.order, self.slots
+            boundary,
+            inputs.dims,
+            self.chunks,
+            self.threads,
+            state.modes,
+            state.key,
+            state.devices,
+            self.order,
+            self.slots,
         )
         return signature, self.checkpoint
 
@@ -108,6 +116,7 @@ class Signature:
         threads: intra-op threads of each stage.
         modes: PyTorch's modes.
         layers: the state of the layers.
+        devices: the devices of their parameters and buffers.
         order: the order of forwards and backwards of a step; None for a forward.
         slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
     """
@@ -118,6 +127,7 @@ class Signature:
     threads: int
     modes: TorchModes
     layers: StateKey
+    devices: tuple[torch.device, ...]
     order: StepOrder | None
     slots: int | None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
+from gpipe_fast.devices import first_alike
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
@@ -168,6 +169,13 @@ class BoundarySpec:
         skips = [next(skip_specs) if is_tensor else None for is_tensor in self.skips]
         return BoundarySpec(self.tensors[: self.num_plain], self.structure), skips
 
+    def moved(self, source: torch.device, target: torch.device) -> BoundarySpec:
+        """Returns the specs with the tensors of one device on another."""
+        if source == target:
+            return self
+        tensors = (replace(spec, device=target) if spec.device == source else spec for spec in self.tensors)
+        return replace(self, tensors=tuple(tensors))
+
     def examples(self) -> list[Tensor]:
         """Returns an uninitialized tensor for each spec."""
         return [spec.example() for spec in self.tensors]
@@ -225,6 +233,7 @@ class Stage:
         layers: the layers.
         first_layer: index of the first layer in the whole model.
         device: the device of the layers.
+        traced_device: the device for which they are traced, which is the same for equal GPUs.
         arena: scratch memory.
         skips: the skip connections of the whole model.
         pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
@@ -246,6 +255,7 @@ class Stage:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.device = device
+        self.traced_device = device if options.is_absent else first_alike(device)
         self.arena: Arena = Arena() if whole is None else whole.arena
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
@@ -272,7 +282,13 @@ class Stage:
         """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""
         first = self.first_layer + begin
         layers = self.layers[begin:end]
-        return Stage(layers, first, self.device, self.whole, self.skips, self.options, self.states)
+        part = Stage(layers, first, self.device, self.whole, self.skips, self.options, self.states)
+        part.traced_device = self.traced_device
+        return part
+
+    def trace_on_own_device(self) -> None:
+        """Lets this stage be traced for its own device, not for an equal one."""
+        self.traced_device = self.whole.traced_device = self.device
 
     def part_inputs(self, input_specs: BoundarySpec, part: Stage) -> BoundarySpec:
         """Returns the specs of the inputs of a part with the same first layer, given the stage's inputs."""
@@ -293,7 +309,7 @@ class Stage:
             popped,
             stashes,
             options.deferred,
-            self.device,
+            self.traced_device,
             options.is_absent,
             lambda layer, description: self.states.of(layer, description, modes),
         )

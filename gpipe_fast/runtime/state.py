@@ -71,6 +71,7 @@ class ModuleState:
         modes: the calling thread's modes.
         parameters: the parameters of all layers; a shared parameter once.
         buffers: the buffers of all layers; a shared buffer once.
+        devices: the devices of these tensors, on which no program depends.
     """
 
     def __init__(self, states: LayerStates, in_python: Set[int] = frozenset()) -> None:
@@ -88,6 +89,7 @@ class ModuleState:
         self.key = StateKey((), ())
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
+        self.devices: tuple[torch.device, ...] = ()
         self._snapshot: Snapshot | None = None
         self._known: dict[TorchModes, _KnownKey] = {}
         self._watched: dict[int, Snapshot] = {}
@@ -107,6 +109,7 @@ class ModuleState:
             describe(self.layers, snapshot, self._in_python)
             self.parameters = parameters_of(layers)
             self.buffers = buffers_of(layers)
+            self.devices = tuple(tensor.device for tensor in (*self.parameters, *self.buffers))
             self._known.clear()
             self._snapshot = snapshot
         self.update_key()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
+from gpipe_fast.devices import first_alike
 from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, scope_of
@@ -218,7 +219,7 @@ class _Walk:
             strides,
             bits_of(tensor),
             tensor.dtype,
-            tensor.device,
+            first_alike(tensor.device),
             tensor.requires_grad,
             tuple(
                 (name, value if isinstance(value, IMMUTABLE) else None)

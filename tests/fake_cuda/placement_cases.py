@@ -9,6 +9,7 @@ import copy
 import ctypes
 import re
 import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, verify
 from tests.fake_cuda.fake_devices import gradients, mark, plain_loop, run_cases
 from tests.fake_cuda.train_models import PopSkip, StashSkip
-from tests.internals import programs_of
+from tests.internals import compiler_of, programs_of
 
 MIB = 1 << 20
 # Bytes of each device, for the functions in OUT_OF_MEMORY.
@@ -48,7 +49,7 @@ def first_gpus_by_default() -> None:
 
 
 def operators_are_timed_on_their_devices() -> None:
-    """The log says which devices were waited for meanwhile."""
+    """The log says which devices were waited for meanwhile; they are of three kinds."""
     torch.use_deterministic_algorithms(False)  # else times are estimated
     stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
     pipe = GPipe(nn.Sequential(*stages), [1, 1, 1], chunks=CHUNKS, checkpoint=0.5)
@@ -72,6 +73,87 @@ def attention_suits_the_device() -> None:
     pipe.prepare(torch.randn(2, 2, 16, 8, device="cuda:0", dtype=torch.float16, requires_grad=True))
     steps = "".join(str(program.steps) for program in programs_of(pipe))
     assert re.findall(r"scaled_dot_product_(\w+)_attention\b", steps) == ["flash", "efficient", "flash"]
+
+
+class Positions(nn.Module):
+    """Adds positions that it makes on its input's device, and scales by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        y: Tensor = self.linear(x).tanh() * self.scale + torch.zeros_like(x) + position
+        return y
+
+
+class Bias(Positions):
+    """Also adds a tensor that is neither parameter nor buffer."""
+
+    bias: Tensor = torch.tensor(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+class Views(Positions):
+    """Has buffers in the same memory, and writes one before it reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(2, 8)
+        self.register_buffer("whole", both)
+        self.register_buffer("part", both[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.whole.mul_(2)
+        return y * self.part.clone()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.part = self.whole[1]
+        return self
+
+
+def num_traces(make: Callable[[], nn.Module], devices: Sequence[str]) -> int:
+    """Compares calls of four equal stages with the plain loop's, and returns how many graphs were traced."""
+    plain = nn.Sequential(*(make() for _ in range(4)))
+    pipe = GPipe(copy.deepcopy(plain), [1, 1, 1, 1], devices=devices, chunks=2)
+    for layer in pipe:
+        if isinstance(layer, Bias):
+            layer.bias = layer.bias.to(layer.scale.device)
+    for size in (4, 6, 8):
+        x = torch.randn(size, 8)
+        expected = gradients(plain, plain_loop(plain, x, 2))
+        output = pipe(x.to(devices[0]))
+        assert str(output.device) == devices[-1]
+        assert all(map(torch.equal, gradients(pipe, output), expected))
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(pipe.get_buffer(name).cpu(), buffer), name
+    return compiler_of(pipe).num_traces
+
+
+ONE_GPU, ALL_GPUS = ["cuda:0"] * 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+def equal_stages_are_traced_once_for_equal_gpus() -> None:
+    number = num_traces(Positions, ONE_GPU)
+    assert num_traces(Positions, ["cuda:1"] * 4) == num_traces(Positions, ALL_GPUS) == number
+
+
+def equal_stages_are_traced_for_each_kind_of_gpu() -> None:
+    """The second GPU is another one."""
+    of_two_kinds = num_traces(Positions, ALL_GPUS)
+    assert of_two_kinds == num_traces(Positions, ["cuda:0", "cuda:0", "cuda:1", "cuda:1"])
+    assert of_two_kinds > num_traces(Positions, ONE_GPU)
+
+
+def tensors_that_cannot_be_moved_are_traced_where_they_are() -> None:
+    assert num_traces(Bias, ALL_GPUS) >= num_traces(Bias, ONE_GPU)
+    assert num_traces(Views, ALL_GPUS) >= num_traces(Views, ONE_GPU)
 
 
 def cpu_on_request() -> None:
@@ -264,8 +346,13 @@ PLACEMENT = (
     verify_moves_boundary_tensors,
     matrix_products_run_in_threads_with_a_context,
 )
-OF_STAGES = (operators_are_timed_on_their_devices, attention_suits_the_device)
+OF_STAGES = (
+    equal_stages_are_traced_once_for_equal_gpus,
+    tensors_that_cannot_be_moved_are_traced_where_they_are,
+)
+OF_TWO_KINDS = (attention_suits_the_device, equal_stages_are_traced_for_each_kind_of_gpu)
 OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
 if __name__ == "__main__":
-    run_cases({case.__name__: case for case in (*PLACEMENT, *OF_STAGES, *OUT_OF_MEMORY)})
+    cases = (*PLACEMENT, operators_are_timed_on_their_devices, *OF_STAGES, *OF_TWO_KINDS, *OUT_OF_MEMORY)
+    run_cases({case.__name__: case for case in cases})
