@@ -27,8 +27,9 @@ PinnedRing::~PinnedRing() {
 
 void PinnedRing::enqueue_copies(const at::Tensor& source, const at::Tensor& target) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (int64_t begin = 0; begin < source.numel(); begin += kBlockBytes) {
-    const int64_t bytes = std::min(kBlockBytes, source.numel() - begin);
+  const int64_t piece = std::clamp(source.numel() / kNumPieces, kMinPieceBytes, kBlockBytes);
+  for (int64_t begin = 0; begin < source.numel(); begin += piece) {
+    const int64_t bytes = std::min(piece, source.numel() - begin);
     const int64_t block = num_uses_++ % kNumBlocks;
     const at::Tensor pinned = memory_.narrow(0, block * kBlockBytes, bytes);
     out_.wait(last_uses_[block]);

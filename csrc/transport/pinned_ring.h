@@ -20,10 +20,12 @@ namespace gpipe_fast {
 
 class PinnedRing {
  public:
-  // Block size. The copies that nothing overlaps (the first block in, the last block out) are short relative
-  // to a large tensor, and a stream event is cheap relative to a block.
-  static constexpr int64_t kBlockBytes = int64_t{1} << 20;
-  static constexpr int kNumBlocks = 8;
+  // A tensor is copied in pieces, each in a block. The copies that nothing overlaps (the first piece in, the last piece
+  // out) are short relative to a large tensor, and the host's six calls for a piece are cheap relative to it.
+  static constexpr int64_t kBlockBytes = int64_t{4} << 20;
+  static constexpr int64_t kMinPieceBytes = int64_t{1} << 20;
+  static constexpr int64_t kNumPieces = 8;  // of a tensor, within these limits
+  static constexpr int kNumBlocks = 4;
 
   PinnedRing(const Copier& copier, Stream out, Stream in);
   ~PinnedRing();
