@@ -17,8 +17,8 @@ std::string find_failure(c10::DeviceIndex device) {
   if (error == cudaSuccess) error = cudaSetDevice(device);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
   if (error == cudaSuccess) error = cudaEventDestroy(event);
-  (void)c10::cuda::MaybeSetDevice(previous);  // creates no context
-  (void)cudaGetLastError();
+  (void)c10::cuda::MaybeSetDevice(previous);           // creates no context
+  if (error != cudaSuccess) (void)cudaGetLastError();  // not that of an earlier call, which others look for
   return error == cudaSuccess || error == cudaErrorMemoryAllocation ? "" : cudaGetErrorString(error);
 }
 

@@ -64,7 +64,10 @@ MiniBatch::MiniBatch(std::shared_ptr<const Plan> plan, std::shared_ptr<const Tra
   }
 }
 
-MiniBatch::~MiniBatch() { transport_->survive_failures(); }
+// Until its backward, a mini-batch has tensors that several streams use, and a device may have failed since its forward.
+MiniBatch::~MiniBatch() {
+  if (step_gradients || (can_run_backward_ && plan_->has_backward())) transport_->survive_failures();
+}
 
 void MiniBatch::make_random_keys() {
   if (transport_->is_cpu()) return;

@@ -14,6 +14,8 @@
 namespace fake_cuda {
 namespace {
 
+std::atomic<int64_t> num_events{0};  // created so far
+
 // With FAKE_CUDA_LATE, returns true for half of the queries: on a GPU, work can be unfinished for any length of time.
 bool answers_not_ready() {
   static const char* const seed = std::getenv("FAKE_CUDA_LATE");
@@ -204,11 +206,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 // Events.
 
+long fake_cuda_num_events() { return num_events; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   RETURN_IF_STICKY_ERROR()
 
-  static std::atomic<int64_t> next{0};
-  *event = new CUevent_st{current_device, next++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
+  *event = new CUevent_st{current_device, num_events++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
