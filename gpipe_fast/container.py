@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.compat import torchgpipe_state_dict
-from gpipe_fast.devices import casts_of, devices_differ
+from gpipe_fast.devices import casts_of, devices_differ, moved
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.unsupported import refuse_jit_script
 from gpipe_fast.weights.load import (
@@ -64,7 +64,7 @@ class Container(LayerSequence):
                 devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())
             ):
                 # A meta tensor has no data to move.
-                partition._apply(lambda t, to=device: t if t.is_meta else t.to(to))
+                partition._apply(lambda t, to=device: t if t.is_meta else moved(t, to))
 
     def _has_data(self) -> bool:
         """Returns whether no parameter and no buffer is on the meta device, apart from stages elsewhere."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpipe_fast.torch_private.modules import parse_to
 
@@ -158,6 +159,16 @@ def _with_index(device: torch.device) -> torch.device:
 def devices_differ(device: torch.device, wanted: torch.device) -> bool:
     """Returns whether two devices differ. A device without an index is the first of its type."""
     return (device.type, device.index or 0) != (wanted.type, wanted.index or 0)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device, itself if it is there already.
+
+    Between GPUs it is copied through the host. A direct copy by PyTorch makes them peers, of which a GPU may
+    have only eight, and nothing checks that it arrives.
+    """
+    between_gpus = tensor.is_cuda and device.type == "cuda" and devices_differ(tensor.device, device)
+    return (tensor.cpu() if between_gpus else tensor).to(device)
 
 
 def casts_of(

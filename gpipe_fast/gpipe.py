@@ -74,7 +74,7 @@ from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.pipelined import make_pipelined
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
-from gpipe_fast.layers.skip import skips_of, verify_skippables
+from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDim, Inputs
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting, checkpoint_policy
 from gpipe_fast.reports.explain import explain_call, on_absent_device
@@ -211,7 +211,7 @@ class GPipe(Reporting, Container):
         ValueError: ``balance``, ``chunks``, ``checkpoint``, ``grad_dtype``, ``backend``, ``transport``,
             ``mesh`` or ``timeout`` is invalid, a stage of a ``mesh`` shares a tensor with another one, a
             layer occurs twice, has the name of an attribute of this class or sharded parameters, layers are
-            too large for their devices, or ``transport`` is ``'peer'`` and two devices have no peer access.
+            too large for their devices, or ``transport`` is ``'peer'`` and two devices cannot copy directly.
         IndexError: There are fewer devices than partitions.
 
     Attributes:
@@ -285,7 +285,7 @@ class GPipe(Reporting, Container):
         self.transport = checked_transport(transport)
         self.schedule = schedule
         self._fuse = fuse is None or bool(fuse)
-        self._connections = connections_of(self._balance, self._devices, skips_of(module), self.transport)
+        self._connections = connections_of(self._balance, self._devices, list(module), self.transport)
         self.threads_per_stage = None
         self._capture = bool(capture)
         self._warned_of_idle_stages = False
@@ -1125,7 +1125,7 @@ class GPipe(Reporting, Container):
         wanted = resolve_devices(devices)
         with TRACING_LOCK:
             sizes, places = checked_placement(list(self.named_children()), balance, wanted)
-            connections_of(sizes, places, skips_of(self), self.transport)
+            connections_of(sizes, places, list(self), self.transport)
             as_before = places == self._devices
             if not as_before and self._pipeline.recorded():
                 raise RuntimeError(
@@ -1152,9 +1152,7 @@ class GPipe(Reporting, Container):
             own_stages=self._own_stages,
             ties=self._ties,
         )
-        self._connections = connections_of(
-            self._balance, self._devices, skips_of(self._layers), self.transport
-        )
+        self._connections = connections_of(self._balance, self._devices, self._layers, self.transport)
         if self._ranks is not None:
             self._connections = [replace(each, route="process group") for each in self._connections]
         backend = switched_backend(self.backend if self._ranks is None else "aten")

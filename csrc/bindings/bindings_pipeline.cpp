@@ -37,14 +37,15 @@ TransportChoice parse_transport(const std::string& transport) {
   return choices.at(transport);
 }
 
-// Returns the route of tensors from one device to another; nullopt if the requested transport does not support it.
-std::optional<std::string> route(at::Device sender, at::Device receiver, const std::string& transport) {
+// Returns the route of tensors from one device to another and, if it should be direct and is not, the fault.
+std::pair<std::string, std::string> route(at::Device sender, at::Device receiver,
+                                          const std::string& transport) {
   static const std::map<Route, std::string> names = {{Route::hand_over, "hand-over"},
                                                      {Route::peer, "peer"},
                                                      {Route::pinned, "pinned"},
                                                      {Route::copy, "copy"}};
-  const std::optional<Route> found = choose(sender, receiver, parse_transport(transport));
-  return found ? std::optional<std::string>(names.at(*found)) : std::nullopt;
+  const TransportChoice choice = parse_transport(transport);
+  return {names.at(choose(sender, receiver, choice)), peer_fault(sender, receiver, choice)};
 }
 
 // Runs pending signal handlers, such as Ctrl-C's. If one raises, also interrupts the layers that are running in Python,

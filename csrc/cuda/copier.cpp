@@ -10,39 +10,46 @@
 #include <ATen/cuda/PeerToPeerAccess.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/StringUtil.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <exception>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace gpipe_fast {
 namespace {
 
-// Returns whether `device` can access the memory of `other`; enables the access. PyTorch also enables it for memory
-// that its allocator maps later, and throws if a device reports peer access as possible but enabling it fails.
-bool try_peer_access(c10::DeviceIndex device, c10::DeviceIndex other) {
-  try {
-    return at::cuda::get_p2p_access(device, other);
-  } catch (const std::exception&) {
-    static_cast<void>(cudaGetLastError());  // clears the error, so that the next call does not report it
-    return false;
-  }
+// Returns the error if `device` cannot get access to the memory of `other`, else nullptr. PyTorch's function makes its
+// allocator map memory for peers, but after an error it reports that the access is enabled (get_p2p_access in
+// c10/cuda/PeerToPeerAccess.cpp, torch 2.11 to 2.14), so it is called last.
+const char* enable_peer_access(at::Device device, at::Device other) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaError_t error = cudaDeviceEnablePeerAccess(other.index(), 0);
+  if (error != cudaSuccess) (void)cudaGetLastError();  // this error
+  if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) return cudaGetErrorString(error);
+  at::cuda::get_p2p_access(device.index(), other.index());
+  return nullptr;
+}
+
+bool reports_peer_access(at::Device device, at::Device other) {
+  int reported = 0;
+  C10_CUDA_CHECK(cudaDeviceCanAccessPeer(&reported, device.index(), other.index()));
+  return reported != 0;
 }
 
 class CudaCopier final : public Copier {
  public:
-  bool enable_peer_access(at::Device one, at::Device other) const override {
-    if (one == other) return true;
+  const PeerAccess& peer_access(at::Device one, at::Device other) const override {
     const auto pair = std::minmax({one.index(), other.index()});
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto cached = peer_access_.find(pair);
     if (cached != peer_access_.end()) return cached->second;
-    const bool both = try_peer_access(pair.first, pair.second) && try_peer_access(pair.second, pair.first);
-    return peer_access_.emplace(pair, both).first->second;
+    return peer_access_.emplace(pair, find_peer_access(one, other)).first->second;
   }
 
   void copy(const at::Tensor& target, const at::Tensor& source, at::Device on) const override {
@@ -64,8 +71,18 @@ class CudaCopier final : public Copier {
   }
 
  private:
+  PeerAccess find_peer_access(at::Device one, at::Device other) const {
+    if (one == other) return {true, ""};
+    if (!reports_peer_access(one, other) || !reports_peer_access(other, one)) return {};
+    for (const auto& [device, peer] : {std::pair(one, other), std::pair(other, one)}) {
+      const char* const error = enable_peer_access(device, peer);
+      if (error != nullptr) return {false, c10::str("CUDA cannot enable it for ", device, ": ", error)};
+    }
+    return {true, ""};
+  }
+
   mutable std::mutex mutex_;
-  mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, bool> peer_access_;
+  mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, PeerAccess> peer_access_;
 };
 
 // The copier is never destroyed, because pipelines may outlive static objects.

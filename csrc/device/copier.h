@@ -5,18 +5,24 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <cstddef>
+#include <string>
 
 namespace gpipe_fast {
+
+// Whether two GPUs can copy directly to each other.
+struct PeerAccess {
+  bool works = false;
+  std::string fault;  // why it does not work although the GPUs report it; else empty
+};
 
 // Thread safe.
 class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Returns whether the two devices can access each other's memory. The first call for a pair of devices enables peer
-  // access; it must not happen during a capture. Returns false if peer access is unsupported or cannot be enabled.
-  virtual bool enable_peer_access(at::Device one, at::Device other) const = 0;
+  // Returns whether two GPUs can copy directly to each other. The first call for a pair enables peer access; it must not
+  // happen during a capture. GPUs may have only eight peers each, so ask only for pairs that exchange tensors.
+  virtual const PeerAccess& peer_access(at::Device one, at::Device other) const = 0;
 
   // Enqueues a copy on the calling thread's current stream of the device `on`. Host memory must be pinned.
   virtual void copy(const at::Tensor& target, const at::Tensor& source, at::Device on) const = 0;

@@ -1,6 +1,5 @@
 #include "transport/transport.h"
 
-#include "check.h"
 #include "device/failure.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -34,36 +33,32 @@ at::Tensor allocate_bytes(int64_t bytes, at::Device device) {
 
 }  // namespace
 
-std::optional<Route> choose(at::Device sender, at::Device receiver, TransportChoice choice) {
+Route choose(at::Device sender, at::Device receiver, TransportChoice choice) {
   const bool between_gpus = sender.is_cuda() && receiver.is_cuda() && copier() != nullptr;
   if (sender == receiver && (!between_gpus || choice == TransportChoice::automatic)) return Route::hand_over;
   if (!between_gpus) return Route::copy;
   if (choice == TransportChoice::pinned) return Route::pinned;
-  if (copier()->enable_peer_access(sender, receiver)) return Route::peer;
-  if (choice == TransportChoice::peer) return std::nullopt;
-  return Route::pinned;
+  return copier()->peer_access(sender, receiver).works ? Route::peer : Route::pinned;
 }
 
-Transport::Transport(const std::vector<at::Device>& devices, TransportChoice choice, bool has_channels) {
-  std::vector<bool> makes_copies(devices.size(), has_channels);
-  for (size_t sender = 0; sender < devices.size(); ++sender) {
-    for (size_t receiver = 0; receiver < devices.size(); ++receiver) {
-      const std::optional<Route> found = choose(devices[sender], devices[receiver], choice);
-      const bool neighbours = sender + 1 == receiver || receiver + 1 == sender;
-      GPIPE_CHECK_ARG(found || !neighbours, "transport='peer', but ", devices[sender], " and ",
-                      devices[receiver], " cannot access each other's memory");
-      routes_.push_back(found.value_or(Route::pinned));
-      if (routes_.back() != Route::hand_over) makes_copies[sender] = makes_copies[receiver] = true;
-    }
+std::string peer_fault(at::Device sender, at::Device receiver, TransportChoice choice) {
+  if (choice == TransportChoice::pinned || choose(sender, receiver, choice) != Route::pinned) return "";
+  return copier()->peer_access(sender, receiver).fault;
+}
+
+Transport::Transport(const std::vector<at::Device>& devices, TransportChoice choice, bool has_channels)
+    : choice_(choice) {
+  for (const at::Device device : devices) {
+    is_cpu_ = is_cpu_ && device.is_cpu();
+    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
   }
-  for (size_t i = 0; i < devices.size(); ++i) {
-    is_cpu_ = is_cpu_ && devices[i].is_cpu();
-    if (std::find(devices_.begin(), devices_.end(), devices[i]) == devices_.end())
-      devices_.push_back(devices[i]);
-    const Stream work = Stream::acquire(devices[i]);
-    StageStreams stage{work, makes_copies[i] ? Stream::acquire(devices[i]) : work, {}};
+  const bool makes_copies = has_channels || devices_.size() > 1 ||
+                            choose(devices_.front(), devices_.front(), choice) != Route::hand_over;
+  for (const at::Device device : devices) {
+    const Stream work = Stream::acquire(device);
+    StageStreams stage{work, makes_copies ? Stream::acquire(device) : work, {}};
     for (int direction = 0; direction < kNumDirections; ++direction)
-      stage.in.push_back(makes_copies[i] ? Stream::acquire(devices[i]) : work);
+      stage.in.push_back(makes_copies ? Stream::acquire(device) : work);
     stages_.push_back(std::move(stage));
   }
 }

@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -39,13 +40,14 @@ enum class Route : uint8_t {
 // The user's choice for copies between GPUs. `peer` and `pinned` force a copy even between stages on one device.
 enum class TransportChoice : uint8_t { automatic, peer, pinned };
 
-// Returns the route between two devices; nullopt if the choice is `peer` and the devices have no peer access.
-std::optional<Route> choose(at::Device sender, at::Device receiver, TransportChoice choice);
+// Returns the route between two devices, which exchange tensors (see `Copier::peer_access`).
+Route choose(at::Device sender, at::Device receiver, TransportChoice choice);
+// Returns why that route is not `peer` although both devices report peer access, and the choice allows it; else "".
+std::string peer_fault(at::Device sender, at::Device receiver, TransportChoice choice);
 
 class Transport {
  public:
   // `devices`: by stage. `has_channels`: tensors also leave the process, so every stage has own streams for copies.
-  // Throws std::invalid_argument if the choice is `peer` and neighbours have no peer access.
   explicit Transport(const std::vector<at::Device>& devices,
                      TransportChoice choice = TransportChoice::automatic, bool has_channels = false);
   ~Transport();
@@ -116,11 +118,13 @@ class Transport {
                              std::vector<at::Tensor>& arrived, const Connection& connection,
                              const Stream& consumer) const;
   PinnedRing& ring(const Connection& connection, const Stream& out, const Stream& in) const;
-  Route route(int32_t sender, int32_t receiver) const { return routes_[sender * stages_.size() + receiver]; }
+  Route route(int32_t sender, int32_t receiver) const {
+    return choose(work(sender).device(), work(receiver).device(), choice_);
+  }
 
+  const TransportChoice choice_;
   std::vector<StageStreams> stages_;
   std::vector<at::Device> devices_;  // of the stages, each once
-  std::vector<Route> routes_;        // by sender, then receiver
   bool is_cpu_ = true;
   mutable std::mutex mutex_;
   mutable std::map<Connection, std::unique_ptr<PinnedRing>> rings_;  // created on first use

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_fast import devices as _devices
 from gpipe_fast.balance.device_memory import check_layers_fit, check_layers_have_data
-from gpipe_fast.devices import Device, intra_op_threads
+from gpipe_fast.devices import Device, intra_op_threads, moved
 from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import (
     BatchDim,
@@ -376,7 +376,7 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: 
     if any(tensor.is_meta for tensor in inputs.tensors):
         raise ValueError("the sample is on the meta device; pass one with data")
     tensors = inputs.tensors if chunks == 1 else inputs.dims.split(inputs.tensors, chunks)[0]
-    return LayerOutput([_leaf(tensor.to(device)) for tensor in tensors], inputs.structure, {})
+    return LayerOutput([_leaf(moved(tensor, device)) for tensor in tensors], inputs.structure, {})
 
 
 class LayerMeasurement:
@@ -392,7 +392,7 @@ class LayerMeasurement:
     """
 
     def __init__(self, layer: nn.Module, layer_input: LayerOutput, device: torch.device) -> None:
-        self._layer = deepcopy(layer).to(device).train()
+        self._layer = deepcopy(layer)._apply(lambda tensor: moved(tensor, device)).train()
         for parameter in self._layer.parameters():
             parameter.grad = None
         wanted = set(declared(layer)[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import switches
 from gpipe_fast.arguments import check_inputs
-from gpipe_fast.devices import devices_differ
+from gpipe_fast.devices import devices_differ, moved
 from gpipe_fast.layers.batchnorm import statistics_names
 from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten
@@ -244,7 +244,7 @@ def _run_layers(layers: nn.Sequential, devices: Sequence[torch.device], value: A
     for layer, before, device in zip(layers, [devices[0], *devices], devices, strict=False):
         value = _to_device(value, device) if device != before else value
         popped = {key: stashed_so_far.pop(key) for key in declared(layer)[1] if key in stashed_so_far}
-        skips_on_device = {key: None if x is None else x.to(device) for key, x in popped.items()}
+        skips_on_device = {key: None if x is None else moved(x, device) for key, x in popped.items()}
         with skip_scope(skips_on_device) as stashed:
             value = call_unpacked(_on_device(layer, device), value)
         stashed_so_far |= stashed
@@ -253,7 +253,7 @@ def _run_layers(layers: nn.Sequential, devices: Sequence[torch.device], value: A
 
 def _to_device(value: Any, device: torch.device) -> Any:
     tensors, structure = flatten(value, deduplicate=True)
-    return structure.build([tensor.to(device) for tensor in tensors])
+    return structure.build([moved(tensor, device) for tensor in tensors])
 
 
 def _on_device(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ def _on_device(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
         return layer
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        copies = {name: parameter.to(device) for name, parameter in others.items()}
+        copies = {name: moved(parameter, device) for name, parameter in others.items()}
         return torch.func.functional_call(layer, copies, args, kwargs)
 
     return run

@@ -27,6 +27,7 @@ ALL_MODELS = (
 IN_STEPS = ("mlp/skips/batch norm/dropout/python/convolutions/convolutions, channels last", "own_streams")
 TWO_DEVICES_IN_TURN = "cuda:0,cuda:1,cuda:0,cuda:1"
 CASES_PER_TEST = 100
+UNPLUGGED = "CUDA cannot enable it for cuda:0: peer access is not supported between these two devices"
 
 Train = Callable[..., list[Line]]
 
@@ -239,13 +240,14 @@ def test_failing_peer_access_falls_back_to_pinned(run: Callable[..., list[str]])
     """The devices report peer access, but fail to enable it."""
     lines = run("doctor_cases.py", FOUR_DEVICES, "auto", peers="unplugged")
     assert "equal" in lines
-    assert "  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned" in lines
+    assert f"  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned ({UNPLUGGED})" in lines
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("peers", ["0", "unplugged", "0-1"])
 def test_requesting_missing_peer_access_raises(peers: str, run: Callable[..., list[str]]) -> None:
+    fault = f" ({UNPLUGGED})" if peers == "unplugged" else ""
     assert run("doctor_cases.py", "cuda:0,cuda:1,cuda:1,cuda:0", "peer", peers=peers) == [
         "transport='peer', but cuda:0 and cuda:1 (stages 0 and 1) have no peer access to each other's "
-        "memory; use 'auto', which copies through pinned host memory"
+        f"memory{fault}; use 'auto', which copies through pinned host memory"
     ]

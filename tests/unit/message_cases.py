@@ -25,6 +25,7 @@ from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.lower.launch import launch_kernel
 from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording
+from gpipe_fast.runtime import connections
 from gpipe_fast.runtime.cache import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
 from gpipe_fast.runtime.segments import Segments
@@ -220,7 +221,8 @@ def share_a_buffer() -> None:
     call(X, layers=(first, second), balance=[1, 1])
 
 
-NO_ROUTE = mock.patch.object(_extension, "route", return_value=None)
+NO_ROUTE = mock.patch.object(_extension, "route", return_value=("pinned", ""))
+FAULTY_ROUTE = mock.patch.object(_extension, "route", return_value=("pinned", "bytes arrive changed"))
 REPLICATED = mock.patch("gpipe_fast.runtime.plan._replicated_parameters", return_value=[0])
 MIB = 1 << 20
 ON_META = nn.Linear(6, 2, device="meta")
@@ -245,6 +247,17 @@ DEVICES = [
     case("'weight' on cpu", "move the whole layer", check_placed, [Stage([nn.Linear(2, 2)], 0, GPU)]),
     case("of shape [6]", "in one stage", share_a_buffer),
 ]
+
+
+def connect_gpus() -> None:
+    connections._warn_of.cache_clear()
+    with FAULTY_ROUTE:
+        connections.connections_of(
+            [1, 1], [GPU, torch.device("cuda:1")], [nn.Identity(), nn.Identity()], "auto"
+        )
+
+
+WARNINGS_OF_DEVICES = [case("cuda:0 and cuda:1", "may have only eight peers", connect_gpus)]
 
 # Balance and profiling
 

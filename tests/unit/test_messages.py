@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import gpipe_fast
-from tests.unit.message_cases import OF_ARGUMENTS, Case
+from tests.unit.message_cases import OF_ARGUMENTS, WARNINGS_OF_DEVICES, Case
 from tests.unit.message_cases_of_layers import OF_LAYERS, WARNINGS_OF_LAYERS
 from tests.unit.message_cases_of_models import OF_MODELS, WARNINGS_OF_MODELS
 from tests.unit.message_cases_of_ranks import OF_RANKS
@@ -24,7 +24,7 @@ from tests.unit.message_cases_of_training import OF_TRAINING
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("messages")]
 
 ERRORS = [*OF_ARGUMENTS, *OF_LAYERS, *OF_MODELS, *OF_TRAINING, *OF_RANKS]
-WARNINGS = [*WARNINGS_OF_LAYERS, *WARNINGS_OF_MODELS]
+WARNINGS = [*WARNINGS_OF_DEVICES, *WARNINGS_OF_LAYERS, *WARNINGS_OF_MODELS]
 ROOT = Path(__file__).parents[2]
 
 # The beginning of the text of each `raise` that no case triggers; of the statement if its text is no literal.

@@ -45,6 +45,20 @@ std::set<std::pair<int, int>>& enabled_peers() {
   return *found;
 }
 
+// Returns whether a device has as many peers as a system without NVSwitch allows (CUDA Programming Guide, section
+// "Peer-to-Peer Memory Access"), not counting `other`.
+bool has_all_peers(int device, int other) {
+  const char* given = std::getenv("FAKE_CUDA_MAX_PEERS");
+  const size_t limit = given != nullptr ? std::strtoull(given, nullptr, 10) : 8;
+  std::set<int> peers;
+  for (const auto& [one, another] : enabled_peers()) {
+    if (one == device) peers.insert(another);
+    if (another == device) peers.insert(one);
+  }
+  peers.erase(other);
+  return peers.size() >= limit;
+}
+
 }  // namespace
 
 size_t memory_bytes() {
@@ -161,9 +175,13 @@ cudaError_t cudaDeviceEnablePeerAccess(int other, unsigned int) {
   }
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!enabled_peers().insert({current_device, other}).second) {
+    if (enabled_peers().count({current_device, other}) > 0) {
       return fail(cudaErrorPeerAccessAlreadyEnabled);
     }
+    if (has_all_peers(current_device, other) || has_all_peers(other, current_device)) {
+      return fail(cudaErrorTooManyPeers);
+    }
+    enabled_peers().insert({current_device, other});
   }
   write("peer\t%d\t%d", current_device, other);
   return cudaSuccess;
