@@ -8,6 +8,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #pragma GCC diagnostic pop
 #include <ATen/cuda/PeerToPeerAccess.h>
+#include <ATen/ops/arange.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -26,7 +27,7 @@ namespace {
 
 // Returns the error if `device` cannot get access to the memory of `other`, else nullptr. PyTorch's function makes its
 // allocator map memory for peers, but after an error it reports that the access is enabled (get_p2p_access in
-// c10/cuda/PeerToPeerAccess.cpp, torch 2.11 to 2.14), so it is called last.
+// c10/cuda/PeerToPeerAccess.cpp), so it is called last.
 const char* enable_peer_access(at::Device device, at::Device other) {
   const c10::cuda::CUDAGuard guard(device);
   const cudaError_t error = cudaDeviceEnablePeerAccess(other.index(), 0);
@@ -78,8 +79,26 @@ class CudaCopier final : public Copier {
       const char* const error = enable_peer_access(device, peer);
       if (error != nullptr) return {false, c10::str("CUDA cannot enable it for ", device, ": ", error)};
     }
+    for (const auto& [from, to] : {std::pair(one, other), std::pair(other, one)}) {
+      if (!bytes_arrive(from, to))
+        return {false, c10::str("bytes copied from ", from, " to ", to, " arrive changed")};
+    }
     return {true, ""};
   }
+
+  // With an IOMMU or PCI access control services, or by a faulty bridge, copies between peers arrive wrong without an
+  // error (CUDA Programming Guide, section "Host IOMMU Hardware, PCI Access Control Services, and VMs";
+  // pytorch/pytorch#84803).
+  bool bytes_arrive(at::Device from, at::Device to) const {
+    const at::Tensor bytes = at::arange(kCheckedBytes / 4, at::kInt);
+    const at::Tensor source = bytes.to(from), target = bytes.bitwise_not().to(to);  // nothing may arrive
+    const c10::cuda::CUDAGuard guard(from);  // a default stream is that of the current device
+    copy(target, source, from);
+    c10::cuda::getCurrentCUDAStream(from.index()).synchronize();
+    return target.cpu().equal(bytes);
+  }
+
+  static constexpr int64_t kCheckedBytes = int64_t{64} << 10;
 
   mutable std::mutex mutex_;
   mutable std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, PeerAccess> peer_access_;

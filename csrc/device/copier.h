@@ -20,8 +20,9 @@ class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Returns whether two GPUs can copy directly to each other. The first call for a pair enables peer access; it must not
-  // happen during a capture. GPUs may have only eight peers each, so ask only for pairs that exchange tensors.
+  // Returns whether two GPUs can copy directly to each other. The first call for a pair enables peer access, copies
+  // bytes in both directions and compares them; it must not happen during a capture. GPUs may have only eight peers
+  // each, so ask only for pairs that exchange tensors.
   virtual const PeerAccess& peer_access(at::Device one, at::Device other) const = 0;
 
   // Enqueues a copy on the calling thread's current stream of the device `on`. Host memory must be pinned.

@@ -128,10 +128,15 @@ def _exchanging(
 
 @functools.cache  # warns once
 def _warn_of(one: str, other: str, fault: str) -> None:
+    advice = (
+        "an IOMMU, PCI access control services (ACS) or a faulty bridge may be the cause; switch the first "
+        "two off in the BIOS, because PyTorch's own copies between these GPUs are wrong, too"
+        if fault.endswith("arrive changed")
+        else "without NVSwitch, a GPU may have only eight peers in all pipelines of a process"
+    )
     warn_user(
         f"{one} and {other} report peer access to each other's memory, but {fault}; tensors are copied "
-        f"between them through pinned host memory, which is slower; without NVSwitch, a "
-        "GPU may have only eight peers in all pipelines of a process"
+        f"between them through pinned host memory, which is slower; {advice}"
     )
 
 

@@ -1,7 +1,8 @@
-"""Peer access between many fake devices: who asks for it, and its limit."""
+"""Peer access between many fake devices: who asks for it, its limit, and copies that arrive wrong."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from tests.fake_cuda.race_detector import Line, check, read
 
 Run = Callable[..., list[str]]
+CHECKED_BYTES = "65536"
 
 
 def devices_of(count: int, order: int) -> list[int]:
@@ -47,6 +49,8 @@ def test_only_stages_that_exchange_tensors_become_peers(
     lines = read(log)
     assert peers_in(lines) == set().union(*(exchanging(devices_of(count, order)) for order in orders))
     assert check(lines) == []
+    checks = [line for line in lines if line.kind == "copy" and line.words[1::3] == ("d2d", CHECKED_BYTES)]
+    assert len(checks) == len(peers_in(lines)), "each direction is checked once"
 
 
 @pytest.mark.extended
@@ -80,3 +84,29 @@ def test_a_pair_beyond_the_limit_of_peers_is_reported(run: Run) -> None:
     (error,) = run("peer_cases.py", "4", "peer", "1", max_peers=1)
     assert "cuda:1 and cuda:2 (stages 1 and 2)" in error
     assert fault.format(1) in error
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", range(12))
+def test_wrong_peer_copies_are_found_before_the_first_step(number: int, run: Run) -> None:
+    draw = random.Random(number)
+    damage = ("none", "bit", "zeros", "tail")[number % 4]
+    wrong = draw.sample([(a, b) for a in range(4) for b in range(4) if a != b], draw.randint(1, 3))
+    words = {"wrong_copies": ",".join(f"{a}-{b}" for a, b in wrong), "damage": damage}
+    found = run("peer_cases.py", "4", "auto", "1", "3", **words)
+    assert found.count("equal") == 2, found
+    orders = [devices_of(4, order) for order in (1, 3)]
+    pairs = {tuple(sorted(pair)) for devices in orders for pair in exchanging(devices)}
+    expected = sorted({tuple(sorted(pair)) for pair in wrong} & pairs)
+    for line in found:
+        if ends := re.findall(r"\(cuda:(\d)\)", line):
+            assert (": pinned (bytes copied" in line) == (tuple(sorted(map(int, ends))) in expected), line
+            assert ": peer" in line or ": pinned" in line
+    warned = [line for line in found if line.startswith("warning")]
+    named = sorted(
+        (int(a), int(b)) for line in warned for a, b in re.findall(r"cuda:(\d) and cuda:(\d)", line)
+    )
+    assert named == expected, "one warning for each pair"
+    assert all("IOMMU" in line and "bridge" in line for line in warned)
+    if expected:
+        assert "arrive changed" in run("peer_cases.py", "4", "peer", "1", "3", **words)[0]

@@ -257,7 +257,7 @@ def connect_gpus() -> None:
         )
 
 
-WARNINGS_OF_DEVICES = [case("cuda:0 and cuda:1", "may have only eight peers", connect_gpus)]
+WARNINGS_OF_DEVICES = [case("cuda:0 and cuda:1", "in the BIOS", connect_gpus)]
 
 # Balance and profiling
 

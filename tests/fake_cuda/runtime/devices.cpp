@@ -80,6 +80,14 @@ int num_devices() {
 thread_local int current_device = 0;
 thread_local bool has_context = false;
 
+bool copies_arrive_wrong(int source, int target) {
+  const char* given = std::getenv("FAKE_CUDA_WRONG_COPIES");
+  const std::string pair = std::to_string(source) + "-" + std::to_string(target);
+  if (given == nullptr || std::string(given).find(pair) == std::string::npos) return false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return enabled_peers().count({source, target}) > 0;  // otherwise the driver copies through the host
+}
+
 void set_sticky_error() { sticky_error = true; }
 bool has_sticky_error() { return sticky_error; }
 

@@ -10,6 +10,8 @@ namespace fake_cuda {
 // Returns the memory of each device, in bytes.
 size_t memory_bytes();
 int num_devices();
+// Returns whether copies from one device to another arrive wrong, without an error: those to a peer.
+bool copies_arrive_wrong(int source, int target);
 
 extern thread_local int current_device;
 // Whether the calling thread has called cudaSetDevice(). Other calls make a context current, too, but not all do.

@@ -104,6 +104,18 @@ std::string copy_kind(const Block* target, const Block* source) {
   return {word(source), '2', word(target)};
 }
 
+// Copies as a peer whose copies arrive wrong.
+void damage(void* to, const void* from, size_t bytes) {
+  const char* given = std::getenv("FAKE_CUDA_DAMAGE");
+  const std::string kind = given == nullptr ? "bit" : given;
+  if (kind == "zeros") {
+    std::memset(to, 0, bytes);
+  } else if (kind == "bit" || kind == "tail") {
+    std::memmove(to, from, bytes);
+    static_cast<char*>(to)[kind == "bit" ? bytes / 3 : bytes - 1] ^= 4;
+  }  // else "none": nothing arrives
+}
+
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   const Block* const target = block_of(to);
   const Block* const source = block_of(from);
@@ -119,9 +131,14 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) 
   const std::chrono::duration<double, std::milli> latency = std::chrono::nanoseconds(
       between && delay != nullptr ? std::atoll(delay) * static_cast<long long>(bytes) : 0);
   CUstream_st* const on = stream_of(stream);
+  const bool wrong = between && copies_arrive_wrong(source->device, target->device);
   std::function<void()> run = [=] {
     on->lag += latency.count();
-    std::memmove(to, from, bytes);
+    if (wrong) {
+      damage(to, from, bytes);
+    } else {
+      std::memmove(to, from, bytes);
+    }
   };
   if (deferring() && source == nullptr) {  // pageable memory, which the caller may change after the call
     const auto staged = std::make_shared<const std::string>(static_cast<const char*>(from), bytes);

@@ -13,6 +13,9 @@
 //   FAKE_CUDA_PEERS    pairs of devices with peer access, as in 0-1,1-0 (default: all pairs); 0 for none; "unplugged"
 //                      for devices that report peer access and then fail to enable it
 //   FAKE_CUDA_MAX_PEERS  peers that a device may have (default: 8)
+//   FAKE_CUDA_WRONG_COPIES  pairs of devices between which copies arrive wrong if they are peers, as in 0-1 (default:
+//                      none); FAKE_CUDA_DAMAGE says how: a wrong bit (bit, the default) or last byte (tail), zeros, or
+//                      none of the bytes arrive (none)
 //   FAKE_CUDA_LOG      file of the log (default: no log)
 //   FAKE_CUDA_LATE     seed: half of the event and stream queries report unfinished work
 //   FAKE_CUDA_DEFER    seed: work is deferred
