@@ -131,6 +131,8 @@ void StreamEvent::synchronize() const {
   if (event_) event_->synchronize();
 }
 
+bool StreamEvent::is_complete() const { return !event_ || event_->query(); }
+
 Stream Stream::current_on(at::Device device) {
   if (device.is_cpu()) return {device, std::nullopt};
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device)};

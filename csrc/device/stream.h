@@ -24,6 +24,7 @@ class StreamEvent {
 
   // Blocks the calling thread until the event completes.
   void synchronize() const;
+  bool is_complete() const;
 
   // While a `Timing` lives, the calling thread makes timed events, which take the device a little longer.
   class Timing {

@@ -155,12 +155,14 @@ struct Engine::Pool {
   }
 
   void record_failure(const Action& action, std::exception_ptr error, std::string layer_title) {
+    const int64_t from = work.load(std::memory_order_relaxed)->cancelled_by(action.rank);
     {
       std::lock_guard<std::mutex> lock(failure_mutex);
-      if (!failure || action.rank < failure->action.rank)
-        failure = Failure{std::move(error), action, std::move(layer_title)};
+      if (cancellation.covers(action.rank)) return;  // it may have failed because it was cancelled
+      failure = Failure{std::move(error), action, std::move(layer_title)};
+      cancellation.cancel_from(from);
     }
-    cancel_from(action.rank);
+    cancel_from(from);
   }
 
   void cancel_from(int64_t rank) {

@@ -61,6 +61,8 @@ class Work {
     (void)action;
     return {};
   }
+  // Returns the rank from which actions are cancelled when the one of this rank fails.
+  virtual int64_t cancelled_by(int64_t rank) const { return rank; }
   // Called when the actions of this rank and higher ones are cancelled, by any thread, perhaps several times. Wakes
   // those that wait for something that the engine does not know.
   virtual void cancel_from(int64_t rank) { (void)rank; }
@@ -98,7 +100,7 @@ class Engine {
   // Runs all actions and returns when every worker is done; the engine can then run again.
   //
   // Returns the failure of lowest rank, whatever the timing, because an action that fails cancels only actions of
-  // higher rank. The calling thread sleeps, and calls `poll` about every 20 ms. An exception from `poll` cancels all
+  // higher rank, unless the work cancels more. The calling thread sleeps, and calls `poll` about every 20 ms. An exception from `poll` cancels all
   // actions, and is rethrown when all workers have stopped. Throws Cancelled if interrupted.
   std::optional<Failure> run(const Actions& actions, Work& work, const std::function<void()>& poll = {});
 

@@ -34,6 +34,7 @@ class FaultInjectingWork final : public Work {
   }
   void run(const Action& action, CancellationToken& token) override;
   Observed observe(const Action& action) const override { return inner_.observe(action); }
+  int64_t cancelled_by(int64_t rank) const override { return inner_.cancelled_by(rank); }
   void cancel_from(int64_t rank) override { inner_.cancel_from(rank); }
 
  private:

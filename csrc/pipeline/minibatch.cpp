@@ -2,6 +2,7 @@
 
 #include "check.h"
 #include "device/failure.h"
+#include "engine/slots.h"
 #include "pipeline/python_segment.h"
 #include "pipeline/skip.h"
 
@@ -260,6 +261,11 @@ void MiniBatch::enter_stage(int32_t stage, const std::function<void()>& run_acti
   } catch (const Aborted&) {
     throw Cancelled();
   }
+}
+
+// If transfers are on a device, an abort ends them all.
+int64_t MiniBatch::cancelled_by(int64_t rank) const {
+  return channels_ && channels_->is_on_device() ? Cancellation::kEverything : rank;
 }
 
 void MiniBatch::cancel_from(int64_t rank) {

@@ -123,6 +123,7 @@ class MiniBatch final : public Work {
 
   void enter_stage(int32_t stage, const std::function<void()>& run_actions) override;
   void run(const Action& action, CancellationToken& token) override;
+  int64_t cancelled_by(int64_t rank) const override;
   void cancel_from(int64_t rank) override;
 
  private:

@@ -19,6 +19,9 @@
 namespace gpipe_fast {
 namespace {
 
+// How often a thread that waits for a device asks whether it is done.
+constexpr auto kQueryInterval = std::chrono::microseconds(20);
+
 // Scope guard: makes streams the calling thread's current streams.
 class CurrentStreams {
  public:
@@ -291,6 +294,8 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
     minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
                           split_along(given, plan->given_dims, num_parts), gradients, accumulate_and_update);
     run(*plan->step, *minibatch, [&] {
+      // The caller's thread reads the losses, and could not poll while it waits for a process that has failed.
+      if (offer && channels_ && channels_->is_on_device()) await_stage(plan->stages.size() - 1);
       parts = take_outputs(*minibatch);
       // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
@@ -435,12 +440,8 @@ void Pipeline::run_actions(const Actions& actions, MiniBatch& minibatch) {
   minibatch.set_clock(clock_);
   FaultInjectingWork faulty(minibatch, fault_injection_);
   Work& work = fault_injection_.empty() ? static_cast<Work&>(minibatch) : faulty;
-  const auto poll = [this] {
-    poll_();
-    if (peers_) peers_->poll();
-  };
   try {
-    if (auto failure = engine_.run(actions, work, poll)) raise(*failure, minibatch);
+    if (auto failure = engine_.run(actions, work, [this] { poll_all(); })) raise(*failure, minibatch);
   } catch (const Cancelled&) {
     throw Closed();
   } catch (...) {
@@ -448,6 +449,22 @@ void Pipeline::run_actions(const Actions& actions, MiniBatch& minibatch) {
     throw;
   }
   end.succeed();
+}
+
+void Pipeline::poll_all() {
+  poll_();
+  if (peers_) peers_->poll();
+}
+
+void Pipeline::await_stage(size_t stage) {
+  const StreamEvent done(transport_->work(static_cast<int32_t>(stage)));
+  auto polled = std::chrono::steady_clock::now();
+  while (!done.is_complete()) {
+    std::this_thread::sleep_for(kQueryInterval);
+    if (std::chrono::steady_clock::now() - polled < kPollInterval) continue;
+    poll_all();
+    polled = std::chrono::steady_clock::now();
+  }
 }
 
 void Pipeline::close() {

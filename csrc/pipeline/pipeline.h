@@ -130,6 +130,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Runs the actions uncaptured. `finish` is the end of the run: if it throws, the run has failed.
   void run(const Actions& actions, MiniBatch& minibatch, const std::function<void()>& finish = {});
   void run_actions(const Actions& actions, MiniBatch& minibatch);
+  void poll_all();
+  // Waits, while it polls, for the work of a stage.
+  void await_stage(size_t stage);
   struct Joined {
     Boundary outputs;
     PartLengths sizes;

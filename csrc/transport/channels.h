@@ -60,7 +60,8 @@ class Channels {
   // calls in the same order. The order of additions depends on the size and position alone, and all get the same bits.
   virtual std::shared_ptr<Arrival> sum_replicas(const at::Tensor&, int64_t /*rank*/) { return nullptr; }
 
-  // Ends the waits of actions of this rank and higher ones, from now on until begin_run(); they throw Aborted.
+  // Ends the waits of actions of this rank and higher ones, from now on until begin_run(); they throw Aborted. On a
+  // device, abandons the channels. Any thread may call it.
   virtual void abort_from(int64_t rank) = 0;
   // Call after a failed run: ends the transfers for which devices wait. The channels cannot be used any more.
   virtual void abandon() noexcept = 0;

@@ -410,7 +410,8 @@ class DeviceChannels final : public Channels {
         begun([&] { return group.recv(bytes, kSender, /*tag=*/0); }, receiving_from(sender)));
   }
 
-  void abort_from(int64_t) override {}
+  // The host may be blocked in a launch behind a transfer of a lower rank.
+  void abort_from(int64_t) override { abandon(); }
 
   void abandon() noexcept override {
     for (const auto& [ends, group] : groups_) {

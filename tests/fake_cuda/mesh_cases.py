@@ -31,12 +31,14 @@ from tests.reference import unequal
 SIZE = 2
 
 
-def pipeline(name: str, chunks: int, devices: object, **options: object) -> tuple[GPipe, Tensor]:
+def pipeline(
+    name: str, chunks: int, devices: object, num_stages: int = SIZE, **options: object
+) -> tuple[GPipe, Tensor]:
     """Returns a pipeline over the ranks, and a mini-batch on its first device."""
     warnings.simplefilter("ignore")
     make, batch, balances = cases.MODELS[name]
-    mesh = dist.group.WORLD
-    pipe = GPipe(make(), balances[0], chunks=chunks, mesh=mesh, devices=devices, timeout=30.0, **options)
+    balance, mesh = balances[num_stages - 2], dist.group.WORLD
+    pipe = GPipe(make(), balance, chunks=chunks, mesh=mesh, devices=devices, timeout=30.0, **options)
     return pipe, batch(8 if chunks == 4 else 9).to(pipe.devices[0])
 
 
@@ -84,12 +86,12 @@ def recorded(name: str, schedule: str, device: str) -> str:
     return f"{[len(stage) for stage in recording.phases()[0].stages]} {digest}"
 
 
-def failing(action: str) -> str:
+def failing(action: str, num_stages: str = "2") -> str:
     """An action fails on its rank: returns the error. The step works before and afterwards."""
-    pipe, x = pipeline("batch norm", 3, "cuda")
+    pipe, x = pipeline("batch norm", 3, "cuda", int(num_stages))
     expected = cases.here(cases.step(pipe, x))
     groups = [*FakeNccl.groups]
-    if dist.get_rank() == int(action[0]):
+    if dist.get_rank() == int(action[0]) % SIZE:
         inject_failure(pipe, action)
     error = cases._error_of(lambda: cases.step(pipe, x))
     remove_faults(pipe)

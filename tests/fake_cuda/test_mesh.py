@@ -126,6 +126,35 @@ def test_a_failing_action_ends_the_step_of_both_ranks(action: str, backend: str,
     assert other.startswith(f"RuntimeError: rank {action[0]} has failed, so no rank changed anything")
 
 
+@NEEDS_PYTHON_GROUPS
+@pytest.mark.parametrize(
+    ("action", "num_stages", "room"),
+    [
+        ("0F1", 2, 4),
+        ("0F1", 2, 10_000),
+        ("0F1", 4, 4),
+        *(
+            pytest.param(action, num_stages, room, marks=pytest.mark.extended)
+            for num_stages, actions in ((2, "0F0 0F2 1I0 1I2"), (4, "2F0 1F1 3I1 2I0"))
+            for action in actions.split()
+            for room in (4, 12, 10_000)
+        ),
+    ],
+)
+def test_a_rank_that_is_blocked_learns_that_another_has_failed(
+    action: str, num_stages: int, room: int, run: Runs
+) -> None:
+    """A rank has enqueued a receive that nobody sends, and as much after it as a stream holds.
+
+    Then a launch blocks it; or, if a stream holds everything, the end of the step, where it reads the loss.
+    With four stages, the rank that fails may be blocked in its other stage.
+    """
+    rank = int(action[0]) % 2
+    own, other = run("nccl", "failing", action, str(num_stages), defer=1, room=room)[:: 1 - 2 * rank]
+    assert own.startswith("ValueError: injected ValueError (in action " + action)
+    assert other.startswith(f"RuntimeError: rank {rank} has failed, so no rank changed anything")
+
+
 @pytest.mark.parametrize("number", [9, *(pytest.param(n, marks=pytest.mark.extended) for n in (34, 64))])
 def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> None:
     """No process aborts, as it would if memory that several streams use were freed on a failed device."""

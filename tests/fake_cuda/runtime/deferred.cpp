@@ -22,6 +22,7 @@ struct Task {
   std::vector<TaskPtr> after;  // empty once the task is done
   bool done = false;
   bool needed = false;
+  bool held = false;
 };
 
 class Queue {
@@ -39,6 +40,12 @@ namespace {
 const char* seed() {
   static const char* const given = std::getenv("FAKE_CUDA_DEFER");
   return given;
+}
+
+// Returns how many tasks a queue holds before enqueue() blocks; 0 if nothing does.
+size_t room() {
+  static const char* const given = std::getenv("FAKE_CUDA_ROOM");
+  return given == nullptr ? 0 : static_cast<size_t>(std::atoi(given));
 }
 
 // Releases Python's global interpreter lock if the calling thread holds it: torch keeps it during some queries.
@@ -84,9 +91,11 @@ class Scheduler {
   }
 
   TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
-                std::function<void()> run) {
+                std::function<void()> run, bool held) {
     auto task = std::make_shared<Task>();
     task->run = std::move(run);
+    task->held = held;
+    wait_for_room(*queue);
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const TaskPtr& each : after) {
       add(*task, each);
@@ -98,11 +107,17 @@ class Scheduler {
     queue->tasks.push_back(task);
     queue->newest = task;
     // A device also works while no caller waits for it.
-    if (random_() % 4 < eagerness_) {
+    if (random_() % 4 < eagerness_ || room() > 0) {
       ++num_background_;
       wake_.notify_one();
     }
     return task;
+  }
+
+  void release(const TaskPtr& task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    task->held = false;
+    wake_.notify_one();
   }
 
   bool is_complete(const TaskPtr& task) {
@@ -154,6 +169,19 @@ class Scheduler {
     }
   }
 
+  void wait_for_room(const Queue& queue) {
+    const auto has_room = [&] { return room() == 0 || queue.tasks.size() < room(); };
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (has_room()) {
+      return;
+    }
+    lock.unlock();
+    const ReleasedGil released;
+    lock.lock();
+    done_.wait(lock, has_room);
+    lock.unlock();
+  }
+
   static void mark_needed(const TaskPtr& task) {
     std::vector<Task*> open{task.get()};
     while (!open.empty()) {
@@ -179,13 +207,13 @@ class Scheduler {
   }
 
   static bool ready(const Task& task) {
-    return std::all_of(task.after.begin(), task.after.end(),
-                       [](const TaskPtr& before) { return before->done; });
+    return !task.held && std::all_of(task.after.begin(), task.after.end(),
+                                     [](const TaskPtr& before) { return before->done; });
   }
 
   // Removes a ready task from its queue and returns it; null if no task may run now.
   TaskPtr pop_ready() {
-    const bool only_needed = num_waiting_ > 0 && only_needed_;
+    const bool only_needed = num_waiting_ > 0 && only_needed_ && room() == 0;
     uint64_t total = 0;
     Queue* chosen = nullptr;
     for (const auto& queue : queues_) {
@@ -213,12 +241,14 @@ class Scheduler {
   void loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return num_waiting_ > 0 || num_background_ > 0; });
+      wake_.wait(lock, [this] {
+        return num_waiting_ > 0 || num_background_ > 0 || (room() > 0 && !queues_.empty());
+      });
       const TaskPtr task = pop_ready();
       if (!task) {
         // Either the awaited task has just finished, or a caller waits for tasks that are not enqueued yet.
         num_background_ = 0;
-        if (num_waiting_ > 0) {
+        if (num_waiting_ > 0 || room() > 0) {
           wake_.wait(lock);
         }
         continue;
@@ -270,8 +300,11 @@ TaskPtr newest(const std::shared_ptr<Queue>& queue) {
 }
 TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
               std::function<void()> run) {
-  return scheduler().defer(queue, after, std::move(run));
+  return scheduler().defer(queue, after, std::move(run), /*held=*/false);
 }
+TaskPtr hold(const std::shared_ptr<Queue>& queue) { return scheduler().defer(queue, {}, {}, /*held=*/true); }
+void release(const TaskPtr& task) { scheduler().release(task); }
+bool works_alone() { return room() > 0; }
 
 bool is_complete(const TaskPtr& task) { return !task || scheduler().is_complete(task); }
 void complete(const TaskPtr& task) {

@@ -10,6 +10,9 @@
 // In half of the waits, only the tasks that the caller needs run, so that all others are as late as possible; in the
 // other half, each queue has a random weight. One thread runs all tasks, so they do not see the callers' thread-local
 // settings.
+//
+// With FAKE_CUDA_ROOM, tasks run whether or not a caller waits, and a queue holds so many of them: as on a GPU, a caller
+// that enqueues more blocks. A held task, such as the kernel of a receive, ends when another thread releases it.
 #pragma once
 
 #include <functional>
@@ -31,6 +34,12 @@ TaskPtr newest(const std::shared_ptr<Queue>& queue);
 // Appends a task to a queue; it also runs after the tasks in `after`, which may be null.
 TaskPtr defer(const std::shared_ptr<Queue>& queue, const std::vector<TaskPtr>& after,
               std::function<void()> run);
+
+// Appends a task that is not ready before release().
+TaskPtr hold(const std::shared_ptr<Queue>& queue);
+void release(const TaskPtr& task);
+// Returns whether tasks run while no caller waits.
+bool works_alone();
 
 // A null task counts as complete. The complete functions block until the tasks are done.
 bool is_complete(const TaskPtr& task);

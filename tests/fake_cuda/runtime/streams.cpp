@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -36,7 +37,7 @@ bool query(const TaskPtr& task) {
   if (is_complete(task)) {
     return true;
   }
-  if (coin_flip()) {
+  if (works_alone() || coin_flip()) {
     return false;
   }
   complete(task);
@@ -129,6 +130,14 @@ cudaError_t fake_cuda_access(cudaStream_t stream, const void* pointer, size_t by
     record_write(stream, const_cast<void*>(pointer), bytes);
   }
   return enqueue(stream, writes != 0 ? "write" : "read", text("%p\t%zu", pointer, bytes));
+}
+
+// Called by fake_nccl.py, if work is deferred: later work of the stream waits until what is returned is released.
+
+void* fake_cuda_hold(cudaStream_t stream) { return new TaskPtr(hold(stream_of(stream)->queue)); }
+void fake_cuda_release(void* held) {
+  const std::unique_ptr<TaskPtr> task(static_cast<TaskPtr*>(held));
+  release(*task);
 }
 
 // Streams.
