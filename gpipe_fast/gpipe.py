@@ -452,7 +452,8 @@ class GPipe(Reporting, Container):
     def _prepare_call(self, inputs: Inputs, given: Given | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
-            plan = self._plan(inputs, given)
+            with nullcontext() if self._ranks is None else self._ranks.compiling():
+                plan = self._plan(inputs, given)
             state = self._state if self._planner.module_warnings.in_python else None
             parts = self._state.parameters, self._state.buffers
             call = PreparedCall(plan, self._pipeline, *parts, state, self._planner.layers_in_python)

@@ -4,17 +4,19 @@ All ranks make the same runs in the same order, so they number them alike. In a 
 run n has these keys, of which the first rank to come writes the digests and the outcome::
 
     n/call      the digest of what all replicas have in common, or whose backward it is: a rank with another
-                one fails; none without replicas
-    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is
+                one fails; none without replicas. Ends in 'new' if the plan of the first rank is new
+    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is; likewise
     n/inputs/i  what the ranks of replica i find in the elements of inputs, if all of them read these
     n/done      the number of ranks that have succeeded
     n/outcome   'done', written by the last of them; or which rank failed first, and why
     n/start/s   checksums of the parameters of stage s in the first replica, before groups are made
-    n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early
+    n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early, and in
+                runs of new plans, for which some ranks compile longer than others
     n/count/i   the divisor of the loss of a step of replica i, from its last stage
     n/loss/i    the losses of a step of replica i, from its last stage
     n/update/r  what the update of the step before needs from rank r
     n/share/r   what rank r shares with the others of its replica, in pieces: r/0, r/1 ...
+    n/work/r    counts while rank r compiles for long: ranks that wait for it go on waiting
     ended/r     the latest run for whose end rank r has waited, for error messages
 
 A rank changes gradients and buffers only after the outcome 'done', so they change in all ranks or in none.
@@ -33,6 +35,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial, reduce
 from itertools import combinations
@@ -80,6 +83,8 @@ _OF_REPLICA = "call", "inputs", "count", "loss"
 # Runs that are no calls; a digest does not begin so.
 _NO_CALL = "the "
 _BACKWARD, _EXCHANGE = f"{_NO_CALL}backward of run ", f"{_NO_CALL}end of a recording"
+# The end of the digest of a run for whose plan all ranks wait.
+_NEW = " new"
 # The maximum length of a value in the store, which refuses those of 8 MiB.
 _MAX_LENGTH = 2**22
 # The ranks of this process that are in use.
@@ -259,19 +264,29 @@ class Ranks:
                 "inputs on all ranks, with their elements"
             )
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """Lets ranks that wait for this one go on waiting while the block runs, however long it takes."""
+        return self._store.at_work(self._key(f"work/{self.rank}"))
+
     def begin(self, pipeline: Pipeline, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> None:
         """Prepares a run: checks that other ranks run the same plan, and connects to them.
 
         Raises:
             RuntimeError: another rank has another plan, has failed, or does not answer.
         """
+        new = _NEW if self._digests.lookup(id(plan)) is None else ""
+        waits_for: set[int] = set()
         for key, (digest, description) in self._digests_of(call, plan, stages).items():
-            first = self._store.compare_set(self._key(key), "", digest).decode()
+            first = self._store.compare_set(self._key(key), "", digest + new).decode()
             if first.startswith(_NO_CALL):
                 raise RuntimeError(
                     f"rank {self.rank} calls the pipeline, but another rank runs {first}; make calls, "
                     "backwards and recordings in the same order on all ranks"
                 )
+            # The first rank decides for all, so that none waits for one that goes on.
+            if first.endswith(_NEW):
+                waits_for.update(self._everyone() if key == "call" else self._own_replica())
+            first = first.removesuffix(_NEW)
             if first != digest:
                 theirs = json.loads(self._store.get(f"plan/{first}"))
                 raise RuntimeError(
@@ -282,6 +297,8 @@ class Ranks:
         edges = edges_of(stages, self.size)
         if self._channels_of() is not pipeline or not edges <= self._edges:
             self._connect(pipeline, stages, edges)
+        elif waits_for:
+            self._wait_until_ready(waits_for)
 
     def begin_backward(self, forward: int) -> None:
         """Prepares a run that is the backward of the run ``forward``.
@@ -427,8 +444,7 @@ class Ranks:
             self._store.set(self._key(f"share/{self.rank}/{i}"), f"{len(pieces)} {piece}")
         for key in self._exchanged:  # before, which all ranks have read
             self._store.delete_key(key)
-        names = (f"ready/{self.rank}", *(f"share/{self.rank}/{i}" for i in range(len(pieces))))
-        self._exchanged = [self._key(name) for name in names]
+        self._exchanged = [self._key(f"share/{self.rank}/{i}") for i in range(len(pieces))]
         found = [self._received(rank) for rank in self._own_replica()]
         self.succeed()
         return found
@@ -452,6 +468,9 @@ class Ranks:
             self._clock_group = self._joined(gloo_group, name, self.index, self.size, others)
         with self._connecting(others):
             return offset_to_first(self._clock_group, self.index)
+
+    def _everyone(self) -> range:
+        return range(self.size * self.num_replicas)
 
     def _own_replica(self) -> range:
         """Returns the ranks that have the stages of this replica."""
@@ -483,7 +502,7 @@ class Ranks:
 
     def _running(self) -> list[int]:
         """Returns the ranks that have not ended the run."""
-        keys = {rank: f"ended/{rank}" for rank in range(self.size * self.num_replicas)}
+        keys = {rank: f"ended/{rank}" for rank in self._everyone()}
         return [
             rank
             for rank, key in keys.items()
@@ -503,12 +522,17 @@ class Ranks:
             missing: returns the ranks that are waited for.
         """
         begin = polled = looked = time.monotonic()
+        counts: dict[int, int] = {}
         while (value := self._read(name)) == _UNSET:
             now = time.monotonic()
             if now - polled > _POLL_SECONDS:
                 self.poll()
                 polled = now
             if now - begin > self.timeout:
+                before, counts = counts, {r: self._store.add(self._key(f"work/{r}"), 0) for r in missing()}
+                if any(count > before.get(rank, 0) for rank, count in counts.items()):
+                    begin = now
+                    continue
                 raise RuntimeError(
                     f"rank {self.rank} has waited for {self.timeout} s for ranks {missing()}, which have "
                     "ended or take longer; if steps may take that long, pass a larger timeout to GPipe"
@@ -563,13 +587,14 @@ class Ranks:
         pipeline.set_peers(make_channels(set(own), groups, self.timeout, self.by_nccl, replicas), self)
         self._channels_of, self._edges = weakref.ref(pipeline), edges
 
-    def _wait_until_ready(self) -> None:
-        """Waits until all ranks are about to make groups."""
-        everyone = range(self.size * self.num_replicas)
-        ready = [f"ready/{rank}" for rank in everyone]
-        self._store.set(self._key(ready[self.rank]), "")
-        for name in ready:
-            self._wait(name, lambda: [r for r in everyone if self._read(ready[r]) == _UNSET])
+    def _wait_until_ready(self, ranks: Collection[int] | None = None) -> None:
+        """Waits until ranks, by default all of them, are about to make groups or to run a new plan."""
+        own = self._key(f"ready/{self.rank}")
+        self._store.set(own, "")
+        self._gathered.append((self._number, own))
+        names = {rank: f"ready/{rank}" for rank in ranks or self._everyone()}
+        for name in names.values():
+            self._wait(name, lambda: [r for r, each in names.items() if self._read(each) == _UNSET])
 
     def _group(self, sender: int, receiver: int) -> Any:
         """Connects two stages of two processes."""

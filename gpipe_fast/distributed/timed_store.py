@@ -1,17 +1,24 @@
-"""A store of torch.distributed whose calls end: its own never do, if the process that has the keys stops."""
+"""A store of torch.distributed whose calls end: its own never do, if the process that has the keys stops.
+
+While a process does something that may take any length of time, its thread that makes the calls counts in the
+store, so that others can tell that from a process that has ended or hangs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 # By how much a call may exceed the timeout, so that errors of torch.distributed, which say more, come first.
 _MARGIN = 1.1
+# How often a process that is at work counts, as a part of the timeout.
+_BEAT = 0.25
 
 
 class TimedStore:
@@ -31,12 +38,23 @@ class TimedStore:
         self.store, self._timeout = store, timeout
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stuck = False
-        threading.Thread(target=_make_calls, args=(self._calls,), daemon=True).start()
+        self._at_work: list[str] = []  # the key in which the thread counts, if any
+        arguments = self._calls, timeout * _BEAT, store, self._at_work
+        threading.Thread(target=_make_calls, args=arguments, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.store, name)
         return lambda *args: self.call(method, *args)
+
+    @contextlib.contextmanager
+    def at_work(self, key: str) -> Iterator[None]:
+        """Counts in a key while the block runs, if it takes long."""
+        self._at_work.append(key)
+        try:
+            yield
+        finally:
+            self._at_work.pop()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns what a function that uses the store returns.
@@ -64,8 +82,17 @@ class TimedStore:
         return result
 
 
-def _make_calls(calls: queue.SimpleQueue[Any]) -> None:
-    while call := calls.get():
+def _make_calls(calls: queue.SimpleQueue[Any], beat: float, store: Any, at_work: list[str]) -> None:
+    while True:
+        try:
+            call = calls.get(timeout=beat)
+        except queue.Empty:
+            for key in at_work:
+                with contextlib.suppress(RuntimeError):  # which the next call raises
+                    store.add(key, 1)
+            continue
+        if call is None:
+            return
         function, args, answer = call
         try:
             answer.put((function(*args), None))

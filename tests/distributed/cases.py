@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
+from gpipe_fast.distributed import ranks
+from gpipe_fast.runtime.compile import Compiler
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
 from tests.contracts.contract_1_same_bits.test_values import PairToPair, PairToTensor, TensorToPair
 from tests.models import batch_normed, features, gpt, noisy, tokens
@@ -25,6 +29,8 @@ from tests.reference import SEED, Result, loop_step, pipeline_step, restored, un
 TIMEOUT = 20.0
 # Seconds after which ranks notice that another one has stopped; longer than a first step on a busy machine.
 LOST = 10.0
+# Seconds that ranks wait for one that compiles, in the tests in which that takes longer.
+SHORT = 4.0
 
 
 def tuples() -> nn.Sequential:
@@ -113,8 +119,8 @@ def same_bits_on_gpus(devices: list[str], models: list[str], schedules: list[str
 
 def _check(found: Result, expected: Result, pipe: Any, what: str) -> None:
     """Compares what this rank has."""
-    ranks = getattr(pipe, "pipeline", pipe)._ranks
-    rank, last = ranks.index, ranks.size - 1
+    own = getattr(pipe, "pipeline", pipe)._ranks
+    rank, last = own.index, own.size - 1
     elsewhere = [n for n, t in (*pipe.named_parameters(), *pipe.named_buffers()) if t.is_meta]
     absent = {f"{kind} {name}" for kind in ("gradient of", "buffer") for name in elsewhere}
     absent |= {name for name in expected if name.startswith("output")} if rank < last else set()
@@ -236,6 +242,48 @@ def losing_a_rank(how: str, num_stages: int) -> str:
     assert not is_changed
     assert time.monotonic() - begin < 10 * LOST
     return error
+
+
+# What makes a plan new: the number of samples, that of micro-batches, the mode, or an attribute of a layer.
+NEW_PLANS: dict[str, Callable[[GPipe], object]] = {
+    "first": lambda pipe: None,
+    "chunks": lambda pipe: setattr(pipe, "chunks", 2),
+    "attribute": lambda pipe: [setattr(each, "eps", 0.25) for each in pipe if hasattr(each, "eps")],
+    "checkpoint": lambda pipe: setattr(pipe, "checkpoint", "always"),
+    "schedule": lambda pipe: setattr(pipe, "schedule", "1f1b"),
+}
+
+
+def compiling_longer(slow_rank: int, changes: list[str], dies: bool = False) -> list[str]:
+    """One rank compiles each new plan for longer than the timeout, or dies meanwhile: returns the errors.
+
+    Other ranks get the bits of a pipeline that compiles as fast as they do. Known plans wait for nobody.
+    """
+    pipe, x, errors = _pipe(timeout=SHORT), features(9), []
+    quick = _pipe()
+    if changes[0] != "first":
+        step(pipe, x)
+    compile_stages = Compiler.compile
+
+    def compile_slowly(*args: Any) -> Any:
+        end = time.monotonic() + 2.5 * SHORT
+        while time.monotonic() < end:
+            time.sleep(0.1)
+        if dies:
+            os._exit(1)
+        return compile_stages(*args)
+
+    for change in changes:
+        for each in (pipe, quick):
+            NEW_PLANS[change](each)
+        is_slow = dist.get_rank() == slow_rank
+        with mock.patch.object(Compiler, "compile", compile_slowly) if is_slow else contextlib.nullcontext():
+            errors.append(_error_of(lambda: step(pipe, x)))
+        if not errors[-1]:
+            assert unequal(here(step(pipe, x)), here(step(quick, x))) == []
+            with mock.patch.object(ranks.Ranks, "_wait_until_ready", side_effect=AssertionError):
+                step(pipe, x)
+    return errors
 
 
 def changed(pipe: GPipe, x: Tensor) -> tuple[str, bool]:

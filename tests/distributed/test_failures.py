@@ -72,6 +72,34 @@ def test_a_rank_is_lost(how: str, num_ranks: int) -> None:
         assert re.search(text if num_ranks == 3 else f"{text}|has failed|has waited for .* ranks", error)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "slow_rank", "changes"),
+    [
+        (2, 1, ["first"]),
+        (2, 0, ["attribute"]),
+        *(
+            pytest.param(n, rank, [*cases.NEW_PLANS], marks=pytest.mark.extended)
+            for n in (2, 3)
+            for rank in range(n)
+        ),
+    ],
+)
+def test_a_rank_compiles_for_longer_than_the_timeout(
+    num_ranks: int, slow_rank: int, changes: list[str]
+) -> None:
+    """The others wait, in the first call and whenever a plan is new."""
+    found = run_ranks(num_ranks, cases.compiling_longer, slow_rank, changes)
+    assert found == [[""] * len(changes)] * num_ranks
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("changes", [["first"], ["chunks"]], ids=str)
+def test_a_rank_dies_while_it_compiles(changes: list[str]) -> None:
+    other, dead = run_ranks(2, cases.compiling_longer, 1, changes, True)
+    assert dead is None
+    assert re.search(r"for ranks \[1\], which have ended or take longer|that process has ended", other[0])
+
+
 @pytest.mark.extended
 def test_a_rank_with_the_store_stops() -> None:
     _, *others = run_ranks(3, cases.losing_the_store, hangs=[0], has_store=True)
