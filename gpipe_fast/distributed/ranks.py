@@ -75,6 +75,9 @@ _DONE, _UNSET = "done", "unset"
 # key to the next, which is a tenth of the time waited: a wait of the store itself cannot be ended early, and
 # logs when it is over.
 _POLL_SECONDS, _MAX_SLEEP_SECONDS = 0.1, 0.002
+# The maximum number of blocks of a transfer's kernel, which by default depends on the links. NCCL has buffers
+# for each, of 4 MiB by default (NCCL_BUFFSIZE). The number has not been measured.
+_MAX_NCCL_BLOCKS = 4
 # The maximum number of plans whose digests are kept.
 _MAX_DIGESTS = 64
 
@@ -105,9 +108,14 @@ def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
 
 
 def nccl_group(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """As `gloo_group`. A transfer that takes longer than the timeout ends the process."""
-    options = dist.ProcessGroupNCCL.Options()
+    """As `gloo_group`. A transfer that takes longer than the timeout ends the process.
+
+    Kernels of transfers take multiprocessors from the layers, and wait there for the other end. So they have
+    few blocks, and streams of high priority, on which they begin before other kernels.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout)
+    options.config.min_ctas, options.config.max_ctas = 1, _MAX_NCCL_BLOCKS
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

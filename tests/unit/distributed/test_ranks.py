@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_fast import GPipe
 from gpipe_fast.distributed.mesh import grid_of
-from gpipe_fast.distributed.ranks import Ranks, edges_of
+from gpipe_fast.distributed.ranks import Ranks, edges_of, nccl_group
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
 from tests.distributed.launch import needs_gloo
 from tests.models import mlp
@@ -37,6 +37,19 @@ def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None
     with mock.patch.object(first, "_wait", wait), pytest.raises(KeyboardInterrupt), first.reporting():
         first.succeed()
     assert first._number == second._number == 1
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of PyTorch has no NCCL")
+def test_transfers_of_nccl_take_few_multiprocessors() -> None:
+    options_of = dist.ProcessGroupNCCL.Options
+    with mock.patch.object(dist, "ProcessGroupNCCL") as made:
+        made.Options = options_of
+        nccl_group("store", 1, 2, 30.0)
+    store, rank, size, options = made.call_args.args
+    assert (store, rank, size) == ("store", 1, 2)
+    assert options._timeout.total_seconds() == 30
+    assert options.is_high_priority_stream
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
 
 
 def test_ranks_that_are_not_ready_are_named() -> None:
