@@ -142,8 +142,9 @@ def draw(name: str) -> Run:
             ["auto", "auto", "auto", "eager"] if in_python else ["auto", "auto", "auto", "aten", "eager"]
         ),
         autocast=autocast,
-        input_gradient=r.random() < 0.5,
-        frozen=r.choice([0.0, 0.0, 0.0, 0.3, 0.8]),
+        # A reentrant checkpoint in the plain loop gives no gradients if its inputs need none.
+        input_gradient=r.random() < 0.5 or is_reentrant,
+        frozen=r.choice([0.0, 0.0, 0.0, 0.3, 0.8]) * (not is_reentrant),
         hooks=tuple(hook for hook in HOOKS if r.random() < 0.08),
         optimizer="SGD" if is_sparse else r.choice(["SGD", "AdamW"]),
         accumulate=r.random() < 0.2 and not (is_reentrant or is_sparse),
