@@ -154,7 +154,8 @@ def writable_copy(tensor: Tensor) -> Tensor:
     if tensor.is_conj():
         return writable_copy(tensor.conj()).conj()
     if tensor.is_neg():
-        return torch._neg_view(writable_copy(torch._neg_view(tensor)))
+        negated: Tensor = torch.ops.aten._neg_view(writable_copy(torch.ops.aten._neg_view(tensor)))
+        return negated
     if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
         return tensor.clone()
     if tensor.data_ptr() % _ALIGNMENT == 0:
