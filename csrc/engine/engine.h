@@ -100,8 +100,9 @@ class Engine {
   // Runs all actions and returns when every worker is done; the engine can then run again.
   //
   // Returns the failure of lowest rank, whatever the timing, because an action that fails cancels only actions of
-  // higher rank, unless the work cancels more. The calling thread sleeps, and calls `poll` about every 20 ms. An exception from `poll` cancels all
-  // actions, and is rethrown when all workers have stopped. Throws Cancelled if interrupted.
+  // higher rank, unless the work cancels more. The calling thread sleeps, and calls `poll` about every 20 ms. An
+  // exception from `poll` cancels all actions, and is rethrown when all workers have stopped. Throws Cancelled if
+  // interrupted.
   std::optional<Failure> run(const Actions& actions, Work& work, const std::function<void()>& poll = {});
 
   // Cancels the current run. May be called from any thread.

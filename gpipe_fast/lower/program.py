@@ -120,7 +120,7 @@ class ProgramIR:
         Args:
             arena: scratch memory, shared by the programs of one stage.
             device: the device of all values.
-            lowered_for: the device that stands for it in arguments of operators; by default, it itself.
+            lowered_for: the device that operators name where this one is meant; by default, the same.
             parameters: maps a parameter's index in this program to its index in the list that is bound at
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.

@@ -221,7 +221,7 @@ class Segments:
         return self.stage.part(begin, begin + segment_key.num_layers)
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
-        """Lowers a run of layers, if it is current, or reports its untraceable layer, where it is split."""
+        """Lowers a run of layers unless they have changed; reports its untraceable layer, if there is one."""
         shape = progress.title_of(segment_key.input_specs.tensors)
         new = f"the first call with micro-batches of {shape} in this mode"
         with (

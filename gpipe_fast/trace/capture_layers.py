@@ -100,7 +100,7 @@ def _captured(
 
 
 def _without_conjugated_base(tensor: Tensor) -> Tensor:
-    """Returns a fake tensor, or its like if it is a part of a conjugated tensor, which Dynamo cannot read."""
+    """Returns a fake tensor; for a real view of a conjugated one, which Dynamo refuses, a new one like it."""
     base = tensor._base
     if base is None or not base.is_conj() or tensor.is_complex():
         return tensor
