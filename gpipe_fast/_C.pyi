@@ -191,6 +191,7 @@ class Actions:
         num_slots: int,
         groups: Sequence[int],
         is_here: Sequence[bool] = (),
+        receives: Sequence[tuple[int, str, int, int, int]] = (),
     ) -> None: ...
 
 class StagePlan:

@@ -1152,6 +1152,7 @@ class GPipe(Reporting, Container):
             self._fuse,
             own_stages=self._own_stages,
             ties=self._ties,
+            by_nccl=self._ranks is not None and self._ranks.by_nccl,
         )
         self._connections = connections_of(self._balance, self._devices, self._layers, self.transport)
         if self._ranks is not None:

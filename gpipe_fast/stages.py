@@ -83,6 +83,7 @@ def stages_of(
     is_absent: bool = False,
     own_stages: Collection[int] | None = None,
     ties: Sequence[Tie] = (),
+    by_nccl: bool = False,
 ) -> list[Stage]:
     """Returns a stage for each partition.
 
@@ -96,6 +97,7 @@ def stages_of(
         is_absent: whether the stages are only traced, for devices that the machine need not have.
         own_stages: the stages of this process, if there are others; None if all are here.
         ties: the parameters that stages in different processes share.
+        by_nccl: whether tensors travel between processes by NCCL.
     """
     stages: list[Stage] = []
     skips = skips_of(layers)
@@ -103,7 +105,7 @@ def stages_of(
     first = 0
     for index, (own, device) in enumerate(zip(partitions_of(layers, balance), devices, strict=True)):
         is_remote = own_stages is not None and index not in own_stages
-        options = StageOptions(deferred, grad_dtype, fuse, is_absent, is_remote, ties)
+        options = StageOptions(deferred, grad_dtype, fuse, is_absent, is_remote, ties, by_nccl)
         stages.append(Stage(own, first, device, skips=skips, options=options, states=states))
         first += len(own)
     return stages

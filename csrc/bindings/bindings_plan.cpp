@@ -39,10 +39,12 @@ const std::map<std::string, ActionKind>& action_kinds() {
   return kinds;
 }
 
-// Returns the actions of every stage, given as (kind, micro-batch, rank).
+// Returns the actions of every stage, given as (kind, micro-batch, rank). Receives are given as (rank, kind, sender,
+// receiver, micro-batch).
 std::shared_ptr<Actions> make_actions(
     const std::vector<std::vector<std::tuple<std::string, int32_t, int64_t>>>& stages, int64_t num_slots,
-    std::vector<int32_t> groups, std::vector<bool> is_here) {
+    std::vector<int32_t> groups, std::vector<bool> is_here,
+    const std::vector<std::tuple<int64_t, std::string, int32_t, int32_t, int32_t>>& receives) {
   std::vector<std::vector<Action>> result;
   for (const auto& list : stages) {
     const int32_t stage = static_cast<int32_t>(result.size());
@@ -51,7 +53,11 @@ std::shared_ptr<Actions> make_actions(
       actions.push_back({action_kinds().at(kind), stage, microbatch, rank});
     }
   }
-  return std::make_shared<Actions>(std::move(result), num_slots, std::move(groups), std::move(is_here));
+  std::vector<Receive> received;
+  for (const auto& [rank, kind, sender, receiver, microbatch] : receives)
+    received.push_back({rank, action_kinds().at(kind), sender, receiver, microbatch});
+  return std::make_shared<Actions>(std::move(result), num_slots, std::move(groups), std::move(is_here),
+                                   std::move(received));
 }
 
 // Forwards calls to a gpipe_fast.runtime.python_layers.PythonLayers.
@@ -280,7 +286,7 @@ void bind_plan(py::module_& m) {
   bind_stage_plan(m);
   py::class_<Actions, std::shared_ptr<Actions>>(m, "Actions")
       .def(py::init(&make_actions), py::arg("stages"), py::arg("num_slots"), py::arg("groups"),
-           py::arg("is_here") = std::vector<bool>());
+           py::arg("is_here") = std::vector<bool>(), py::arg("receives") = py::list());
   py::class_<Plan, std::shared_ptr<Plan>> plan(m, "Plan");
   plan.def(py::init(&from_keywords<Plan>));
   plan.def_property("stages", nullptr, [](Plan& self, const std::vector<std::shared_ptr<StagePlan>>& stages) {

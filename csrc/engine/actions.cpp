@@ -18,11 +18,12 @@ std::string Action::name() const {
 }
 
 Actions::Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups,
-                 std::vector<bool> is_here)
+                 std::vector<bool> is_here, std::vector<Receive> receives)
     : stages_(std::move(stages)),
       num_slots_(num_slots),
       groups_(std::move(groups)),
-      is_here_(std::move(is_here)) {
+      is_here_(std::move(is_here)),
+      receives_(std::move(receives)) {
   GPIPE_CHECK_ARG(!stages_.empty(), "a pipeline must have at least one stage, got none");
   GPIPE_CHECK_ARG(num_slots > 0, "at least one slot is required, got ", num_slots);
   GPIPE_CHECK_ARG(is_here_.empty() || is_here_.size() == stages_.size(), "there are ", stages_.size(),

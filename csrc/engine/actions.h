@@ -33,6 +33,14 @@ struct Action {
   std::string name() const;
 };
 
+// What a SEND of a stage in another process, of this rank, sends to a stage here.
+struct Receive {
+  int64_t rank;
+  ActionKind kind;  // of the SEND
+  int32_t sender, receiver;
+  int32_t microbatch;
+};
+
 // The actions of every stage. The constructor validates them.
 class Actions {
  public:
@@ -42,13 +50,15 @@ class Actions {
   // run one at a time, in the order of their ranks.
   // `is_here`: whether each stage is in this process; empty if all are. A stage in another process has only its sends to
   // stages here: its worker here receives the tensors. No stage here receives what is sent to another process.
+  // `receives`: if the stages here receive the tensors themselves, all that they receive, in the order of the ranks.
   Actions(std::vector<std::vector<Action>> stages, int64_t num_slots, std::vector<int32_t> groups = {},
-          std::vector<bool> is_here = {});
+          std::vector<bool> is_here = {}, std::vector<Receive> receives = {});
 
   const std::vector<Action>& of(int32_t stage) const { return stages_[stage]; }
   int32_t num_stages() const { return static_cast<int32_t>(stages_.size()); }
   int64_t num_slots() const { return num_slots_; }
   int32_t group(int32_t stage) const { return groups_[stage]; }
+  const std::vector<Receive>& receives() const { return receives_; }
   // Returns whether the action sends to another process. It has no slots.
   bool leaves_process(const Action& action) const {
     if (action.kind == ActionKind::send_forward) return leaves_process(action.stage, action.stage + 1);
@@ -66,6 +76,7 @@ class Actions {
   int64_t num_slots_;
   std::vector<int32_t> groups_;
   std::vector<bool> is_here_;
+  std::vector<Receive> receives_;
 };
 
 }  // namespace gpipe_fast

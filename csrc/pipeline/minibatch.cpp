@@ -280,6 +280,8 @@ void MiniBatch::run(const Action& action, CancellationToken& token) {
     begins_[action.stage] = StreamEvent(transport_->work(action.stage));
   }
   try {
+    if (channels_ && channels_->is_on_device() && !is_remote(action.stage))
+      begin_receives_before(action.rank);
     run_action(action, token);
   } catch (...) {
     transport_->survive_failures();

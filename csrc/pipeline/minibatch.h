@@ -161,20 +161,24 @@ class MiniBatch final : public Work {
   // Returns whether a stage is in another process.
   bool is_remote(int32_t stage) const { return channels_ && !channels_->has(stage); }
   // Runs a SEND between two processes: sends from a stage here, or receives what another stage sends to it. Runs a
-  // RECV: receives if transfers are on a device.
+  // RECV: if transfers are on a device, makes the stage wait for the tensors.
   void exchange(const Action& action);
   void send_outputs(const Action& action);
   void send_gradients(const Action& action);
   // Begins to receive what an action and the next ones of its kind and stage receive.
   void receive_ahead(const Action& action);
-  // Begin to receive the boundary of a micro-batch, or its gradients, unless that has begun.
-  void begin_inputs(int32_t microbatch, int32_t receiver);
-  void begin_gradients(int32_t microbatch, int32_t receiver);
+  // If transfers are on a device: begins to receive, on all stages here, what SENDs of lower ranks send.
+  void begin_receives_before(int64_t rank);
+  // Begin to receive the boundary of a micro-batch, or its gradients, and skip tensors: from one stage, or from all
+  // unless that has begun.
+  void begin_inputs(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender);
+  void begin_gradients(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender);
   void receive_inputs(const Action& action, int32_t receiver);
   void receive_gradients(const Action& action, int32_t receiver);
-  // Begins to receive skip tensors from the stage at one end of their skip connections.
-  void receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* sender,
-                     int32_t receiver, std::vector<ArrivingSkip>& arriving) const;
+  // Begins to receive skip tensors from the stages at one end of their skip connections, or from one of these.
+  void receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* end,
+                     std::optional<int32_t> sender, int32_t receiver,
+                     std::vector<ArrivingSkip>& arriving) const;
   // Sends a tensor that the stage's work stream computes, and frees it unless others refer to it.
   void send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const;
   at::Tensor begin_receive(const Layout& layout, int32_t sender, int32_t receiver, Direction direction,
@@ -198,6 +202,7 @@ class MiniBatch final : public Work {
   std::shared_ptr<const Transport> transport_;
   std::shared_ptr<Channels> channels_;          // null if all stages are in this process
   const Actions* actions_ = nullptr;            // of the current run, if there are channels
+  size_t next_receive_ = 0;                     // among those of the actions; the stages here take turns
   std::atomic<int32_t> unfinished_stages_ = 0;  // of this process, in the current run, if there are channels
   std::vector<Stream> caller_streams_;
   size_t num_parameters_;

@@ -1,15 +1,28 @@
 // The transfers of a mini-batch whose stages are in different processes.
 //
-// A process has the chains of its own stages only. The workers of the stages next to them receive what these send (see
-// Actions), in the layouts for which the own stages' segments were lowered. They begin the next receives before they
-// wait, because gloo sends a tensor only when it knows that the other side expects it: otherwise each tensor would take
-// three times the latency of the network. Skip tensors and their gradients follow the boundary of their micro-batch, in
-// the order of their indices:
+// A process has the chains of its own stages only. It receives what others send in the layouts for which the own stages'
+// segments were lowered. Skip tensors and their gradients follow the boundary of their micro-batch, those for near stages
+// first, and those for one stage in the order of their indices:
 //
 //   0SEND_F2   boundary to stage 1, then skip tensors to the stages that pop them
 //   2SEND_B2   boundary gradient to stage 1, then gradients of skip tensors to the stages that stashed them
 //
 // The gradients of tied parameters follow when the process's last stage has ended, and then the sums over replicas.
+//
+// If tensors travel through the host, the workers of the stages next to the own ones receive what these send (see
+// Actions). They begin the next receives before they wait, because gloo sends a tensor only when it knows that the other
+// side expects it: otherwise each tensor would take three times the latency of the network.
+//
+// If transfers are on a device, each ends only when its other end has begun, and may hold up those behind it. The host
+// can have to wait for them in any action: an allocation that frees memory waits for all that the device has begun, and
+// a launch waits while the device's queue is full. So all processes begin transfers in one order, that of the ranks of
+// the SENDs: a stage begins to receive a tensor before its first action that ranks higher than the SEND, and only its
+// stream waits in the RECV. Then the other ends of what a process waits for wait only for earlier transfers.
+//
+//   rank                         4        5        6        7        8        9
+//   process of stage 0          0F1    0SEND_F1          0RECV_B0   0B0
+//   process of stage 1          1B0       |    1SEND_B0                    1RECV_F1
+//                                         +- begins to receive F1 before 1SEND_B0
 #include "check.h"
 #include "device/failure.h"
 #include "pipeline/lowered_segment.h"
@@ -19,8 +32,10 @@
 #include <ATen/ops/add.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <map>
+#include <set>
 #include <utility>
 
 namespace gpipe_fast {
@@ -30,8 +45,15 @@ namespace {
 // memory.
 constexpr int kReceivesAhead = 3;
 
-std::vector<int64_t> sorted(std::vector<int64_t> indices) {
-  std::sort(indices.begin(), indices.end());
+using SkipEnds = std::pair<int32_t, int32_t>;
+
+// Returns indices of skip connections: those whose other end is nearest to the stage first, then by index.
+std::vector<int64_t> nearest_first(std::vector<int64_t> indices, int32_t stage,
+                                   const std::vector<SkipEnds>& skip_ends, int32_t SkipEnds::* other_end) {
+  const auto key = [&](int64_t index) {
+    return std::make_pair(std::abs(skip_ends.at(index).*other_end - stage), index);
+  };
+  std::sort(indices.begin(), indices.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
   return indices;
 }
 
@@ -56,6 +78,7 @@ void conform(const LoweredSegment& segment, Tensors& tangents) {
 void MiniBatch::begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions) {
   channels_ = std::move(channels);
   actions_ = &actions;
+  next_receive_ = 0;
   unfinished_stages_ = 0;
   for (const StageState& stage : stages_) unfinished_stages_ += is_remote(stage.index) ? 0 : 1;
 }
@@ -65,10 +88,10 @@ const LoweredSegment& MiniBatch::segment_of(int32_t stage, int32_t microbatch) c
 }
 
 void MiniBatch::exchange(const Action& action) {
-  // On a device, the stage receives in its RECV; else the worker of the sending stage receives in the SEND.
+  // On a device, the stage's RECV waits for the tensors; else the worker of the sending stage does, in the SEND.
   const bool receives = is_remote(action.stage) != channels_->is_on_device();
   try {
-    if (receives && is_remote(action.stage)) receive_ahead(action);
+    if (receives && !channels_->is_on_device()) receive_ahead(action);
     switch (action.kind) {
       case ActionKind::send_forward:
         if (!is_remote(action.stage)) return send_outputs(action);
@@ -86,6 +109,18 @@ void MiniBatch::exchange(const Action& action) {
     }
   } catch (const Aborted&) {
     throw Cancelled();
+  }
+}
+
+void MiniBatch::begin_receives_before(int64_t rank) {
+  const std::vector<Receive>& receives = actions_->receives();
+  for (; next_receive_ < receives.size() && receives[next_receive_].rank < rank; ++next_receive_) {
+    const Receive& each = receives[next_receive_];
+    if (each.kind == ActionKind::send_forward) {
+      begin_inputs(each.microbatch, each.receiver, each.sender);
+    } else {
+      begin_gradients(each.microbatch, each.receiver, each.sender);
+    }
   }
 }
 
@@ -107,7 +142,7 @@ void MiniBatch::send_outputs(const Action& action) {
   for (at::Tensor& tensor : state.outputs.tensors)
     send_to(action.stage, action.stage + 1, std::exchange(tensor, {}), action.rank);
   state.outputs = {};
-  for (int64_t index : sorted(segment.stashes)) {
+  for (int64_t index : nearest_first(segment.stashes, action.stage, plan_->skip_ends, &SkipEnds::second)) {
     at::Tensor& tensor = skips_[action.microbatch].at(index).tensor;
     const int32_t receiver = plan_->skip_ends.at(index).second;
     if (tensor.defined() && is_remote(receiver))
@@ -122,7 +157,7 @@ void MiniBatch::send_gradients(const Action& action) {
     if (tensor.defined()) send_to(action.stage, action.stage - 1, std::exchange(tensor, {}), action.rank);
   }
   state.input_gradients.clear();
-  for (int64_t index : sorted(segment.pops)) {
+  for (int64_t index : nearest_first(segment.pops, action.stage, plan_->skip_ends, &SkipEnds::first)) {
     at::Tensor& tensor = skips_[action.microbatch].at(index).gradient;
     const int32_t receiver = plan_->skip_ends.at(index).first;
     if (tensor.defined() && is_remote(receiver))
@@ -159,76 +194,80 @@ void MiniBatch::receive_ahead(const Action& action) {
     if (next->kind != action.kind) continue;
     --left;
     if (action.kind == ActionKind::send_forward) {
-      begin_inputs(next->microbatch, action.stage + 1);
+      begin_inputs(next->microbatch, action.stage + 1, std::nullopt);
     } else {
-      begin_gradients(next->microbatch, action.stage - 1);
+      begin_gradients(next->microbatch, action.stage - 1, std::nullopt);
     }
   }
 }
 
 void MiniBatch::receive_inputs(const Action& action, int32_t receiver) {
-  begin_inputs(action.microbatch, receiver);
   MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
   const Arrivals arrivals = *std::exchange(state.arriving_inputs, {});
   state.copy_done = wait_for(arrivals, receiver, Direction::forward, action.rank);
 }
 
-void MiniBatch::begin_inputs(int32_t microbatch, int32_t receiver) {
+void MiniBatch::begin_inputs(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
   const LoweredSegment& segment = segment_of(receiver, microbatch);
   MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
-  if (state.arriving_inputs) return;
   const BoundaryForm& form = *segment.input_form;
-  // In the state, where tensors outlive an error until it is known whether the device has failed.
-  state.received = {{}, std::make_shared<BoundaryForm>(BoundaryForm{form.structure, form.needs_gradient})};
-  Arrivals& arrivals = state.arriving_inputs.emplace();
-  size_t next = 0;
-  while (next < form.needs_gradient.size())
-    state.received.tensors.push_back(
-        begin_receive(segment.inputs[next++], receiver - 1, receiver, Direction::forward, arrivals));
+  const bool from_neighbour = sender.value_or(receiver - 1) == receiver - 1;
+  if (from_neighbour) {
+    if (state.arriving_inputs) return;
+    // In the state, where tensors outlive an error until it is known whether the device has failed.
+    state.received = {{}, std::make_shared<BoundaryForm>(BoundaryForm{form.structure, form.needs_gradient})};
+    Arrivals& arrivals = state.arriving_inputs.emplace();
+    for (size_t i = 0; i < form.needs_gradient.size(); ++i)
+      state.received.tensors.push_back(
+          begin_receive(segment.inputs[i], receiver - 1, receiver, Direction::forward, arrivals));
+  }
+  size_t next = form.needs_gradient.size();
   std::vector<ArrivingSkip> skips(segment.pops.size());
   for (size_t i = 0; i < skips.size(); ++i) {
     skips[i] = {segment.pops[i], std::nullopt, form.skips[i].value_or(false)};
     if (form.skips[i]) skips[i].layout = segment.inputs[next++];
   }
-  receive_skips(std::move(skips), &std::pair<int32_t, int32_t>::first, receiver, state.arriving_skips);
+  receive_skips(std::move(skips), &SkipEnds::first, sender, receiver, state.arriving_skips);
 }
 
 void MiniBatch::receive_gradients(const Action& action, int32_t receiver) {
-  begin_gradients(action.microbatch, receiver);
   MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
   const Arrivals arrivals = *std::exchange(state.arriving_gradients, {});
   state.copy_done = wait_for(arrivals, receiver, Direction::backward, action.rank);
 }
 
-void MiniBatch::begin_gradients(int32_t microbatch, int32_t receiver) {
+void MiniBatch::begin_gradients(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
   const LoweredSegment& segment = segment_of(receiver, microbatch);
   MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
-  if (state.arriving_gradients) return;
   const BoundaryForm& form = *segment.output_form;
-  Arrivals& arrivals = state.arriving_gradients.emplace();
-  size_t next = 0;
-  for (; next < form.needs_gradient.size(); ++next) {
-    const std::optional<Layout>& layout = segment.tangent_layouts.at(next);
-    state.tangents.push_back(
-        layout ? begin_receive(*layout, receiver + 1, receiver, Direction::backward, arrivals)
-               : at::Tensor());
+  const bool from_neighbour = sender.value_or(receiver + 1) == receiver + 1;
+  if (from_neighbour) {
+    if (state.arriving_gradients) return;
+    Arrivals& arrivals = state.arriving_gradients.emplace();
+    for (size_t i = 0; i < form.needs_gradient.size(); ++i) {
+      const std::optional<Layout>& layout = segment.tangent_layouts.at(i);
+      state.tangents.push_back(
+          layout ? begin_receive(*layout, receiver + 1, receiver, Direction::backward, arrivals)
+                 : at::Tensor());
+    }
   }
+  size_t next = form.needs_gradient.size();
   std::vector<ArrivingSkip> skips;
   for (size_t i = 0; i < segment.stashes.size(); ++i) {
     if (form.skips[i]) skips.push_back({segment.stashes[i], segment.tangent_layouts.at(next++)});
   }
-  receive_skips(std::move(skips), &std::pair<int32_t, int32_t>::second, receiver,
-                state.arriving_skip_gradients);
+  receive_skips(std::move(skips), &SkipEnds::second, sender, receiver, state.arriving_skip_gradients);
 }
 
-void MiniBatch::receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* sender,
-                              int32_t receiver, std::vector<ArrivingSkip>& arriving) const {
+void MiniBatch::receive_skips(std::vector<ArrivingSkip> skips, int32_t SkipEnds::* end,
+                              std::optional<int32_t> sender, int32_t receiver,
+                              std::vector<ArrivingSkip>& arriving) const {
   std::sort(skips.begin(), skips.end(),
             [](const ArrivingSkip& a, const ArrivingSkip& b) { return a.index < b.index; });
   for (ArrivingSkip& skip : skips) {
-    const int32_t from = plan_->skip_ends.at(skip.index).*sender;
+    const int32_t from = plan_->skip_ends.at(skip.index).*end;
     // The skip tensors that the caller gives are here.
-    if (!skip.layout || from < 0 || !is_remote(from)) continue;
+    if (!skip.layout || from < 0 || !is_remote(from) || from != sender.value_or(from)) continue;
     skip.tensor = begin_receive(*skip.layout, from, receiver, Direction::skip, skip.arrivals);
     arriving.push_back(std::move(skip));
   }
@@ -262,13 +301,22 @@ void MiniBatch::sum_ties() {
       for (const auto& [stage, index] : tie.own) {
         at::Tensor gradient = std::exchange(stages_[stage].backward.gradients.at(index), {});
         by_stage[stage] = gradient.resolve_conj().contiguous();
-        for (int32_t receiver : tie.receivers) send_to(stage, receiver, by_stage[stage], kAfterAllActions);
       }
-      const at::Tensor& like = by_stage[first];
-      const Layout layout = Layout::of(like);
+      const Layout layout = Layout::of(by_stage[first]);
+      // All processes begin these transfers in the same order: by sender, then by receiver.
+      std::set<std::pair<int32_t, int32_t>> transfers;
+      for (const auto& [stage, gradient] : by_stage) {
+        for (int32_t receiver : tie.receivers) transfers.emplace(stage, receiver);
+      }
+      for (int32_t sender : tie.senders) transfers.emplace(sender, first);
       Arrivals arrivals;
-      for (int32_t sender : tie.senders)
-        by_stage[sender] = begin_receive(layout, sender, first, Direction::skip, arrivals);
+      for (const auto& [sender, receiver] : transfers) {
+        if (is_remote(sender)) {
+          by_stage[sender] = begin_receive(layout, sender, receiver, Direction::skip, arrivals);
+        } else {
+          send_to(sender, receiver, by_stage[sender], kAfterAllActions);
+        }
+      }
       transport_->receive(first, wait_for(arrivals, first, Direction::skip, kAfterAllActions));
       at::Tensor& sum = stages_[first].backward.gradients.at(position);
       for (const auto& [stage, part] : by_stage) sum = sum.defined() ? at::add(sum, part) : part;

@@ -295,7 +295,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
                           split_along(given, plan->given_dims, num_parts), gradients, accumulate_and_update);
     run(*plan->step, *minibatch, [&] {
       // The caller's thread reads the losses, and could not poll while it waits for a process that has failed.
-      if (offer && channels_ && channels_->is_on_device()) await_stage(plan->stages.size() - 1);
+      if (offer && channels_ && channels_->is_on_device()) await_stages();
       parts = take_outputs(*minibatch);
       // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
@@ -456,14 +456,17 @@ void Pipeline::poll_all() {
   if (peers_) peers_->poll();
 }
 
-void Pipeline::await_stage(size_t stage) {
-  const StreamEvent done(transport_->work(static_cast<int32_t>(stage)));
+void Pipeline::await_stages() {
   auto polled = std::chrono::steady_clock::now();
-  while (!done.is_complete()) {
-    std::this_thread::sleep_for(kQueryInterval);
-    if (std::chrono::steady_clock::now() - polled < kPollInterval) continue;
-    poll_all();
-    polled = std::chrono::steady_clock::now();
+  for (int32_t stage = 0; stage < engine_.num_stages(); ++stage) {
+    if (!channels_->has(stage)) continue;
+    const StreamEvent done(transport_->work(stage));
+    while (!done.is_complete()) {
+      std::this_thread::sleep_for(kQueryInterval);
+      if (std::chrono::steady_clock::now() - polled < kPollInterval) continue;
+      poll_all();
+      polled = std::chrono::steady_clock::now();
+    }
   }
 }
 

@@ -131,8 +131,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void run(const Actions& actions, MiniBatch& minibatch, const std::function<void()>& finish = {});
   void run_actions(const Actions& actions, MiniBatch& minibatch);
   void poll_all();
-  // Waits, while it polls, for the work of a stage.
-  void await_stage(size_t stage);
+  // Waits, while it polls, for the work of the stages of this process, for which the caller's streams wait.
+  void await_stages();
   struct Joined {
     Boundary outputs;
     PartLengths sizes;

@@ -35,8 +35,8 @@ class Channels {
   virtual bool has(int32_t stage) const = 0;
   // Call before a run, when no thread waits.
   virtual void begin_run() = 0;
-  // Returns whether transfers are ordered by streams alone, so that no call here waits for another process. The actions
-  // of a stage then begin its receives themselves: a device runs pending transfers in the order in which they begin.
+  // Returns whether transfers are ordered by streams alone, so that no call here waits for another process. All
+  // processes then begin the transfers of all channels in one order.
   virtual bool is_on_device() const = 0;
   // Starts to send the memory from a tensor's first element to its last. Keeps the tensor until it is sent, unless it is
   // on a GPU and was copied to the host: the current stream then uses it. Waits while too many are being sent. `rank`:

@@ -437,11 +437,10 @@ def _schedule_parts(
 ) -> _Actions:
     """Returns the actions for C++: forwards and backwards apart, or those of a step."""
     none: _Actions = {"forward": None, "backward": None, "step": None}
-    here = [not stage.options.is_remote for stage in stages]
     if order is not None:
-        return {**none, "step": _extension_actions(schedule, here, training and order.updates)}
-    forward = _extension_actions(schedule.forward_part() if training else schedule, here)
-    backward = _extension_actions(schedule.backward_part(), here) if training else None
+        return {**none, "step": _extension_actions(schedule, stages, training and order.updates)}
+    forward = _extension_actions(schedule.forward_part() if training else schedule, stages)
+    backward = _extension_actions(schedule.backward_part(), stages) if training else None
     return {**none, "forward": forward, "backward": backward}
 
 
@@ -474,29 +473,57 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
-def _extension_actions(schedule: Schedule, here: Sequence[bool], updates: bool = False) -> _extension.Actions:
+def _extension_actions(
+    schedule: Schedule, stages: Sequence[Stage], updates: bool = False
+) -> _extension.Actions:
     """Returns the actions for C++; with ``updates``, a U at the end of each stage.
 
     Stages that are not here but in other processes have only the sends to stages that are.
 
     The U rank last, so that any failure cancels those that have not begun.
     """
+    here = [not stage.options.is_remote for stage in stages]
     position = {action: i for i, action in enumerate(schedule.order())}
-    stages = [
+    actions = [
         [(a.kind.value, a.microbatch, position[a]) for a in row if _runs_here(a, here)]
         for row in schedule.stages
     ]
     if updates:
         for number, stage in enumerate(reversed(range(len(stages))), len(position)):  # the last is done first
             if here[stage]:
-                stages[stage].append((Kind.U.value, 0, number))
-    return _extension.Actions(
-        stages,
-        schedule.slots,
-        # The worker of a stage elsewhere receives on its own, whatever the others of its rank do.
-        [schedule.rank_of[stage] if is_here else stage for stage, is_here in enumerate(here)],
-        [] if all(here) else here,
-    )
+                actions[stage].append((Kind.U.value, 0, number))
+    by_nccl = not all(here) and stages[0].options.by_nccl
+    # The worker of a stage elsewhere receives on its own, whatever the others of its rank do. By NCCL, the
+    # stages here receive, and begin all transfers in one order.
+    own = here.index(True)
+    groups = [
+        stage if not is_here else own if by_nccl else schedule.rank_of[stage]
+        for stage, is_here in enumerate(here)
+    ]
+    receives = _receives(position, here, _skip_ends(stages)) if by_nccl else []
+    return _extension.Actions(actions, schedule.slots, groups, [] if all(here) else here, receives)
+
+
+def _receives(
+    position: Mapping[Action, int], here: Sequence[bool], skip_ends: Sequence[tuple[int, int]]
+) -> list[tuple[int, str, int, int, int]]:
+    """Returns what stages elsewhere send to stages here, as in the C++ Receive, in the order of the sends."""
+    num_stages = len(here)
+    receivers: dict[tuple[int, Kind], set[int]] = {
+        **{(stage, Kind.SEND_F): {stage + 1} for stage in range(num_stages - 1)},
+        **{(stage, Kind.SEND_B): {stage - 1} for stage in range(1, num_stages)},
+    }
+    for first, last in skip_ends:
+        if 0 <= first < last:
+            receivers[first, Kind.SEND_F].add(last)
+            receivers[last, Kind.SEND_B].add(first)
+    return [
+        (rank, action.kind.value, action.stage, receiver, action.microbatch)
+        for action, rank in position.items()
+        if action.kind in (Kind.SEND_F, Kind.SEND_B) and not here[action.stage]
+        for receiver in sorted(receivers[action.stage, action.kind], key=lambda r: abs(r - action.stage))
+        if here[receiver]
+    ]
 
 
 def _runs_here(action: Action, here: Sequence[bool]) -> bool:

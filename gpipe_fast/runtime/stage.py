@@ -213,6 +213,7 @@ class StageOptions(NamedTuple):
         is_absent: whether the stages are only traced, for devices that the machine need not have.
         is_remote: whether the stage runs in another process; here it is only traced, for what it sends.
         ties: the parameters that stages in different processes share.
+        by_nccl: whether tensors travel between processes by NCCL.
     """
 
     deferred: bool = False
@@ -221,6 +222,7 @@ class StageOptions(NamedTuple):
     is_absent: bool = False
     is_remote: bool = False
     ties: Sequence[Tie] = ()
+    by_nccl: bool = False
 
 
 _DEFAULT_OPTIONS = StageOptions()

@@ -1,9 +1,10 @@
 """A process group of torch.distributed that orders its transfers on streams, as NCCL does.
 
 A transfer runs on a stream of the group, after the work that is on the caller's current stream; ``wait()``
-makes the current stream wait. If the fake runtime defers work, a receive holds its stream until the tensor is
-sent or its own end aborts; else it blocks its caller, which a GPU would not do. The bytes travel by gloo. A
-transfer that takes longer than the timeout ends the process, as NCCL's watchdog does.
+makes the current stream wait. If the fake runtime defers work, each end of a transfer holds its stream until
+the other end has begun or its own end aborts, since NCCL may buffer nothing; else a receive blocks its
+caller, which a GPU would not do. The bytes travel by gloo. A transfer that takes longer than the timeout ends
+the process, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
@@ -70,27 +71,36 @@ class FakeNccl(Backend):
         (source,) = tensors
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         work = self._copy(host, source)
-        key = f"sent {next(self._numbers)}"
+        number = next(self._numbers)
+        stream = self._stream_after_current(source.device)
+        held = _hold(stream) if _DEFERS else None
 
         def transfer() -> None:
-            if _DEFERS:
-                work.synchronize()
-            self._kept.append((host, self._gloo.send([host], peer, tag)))
-            self._store.set(key, "")
+            try:
+                if _DEFERS:
+                    work.synchronize()
+                self._kept.append((host, self._gloo.send([host], peer, tag)))
+                self._store.set(f"sent {number}", "")
+                if _DEFERS:
+                    self._wait_for(f"received {number}")
+            finally:
+                if _DEFERS:
+                    _release(held)
 
         self._run(transfer)
-        return work
+        return StreamWork(stream)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StreamWork:
         (target,) = tensors
         host = torch.empty_like(target, device="cpu", pin_memory=True)
-        key = f"sent {next(self._numbers)}"
+        number = next(self._numbers)
         stream = self._stream_after_current(target.device)
         held = _hold(stream) if _DEFERS else None
 
         def transfer() -> None:
             try:
-                self._wait_for(key)
+                self._store.set(f"received {number}", "")
+                self._wait_for(f"sent {number}")
                 self._gloo.recv([host], peer, tag).wait()
             finally:
                 if _DEFERS:

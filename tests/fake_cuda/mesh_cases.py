@@ -46,9 +46,10 @@ def whole_step(pipe: GPipe, x: Tensor, target: Tensor) -> None:
     pipe.step(x, target=target, loss_fn=cases.loss_of, normalizer=len(x))
 
 
-def same_bits(names: str, schedules: str, device: str) -> int:
+def same_bits(names: str, schedules: str, device: str, chunks: str = "3", num_stages: str = "2") -> int:
     """As for the ranks on the CPU."""
-    return cases.same_bits(names.split("/"), schedules.split("/"), [3], ["except_last"], device=device)
+    settings = names.split("/"), schedules.split("/"), [int(chunks)], ["except_last"], int(num_stages)
+    return cases.same_bits(*settings, device=device)
 
 
 def steps(name: str, schedule: str, device: str) -> str:

@@ -34,6 +34,8 @@ def run(
     runtime_variables["LD_PRELOAD"] = str(runtime)
     runtime_variables["GPIPE_FAST_DISABLE"] = "" if fused else "fuse"
     runtime_variables["GPIPE_FAST_CACHE"] = str(ROOT / "build" / "tests" / "cubins")
+    if "scarce" in variables:  # every tensor is allocated by the runtime
+        runtime_variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if interpreted:
         runtime_variables["TRITON_INTERPRET"] = "1"
     arguments = (str(FOLDER / program), str(operators), *words)

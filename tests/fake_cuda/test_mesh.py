@@ -155,6 +155,25 @@ def test_a_rank_that_is_blocked_learns_that_another_has_failed(
     assert other.startswith(f"RuntimeError: rank {rank} has failed, so no rank changed anything")
 
 
+@NEEDS_PYTHON_GROUPS
+@pytest.mark.parametrize(
+    ("models", "schedules", "num_stages"),
+    [
+        ("skips/ties", "1f1b", 2),
+        pytest.param("skips/ties", "gpipe/1f1b/zb-h1", 2, marks=pytest.mark.extended),
+        pytest.param("skips/ties", "gpipe/1f1b/zb-h1/interleaved", 4, marks=pytest.mark.extended),
+    ],
+)
+def test_ranks_whose_allocations_wait_for_the_device_do_not_wait_for_each_other(
+    models: str, schedules: str, num_stages: int, run: Runs
+) -> None:
+    """Memory is short: each allocation waits for all transfers that the device has begun."""
+    words = models, schedules, "cuda", "4", str(num_stages)
+    found = run("nccl", "same_bits", *words, defer=1, scarce=1, room=1000)
+    number = len(models.split("/")) * len(schedules.split("/"))
+    assert found == [str(number)] * NUM_RANKS
+
+
 @pytest.mark.parametrize("number", [9, *(pytest.param(n, marks=pytest.mark.extended) for n in (34, 64))])
 def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> None:
     """No process aborts, as it would if memory that several streams use were freed on a failed device."""

@@ -19,6 +19,7 @@
 //   FAKE_CUDA_LOG      file of the log (default: no log)
 //   FAKE_CUDA_LATE     seed: half of the event and stream queries report unfinished work
 //   FAKE_CUDA_DEFER    seed: work is deferred
+//   FAKE_CUDA_SCARCE   an allocation waits for the device, as where PyTorch has to free memory; nothing is freed
 //   FAKE_CUDA_ROOM     with FAKE_CUDA_DEFER: how many operations a stream holds before an enqueueing caller blocks
 //   FAKE_CUDA_COPY_NS  nanoseconds that a copy between devices takes for each byte (default: 0)
 //
