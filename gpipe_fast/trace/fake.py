@@ -26,9 +26,10 @@ class RealLayouts(FakeTensorMode):
     For permuted and channels_last arguments, some fake kernels (group and batch norm, padding, gated units)
     return other strides than the real kernels: later operators would sum in another order, and an out variant
     that ignores the strides of its memory would permute its result. Such is log_softmax's backward; its fake
-    kernel is a decomposition with the fault that pytorch#88761 mended in softmax's. The fake batch norm
-    returns statistics of a narrower dtype than its weights', which the real backward would not accept, and
-    that of a sum of bfloat16 embeddings (`_embedding_bag`) another shape. A fake view may have another stride
+    kernel is a decomposition with the fault that pytorch#88761 mended in softmax's. For tensors of several
+    dtypes, fake norms return statistics of a narrower dtype than the real ones, and fake losses the widest
+    dtype where real ones return that of the input. The fake sum of bfloat16 embeddings (`_embedding_bag`) has
+    another shape. A fake view may have another stride
     of a dimension of size one, by which kernels tell channels_last. The real kernel runs once, on zeros,
     during the trace.
 
@@ -57,7 +58,7 @@ class RealLayouts(FakeTensorMode):
         if not self._runs_kernels or not _may_differ_from_real(func):
             return fake
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        is_exact = not _is_mixed_batch_norm(func, tensors) and func is not aten._embedding_bag.default
+        is_exact = not _mixes_dtypes(tensors) and func is not aten._embedding_bag.default
         if is_exact and all(map(_is_strictly_contiguous, tensors)):
             return fake
         # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
@@ -92,9 +93,9 @@ def _may_differ_from_real(func: Any) -> bool:
     )
 
 
-def _is_mixed_batch_norm(func: OpOverload[Any, Any], tensors: list[Tensor]) -> bool:
-    """Returns whether an operator is a batch norm with input and weights of different dtypes (autocast)."""
-    return _is_batch_norm(func) and len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+def _mixes_dtypes(tensors: list[Tensor]) -> bool:
+    """Returns whether tensors have different floating point dtypes, as an input and a loss's target may."""
+    return len({t.dtype for t in tensors if t.is_floating_point()}) > 1
 
 
 def _is_batch_norm(func: OpOverload[Any, Any]) -> bool:

@@ -389,9 +389,13 @@ class PlainLoop(nn.Sequential):
             for p, gradient in before:
                 if gradient is not None:
                     p.grad = gradient if p.grad is None else gradient + p.grad
-            for leaf, part in zip(leaves, parts, strict=True):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and part[0].grad is not None:
-                    leaf.backward(torch.cat([p.grad for p in part], self.batch_dim))
+            found = [
+                (leaf, torch.cat([p.grad for p in part], self.batch_dim))
+                for leaf, part in zip(leaves, parts, strict=True)
+                if isinstance(leaf, Tensor) and leaf.requires_grad and part[0].grad is not None
+            ]
+            # Together: the gradient of a tensor of which two inputs are views would be added to zeros.
+            torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
 
         return losses, backward
 

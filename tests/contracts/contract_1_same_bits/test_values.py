@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -295,3 +296,26 @@ def test_an_expanded_buffer_is_not_shared_with_the_caller() -> None:
     assert norm.running_mean is not None
     norm.running_mean.fill_(7.0)
     assert torch.equal(means, torch.zeros(8, 6))
+
+
+# Losses of an output and of positive numbers or signs.
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{name: getattr(F, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "poisson_nll_loss")},
+    **{name: getattr(F, name) for name in ("soft_margin_loss", "hinge_embedding_loss")},
+}
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", _LOSSES)
+@pytest.mark.parametrize("dtype", _FLOATS)
+@pytest.mark.parametrize("dtype_of_target", _FLOATS)
+def test_a_loss_of_tensors_of_two_dtypes(name: str, dtype: torch.dtype, dtype_of_target: torch.dtype) -> None:
+    """Fake kernels return the wider of the dtypes, where some real ones return that of the output."""
+
+    def loss(f: nn.Module, x: Tensor) -> Tensor:
+        target = torch.linspace(0, 1, x.numel(), dtype=dtype_of_target).view_as(x)
+        return _LOSSES[name](f(x), target if "in" not in name else target.sub(0.5).sign()).reshape(1)
+
+    model = nn.Sequential(nn.Linear(6, 6), function_layer(loss)).to(dtype)
+    check_step(model, torch.randn(8, 6, dtype=dtype), budgets=(0.0, 1.0))

@@ -1,13 +1,14 @@
 """Compares the layouts that a trace predicts with those of real results, for all operators of PyTorch.
 
 The calls are those of PyTorch's own database of operators, forward and backward, on arguments in random
-layouts. Each entry runs in a child of a fork, because some kernels of PyTorch read out of bounds then
-(pytorch#197888). Importing the database changes settings of PyTorch: run this in a process of its own.
+layouts and dtypes. Each entry runs in a child of a fork, because some kernels of PyTorch read out of bounds
+then (pytorch#197888). Importing the database changes settings of PyTorch: run this in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import pickle
@@ -78,11 +79,17 @@ def layouts(values: Any) -> list[object]:
     return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
 
 
-def compare(call: Call, rng: random.Random | None) -> str:
-    """Returns 'equal', 'skipped', or how a call differs; `rng` draws other layouts of its arguments."""
-    func, args, kwargs = call
-    if rng is not None:
-        args, kwargs = tree_map_only(Tensor, lambda t: in_another_layout(rng, t), (args, kwargs))
+def in_another_dtype(rng: random.Random, tensor: Tensor) -> Tensor:
+    """Returns a tensor of floating point numbers in a random dtype, half of them as they are."""
+    if not tensor.is_floating_point() or rng.random() < 0.5:
+        return tensor
+    return tensor.to(rng.choice((torch.float16, torch.bfloat16, torch.float64)))
+
+
+def compare(call: Call, change: Callable[[Tensor], Tensor]) -> str:
+    """Returns 'equal', 'skipped', or how a call differs whose arguments are changed."""
+    func, *arguments = call
+    args, kwargs = tree_map_only(Tensor, change, tuple(arguments))
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not all(t.numel() for t in given):
         return "skipped"  # the strides of no elements change no number
@@ -109,8 +116,12 @@ def compare_entry(entry: Any, rng: random.Random, report: Callable[[str], None])
         kinds = [(t.dim(), t.dtype) if isinstance(t, Tensor) else type(t) for t in leaves]
         seen[key := f"{call[0]} {kinds}"] += 1
         if seen[key] <= 2:
-            for other_layouts in (None, rng, rng):
-                report(compare(call, other_layouts))
+            report(compare(call, lambda t: t))
+            # An argument that is a dtype must agree with those of tensors, and so must the scales of numbers.
+            is_fixed = "_scaled_" in key or any(isinstance(leaf, torch.dtype) for leaf in leaves)
+            changes = [in_another_layout] * 2 + [in_another_dtype] * (0 if is_fixed else 2)
+            for change in changes:
+                report(compare(call, functools.partial(change, rng)))
 
 
 def in_child(function: Callable[[Callable[[str], None]], None]) -> list[str]:
