@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import tempfile
@@ -245,8 +246,8 @@ def forks_within_a_trace(kind: str, count: str) -> None:
     sys.setprofile(note)
     traced()
     sys.setprofile(None)
-    functions = list(found)[:: max(1, len(found) // int(count))]
-    report((function.co_name, fork_at(function)) for function in functions[: int(count)])
+    functions = itertools.cycle(list(found)[:: max(1, len(found) // int(count))])
+    report((function.co_name, fork_at(function)) for function in itertools.islice(functions, int(count)))
 
 
 def fork_at(function: CodeType) -> str:
