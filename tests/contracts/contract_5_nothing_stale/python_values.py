@@ -705,8 +705,12 @@ READS: dict[str, Read] = {
     "group": lambda value: float(value.group(1)),
     "substitute": lambda value: float(value.substitute()),
 }
-# Reads that do not end, crash the interpreter, or change what they read.
+# Reads that do not end, crash the interpreter, change what they read, or give parts of an address.
 _EXCLUDED = {
+    **dict.fromkeys(
+        ("0-d array of objects", "array of objects", "array of dicts", "array of instances"),
+        {"bytes of", "from bytes"},
+    ),
     "C pointer": set(READS) - {"contents", "index"},
     "array's iterator": {
         "next",
