@@ -297,10 +297,15 @@ void MiniBatch::sum_ties() {
     // In the order of a backward, the last stage first, as in end_backward().
     std::map<int32_t, at::Tensor, std::greater<>> by_stage;
     const auto& [first, position] = tie.own.front();
+    const Stream& work = transport_->work(first);
+    const Stream::Guard current(work);
     try {
       for (const auto& [stage, index] : tie.own) {
         at::Tensor gradient = std::exchange(stages_[stage].backward.gradients.at(index), {});
+        work.wait(StreamEvent(transport_->work(stage)));
+        work.record_use(gradient);
         by_stage[stage] = gradient.resolve_conj().contiguous();
+        transport_->work(stage).wait(StreamEvent(work));  // a send waits for its stage's stream
       }
       const Layout layout = Layout::of(by_stage[first]);
       // All processes begin these transfers in the same order: by sender, then by receiver.

@@ -174,6 +174,13 @@ def test_ranks_whose_allocations_wait_for_the_device_do_not_wait_for_each_other(
     assert found == [str(number)] * NUM_RANKS
 
 
+@both_backends
+def test_tied_gradients_are_summed_when_they_have_arrived(backend: str, run: Runs) -> None:
+    """The stage that sums is not the last one of its process to end."""
+    words = "tied neighbours", "gpipe/1f1b/zb-h1", "cuda", "4", "4"
+    assert run(backend, "same_bits", *words, defer=1) == ["3"] * NUM_RANKS
+
+
 @pytest.mark.parametrize("number", [9, *(pytest.param(n, marks=pytest.mark.extended) for n in (34, 64))])
 def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> None:
     """No process aborts, as it would if memory that several streams use were freed on a failed device."""
