@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,18 +41,13 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 
 @functools.cache
-def first_alike(device: torch.device) -> torch.device:
-    """Returns the first GPU of a GPU's kind, for which programs are traced; another device itself."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+def kind_of(device: torch.device) -> Hashable:
+    """Returns what equal GPUs have in common; another device itself."""
+    if (
+        device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count()
+    ):  # the latter for a prediction
         return device
-    index, number = device.index or 0, torch.cuda.device_count()
-    if index >= number:  # for a prediction
-        return device
-    return torch.device("cuda", next(i for i in range(number) if _kind_of(i) == _kind_of(index)))
-
-
-def _kind_of(index: int) -> tuple[str, int, int, int]:
-    found = torch.cuda.get_device_properties(index)
+    found = torch.cuda.get_device_properties(device)
     return found.name, found.major, found.minor, found.multi_processor_count
 
 

@@ -287,10 +287,11 @@ class Compiler:
             enforce_limit: whether the limit on traces applies.
         """
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
-        if stage.traced_device != stage.device and share_memory(stage.layers):
-            stage.trace_on_own_device()  # fake tensors in the place of theirs would not share it
-        inputs = inputs.moved(stage.device, stage.traced_device)
         layers = stage.state_key(modes)
+        # Fake tensors in the place of such that share memory would not share it.
+        if stage.traced_device != stage.device and (layers.depends_on_device or share_memory(stage.layers)):
+            stage.trace_on_own_device()
+        inputs = inputs.moved(stage.device, stage.traced_device)
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)
         known = self._traces.lookup(key)
         if known is not None and known.serves(stage):
@@ -320,6 +321,10 @@ class Compiler:
             stage.trace_on_own_device()
             return self.trace(stage, inputs, gradient_layouts, enforce_limit)
         layers = stage.state_key(modes)  # with the guards of these captures
+        if stage.traced_device != stage.device and layers.depends_on_device:
+            return self.trace(
+                stage, inputs.moved(stage.traced_device, stage.device), gradient_layouts, enforce_limit
+            )
         if not layers.is_guarded:
             if TorchModes.now() != modes:  # this trace has changed them for good: trace again under those
                 return self.trace(stage, inputs, gradient_layouts, enforce_limit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
-from gpipe_fast.devices import first_alike
+from gpipe_fast.devices import kind_of
 from gpipe_fast.fuse.left_out import number_left_out
 from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
@@ -214,6 +214,7 @@ class StageOptions(NamedTuple):
         is_remote: whether the stage runs in another process; here it is only traced, for what it sends.
         ties: the parameters that stages in different processes share.
         by_nccl: whether tensors travel between processes by NCCL.
+        devices: the devices of all stages: equal stages are traced for the first of a kind.
     """
 
     deferred: bool = False
@@ -223,6 +224,7 @@ class StageOptions(NamedTuple):
     is_remote: bool = False
     ties: Sequence[Tie] = ()
     by_nccl: bool = False
+    devices: tuple[torch.device, ...] = ()
 
 
 _DEFAULT_OPTIONS = StageOptions()
@@ -257,7 +259,7 @@ class Stage:
         self.layers = list(layers)
         self.first_layer = first_layer
         self.device = device
-        self.traced_device = device if options.is_absent else first_alike(device)
+        self.traced_device = next((d for d in options.devices if kind_of(d) == kind_of(device)), device)
         self.arena: Arena = Arena() if whole is None else whole.arena
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole

@@ -110,6 +110,31 @@ class Guards:
         )
 
 
+# By these names and by strings that begin so, code asks for a device, or names one.
+_DEVICE_NAMES = frozenset({"device", "get_device", "current_device", "is_cuda", "cuda"})
+_DEVICE = "cuda"
+
+
+def asks_for_device(guards: Guards) -> bool:
+    """Returns whether the code of a capture may have asked on which device a tensor is, or named a device.
+
+    Then the answer is part of the graph, and so is whether ``to`` returns a copy. PyTorch's own code only
+    passes devices on.
+    """
+    conditions = guards.layer_conditions | guards.ambient_conditions
+    return any(_DEVICE in each for each in conditions) or any(
+        not _DEVICE_NAMES.isdisjoint(each.co_names) or any(map(_names_device, each.co_consts))
+        for each in guards.code
+        if not each.co_filename.startswith(_TORCH)
+    )
+
+
+def _names_device(constant: object) -> bool:
+    if isinstance(constant, tuple):  # also the names of keyword arguments
+        return any(map(_names_device, constant))
+    return isinstance(constant, str) and (constant in _DEVICE_NAMES or constant.startswith(_DEVICE))
+
+
 ReplaceConstant = Callable[[Tensor], Tensor]
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
-from gpipe_fast.devices import first_alike
+from gpipe_fast.devices import kind_of
 from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.strides import bits_of
-from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, scope_of
+from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, asks_for_device, scope_of
 from gpipe_fast.trace.facts import IMMUTABLE, Facts
 from gpipe_fast.trace.unguarded import unguarded_state
 
@@ -219,7 +219,7 @@ class _Walk:
             strides,
             bits_of(tensor),
             tensor.dtype,
-            first_alike(tensor.device),
+            kind_of(tensor.device),
             tensor.requires_grad,
             tuple(
                 (name, value if isinstance(value, IMMUTABLE) else None)
@@ -260,6 +260,11 @@ class StateKey:
     def is_guarded(self) -> bool:
         """Whether there was a capture in the state of each layer."""
         return all(state.guards for state in self.states)
+
+    @property
+    def depends_on_device(self) -> bool:
+        """Whether a graph captured in these states holds only on the device of its capture."""
+        return any(any(state.constants) or any(map(asks_for_device, state.guards)) for state in self.states)
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Returns whether layers are in the states in which the key was made."""

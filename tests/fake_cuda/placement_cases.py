@@ -10,6 +10,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ class Positions(nn.Module):
         self.register_buffer("scale", torch.full((8,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        position = x.new_ones(x.shape[1]).cumsum(0)
         y: Tensor = self.linear(x).tanh() * self.scale + torch.zeros_like(x) + position
         return y
 
@@ -116,6 +117,87 @@ class Views(Positions):
         super()._apply(fn, recurse)
         self.part = self.whole[1]
         return self
+
+
+class OnDevice(Positions):
+    """Makes positions on the device that its input names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+
+
+class Table(nn.Module):
+    """Has tables on several GPUs, and asks where its input is."""
+
+    ask: Callable[[Table, Tensor], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.by_device = {torch.device("cuda", i): float(i) for i in range(4)}
+        self.first = torch.device("cuda:0")
+        self.table = torch.linspace(0, 1, 8, device="cuda:0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).tanh() + type(self).ask(self, x)
+        return y
+
+
+class Scale(torch.autograd.Function):
+    """Scales a gradient by the number of its device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + gradient.device.index)
+
+
+def on_first_gpu(x: Tensor) -> Tensor:
+    table = torch.arange(8.0, device="cuda:0")
+    return table.to(x.device) * 3 if table.device != x.device else table
+
+
+QUESTIONS: dict[str, Callable[[Table, Tensor], Tensor]] = {
+    "index": lambda s, x: x * x.device.index,
+    "number": lambda s, x: x * x.get_device(),
+    "name": lambda s, x: x * len(str(x.device)) * (3.0 if str(x.device)[-1] == "2" else 1.0),
+    "weight": lambda s, x: x * s.linear.weight.device.index,
+    "compared": lambda s, x: x * (2.0 if x.device == torch.device("cuda:1") else 3.0),
+    "other stage's table": lambda s, x: on_first_gpu(x),
+    "current": lambda s, x: x * torch.cuda.current_device(),
+    "by device": lambda s, x: x * s.by_device[x.device],
+    "in place": lambda s, x: (h := x.detach().tanh()) + h.to("cuda:0").mul_(2).to(x.device),
+    "from an attribute": lambda s, x: (h := x.detach().tanh()) + h.to(s.first).mul_(2).to(h),
+    "own table": lambda s, x: s.table.to(x) * x,
+    "function": lambda s, x: Scale.apply(x),
+}
+
+
+def devices_that_layers_ask_for() -> None:
+    """The plain loop runs each layer with its own GPU as the current one, as a stage does."""
+    for name, question in QUESTIONS.items():
+        asking = type("Asking", (Table,), {"ask": staticmethod(question)})
+        plain = nn.Sequential(*(asking().to(device) for device in ALL_GPUS))
+        pipe = GPipe(copy.deepcopy(plain), [1, 1, 1, 1], devices=ALL_GPUS, chunks=1)
+        for _ in range(2):
+            x = torch.randn(4, 8, device="cuda:0")
+            y = x
+            for layer, device in zip(plain, ALL_GPUS, strict=True):
+                with torch.cuda.device(device):
+                    y = layer(y.to(device))
+            expected = gradients(plain, y)
+            found = pipe(x)
+            assert torch.equal(found.cpu(), y.cpu()), name
+            assert all(map(torch.equal, gradients(pipe, found), expected)), name
+
+
+def other_gpus_are_left_alone() -> None:
+    pipe = GPipe(nn.Sequential(Positions(), Positions()), [1, 1], devices=["cuda:2", "cuda:3"], chunks=1)
+    pipe(torch.randn(4, 8, device="cuda:2")).sum().backward()
+    assert torch.cuda.memory_stats(0).get("allocation.all.allocated", 0) == 0
 
 
 def num_traces(make: Callable[[], nn.Module], devices: Sequence[str]) -> int:
@@ -154,6 +236,7 @@ def equal_stages_are_traced_for_each_kind_of_gpu() -> None:
 def tensors_that_cannot_be_moved_are_traced_where_they_are() -> None:
     assert num_traces(Bias, ALL_GPUS) >= num_traces(Bias, ONE_GPU)
     assert num_traces(Views, ALL_GPUS) >= num_traces(Views, ONE_GPU)
+    assert num_traces(OnDevice, ALL_GPUS) >= num_traces(OnDevice, ONE_GPU)
 
 
 def cpu_on_request() -> None:
@@ -349,10 +432,20 @@ PLACEMENT = (
 OF_STAGES = (
     equal_stages_are_traced_once_for_equal_gpus,
     tensors_that_cannot_be_moved_are_traced_where_they_are,
+    devices_that_layers_ask_for,
 )
+# In a process of its own.
+ALONE = (other_gpus_are_left_alone,)
 OF_TWO_KINDS = (attention_suits_the_device, equal_stages_are_traced_for_each_kind_of_gpu)
 OUT_OF_MEMORY = (too_large_a_model_raises, out_of_memory_in_the_forward, out_of_memory_in_the_backward)
 
 if __name__ == "__main__":
-    cases = (*PLACEMENT, operators_are_timed_on_their_devices, *OF_STAGES, *OF_TWO_KINDS, *OUT_OF_MEMORY)
+    cases = (
+        *PLACEMENT,
+        operators_are_timed_on_their_devices,
+        *OF_STAGES,
+        *ALONE,
+        *OF_TWO_KINDS,
+        *OUT_OF_MEMORY,
+    )
     run_cases({case.__name__: case for case in cases})

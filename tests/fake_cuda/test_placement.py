@@ -25,8 +25,9 @@ def test_operators_are_timed_on_their_devices(logged: Callable[..., list[Line]])
 
 
 def test_equal_stages_are_traced_once_for_equal_gpus(run: Callable[..., list[str]]) -> None:
-    names = [case.__name__ for case in placement_cases.OF_STAGES]
-    assert run("placement_cases.py", *names) == names
+    for cases in (placement_cases.OF_STAGES, placement_cases.ALONE):
+        names = [case.__name__ for case in cases]
+        assert run("placement_cases.py", *names) == names
 
 
 def test_stages_are_traced_for_their_kind_of_gpu(run: Callable[..., list[str]]) -> None:

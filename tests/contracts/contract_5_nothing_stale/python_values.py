@@ -707,10 +707,10 @@ READS: dict[str, Read] = {
 }
 # Reads that do not end, crash the interpreter, change what they read, or give parts of an address.
 _EXCLUDED = {
-    **dict.fromkeys(
-        ("0-d array of objects", "array of objects", "array of dicts", "array of instances"),
-        {"bytes of", "from bytes"},
-    ),
+    **{
+        name: {"bytes of", "from bytes"}
+        for name in ("0-d array of objects", "array of objects", "array of dicts", "array of instances")
+    },
     "C pointer": set(READS) - {"contents", "index"},
     "array's iterator": {
         "next",
