@@ -43,9 +43,8 @@ def intra_op_threads(number: int) -> Iterator[None]:
 @functools.cache
 def kind_of(device: torch.device) -> Hashable:
     """Returns what equal GPUs have in common; another device itself."""
-    if (
-        device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count()
-    ):  # the latter for a prediction
+    # A prediction may be for a GPU that the machine has not.
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return device
     found = torch.cuda.get_device_properties(device)
     return found.name, found.major, found.minor, found.multi_processor_count
