@@ -102,10 +102,11 @@ def stages_of(
     stages: list[Stage] = []
     skips = skips_of(layers)
     states = LayerStates()
-    first, alike = 0, () if is_absent else tuple(devices)
+    first = 0
+    traced_for = () if is_absent else tuple(devices)
     for index, (own, device) in enumerate(zip(partitions_of(layers, balance), devices, strict=True)):
         is_remote = own_stages is not None and index not in own_stages
-        options = StageOptions(deferred, grad_dtype, fuse, is_absent, is_remote, ties, by_nccl, alike)
+        options = StageOptions(deferred, grad_dtype, fuse, is_absent, is_remote, ties, by_nccl, traced_for)
         stages.append(Stage(own, first, device, skips=skips, options=options, states=states))
         first += len(own)
     return stages

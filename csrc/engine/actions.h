@@ -33,10 +33,10 @@ struct Action {
   std::string name() const;
 };
 
-// What a SEND of a stage in another process, of this rank, sends to a stage here.
+// What one SEND of a stage in another process sends to a stage here.
 struct Receive {
-  int64_t rank;
-  ActionKind kind;  // of the SEND
+  int64_t rank;  // of the SEND
+  ActionKind kind;
   int32_t sender, receiver;
   int32_t microbatch;
 };

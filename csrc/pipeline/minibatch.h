@@ -202,7 +202,7 @@ class MiniBatch final : public Work {
   std::shared_ptr<const Transport> transport_;
   std::shared_ptr<Channels> channels_;          // null if all stages are in this process
   const Actions* actions_ = nullptr;            // of the current run, if there are channels
-  size_t next_receive_ = 0;                     // among those of the actions; the stages here take turns
+  size_t next_receive_ = 0;                     // the first of the actions' receives that has not begun
   std::atomic<int32_t> unfinished_stages_ = 0;  // of this process, in the current run, if there are channels
   std::vector<Stream> caller_streams_;
   size_t num_parameters_;

@@ -493,21 +493,20 @@ def _extension_actions(
             if here[stage]:
                 actions[stage].append((Kind.U.value, 0, number))
     by_nccl = not all(here) and stages[0].options.by_nccl
-    # The worker of a stage elsewhere receives on its own, whatever the others of its rank do. By NCCL, the
-    # stages here receive, and begin all transfers in one order.
-    own = here.index(True)
-    groups = [
-        stage if not is_here else own if by_nccl else schedule.rank_of[stage]
-        for stage, is_here in enumerate(here)
-    ]
-    receives = _receives(position, here, _skip_ends(stages)) if by_nccl else []
+    # The worker of a stage elsewhere receives on its own, whatever the others of its rank do.
+    groups = [schedule.rank_of[stage] if is_here else stage for stage, is_here in enumerate(here)]
+    receives: list[tuple[int, str, int, int, int]] = []
+    if by_nccl:  # the stages here receive; they take turns, so that they begin all transfers in one order
+        first = here.index(True)
+        groups = [first if is_here else stage for stage, is_here in enumerate(here)]
+        receives = _receives(position, here, _skip_ends(stages))
     return _extension.Actions(actions, schedule.slots, groups, [] if all(here) else here, receives)
 
 
 def _receives(
     position: Mapping[Action, int], here: Sequence[bool], skip_ends: Sequence[tuple[int, int]]
 ) -> list[tuple[int, str, int, int, int]]:
-    """Returns what stages elsewhere send to stages here, as in the C++ Receive, in the order of the sends."""
+    """Returns what stages elsewhere send to stages here: the fields of the C++ Receive, in order of rank."""
     num_stages = len(here)
     receivers: dict[tuple[int, Kind], set[int]] = {
         **{(stage, Kind.SEND_F): {stage + 1} for stage in range(num_stages - 1)},

@@ -214,7 +214,8 @@ class StageOptions(NamedTuple):
         is_remote: whether the stage runs in another process; here it is only traced, for what it sends.
         ties: the parameters that stages in different processes share.
         by_nccl: whether tensors travel between processes by NCCL.
-        devices: the devices of all stages: equal stages are traced for the first of a kind.
+        devices: the devices of all stages. Each stage is traced for the first of them that is of the kind of
+            its own; if there are none, for its own.
     """
 
     deferred: bool = False

@@ -110,16 +110,17 @@ class Guards:
         )
 
 
-# By these names and by strings that begin so, code asks for a device, or names one.
+# The names by which code asks for a device or names one, and how the strings begin that do so.
 _DEVICE_NAMES = frozenset({"device", "get_device", "current_device", "is_cuda", "cuda"})
 _DEVICE = "cuda"
 
 
 def asks_for_device(guards: Guards) -> bool:
-    """Returns whether the code of a capture may have asked on which device a tensor is, or named a device.
+    """Returns whether a captured forward may have asked for the device of a tensor, or named a device.
 
-    Then the answer is part of the graph, and so is whether ``to`` returns a copy. PyTorch's own code only
-    passes devices on.
+    Its graph then contains the answer for the device of the capture, where ``to`` may have made no copy. The
+    code of PyTorch itself does not count: it only passes devices on. A device that is a bare number, as in
+    ``x.to(0)``, is not seen.
     """
     conditions = guards.layer_conditions | guards.ambient_conditions
     return any(_DEVICE in each for each in conditions) or any(
