@@ -20,7 +20,7 @@ _OF_PACKAGES = {
     "bench.micro": "draws engine execution first-call inference-stream interpreted schedules signature",
     "bench.compare": "distributed frontier memory overhead step training-step within-memory",
     "bench.gpu": "cuda kernels",
-    "tools": "census compiled explain fusion largest ledger published regions traffic",
+    "tools": "census compiled explain fusion largest ledger policies published regions traffic",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

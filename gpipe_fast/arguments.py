@@ -62,8 +62,8 @@ def checked_checkpoint(checkpoint: CheckpointChoice, num_stages: int | None = No
     each = [_checked_mode(one) for one in given]
     if not each or None in each:
         raise ValueError(
-            "checkpoint is not one of 'always', 'except_last', or 'never', a number from 0 to 1, or a list "
-            f"with one of these for each stage, got {checkpoint!r}"
+            "checkpoint is not one of 'always', 'except_last', or 'never', nor 'except_attention', a number "
+            f"from 0 to 1, or a list with one of these for each stage, got {checkpoint!r}"
         )
     found = tuple(cast(list[str | float], each))
     if given is not checkpoint:

@@ -160,10 +160,13 @@ class GPipe(Reporting, Container):
             count from the end. Or a tuple with one dimension for each input tensor that is split, in argument
             order; outputs are then concatenated along the first of them, and must have their batch there.
         checkpoint: Which micro-batches recompute their activations in the backward: ``'always'``,
-            ``'except_last'`` or ``'never'``. Or a number from 0 to 1: each micro-batch of a stage saves at
-            most this share of the bytes that it saves under ``'never'``, and those of them that spare most
-            time; the rest is recomputed. Or a list with one of these for each stage. In eval mode, nothing
-            is recomputed. Layers in Python save nothing with a number below 1.
+            ``'except_last'`` or ``'never'``. With ``'except_attention'`` all recompute everything but fused
+            attention, whose results are saved: the policy ``MUST_SAVE`` of
+            ``torch.utils.checkpoint.CheckpointPolicy`` for attention. Or a number from 0 to 1: each
+            micro-batch of a stage saves at most this share of the bytes that it saves under ``'never'``, and
+            those of them that spare most time; the rest is recomputed. Or a list with one of these for each
+            stage. In eval mode, nothing is recomputed. Where a micro-batch recomputes anything, layers in
+            Python save nothing.
         memory: The bytes that training may take on each device: a number, a text such as ``'20GiB'``, or one
             of these for each device. Each stage then recomputes as little as fits, in place of what
             ``checkpoint`` says. Parameters, buffers, gradients, boundary tensors, saved tensors and

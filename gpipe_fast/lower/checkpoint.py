@@ -1,17 +1,20 @@
-"""Checkpointing as numbers: the share of its activations that a stage saves for a backward."""
+"""Checkpointing: which of its activations a stage saves for the backward of a micro-batch."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
 
 # In [0, 1], of the bytes that 1 saves. With 0 a stage saves only its boundary inputs, and the backward
-# recomputes every activation; with 1 it saves every activation that the backward reads.
-SavedFraction = float
+# recomputes every activation; with 1 it saves every activation that the backward reads. Or `SAVE_ATTENTION`:
+# the results of fused attention are saved, whatever their share, and everything else is recomputed.
+SavedFraction = float | Literal["attention"]
 
-FULL_RECOMPUTE: SavedFraction = 0.0
-NO_RECOMPUTE: SavedFraction = 1.0
+FULL_RECOMPUTE: Final = 0.0
+NO_RECOMPUTE: Final = 1.0
+SAVE_ATTENTION: Final = "attention"
 
 # A mode of torchgpipe, a saved fraction, or one of these for each stage: as checked, and as users pass it.
 CheckpointSetting = str | float | tuple[str | float, ...]
@@ -20,6 +23,7 @@ CheckpointChoice = str | float | Sequence[str | float]
 # The fractions of the last micro-batches; earlier ones have the first of these.
 _ROWS: dict[str, tuple[SavedFraction, ...]] = {
     "always": (FULL_RECOMPUTE,),
+    "except_attention": (SAVE_ATTENTION,),
     "except_last": (FULL_RECOMPUTE, NO_RECOMPUTE),
     "never": (NO_RECOMPUTE,),
 }
@@ -36,6 +40,7 @@ class Checkpoint:
         (0.0, 1.0)                     0.0  0.0  0.0  1.0     'except_last'
         (0.5,)                         0.5  0.5  0.5  0.5
         (0.0, 0.25, 0.5, 1.0)          0.0  0.25 0.5  1.0
+        (SAVE_ATTENTION,)                   the results of fused attention: 'except_attention'
 
     Attributes:
         stages: the fractions of each stage.
@@ -80,14 +85,14 @@ def checkpoint_policy(setting: CheckpointSetting, num_stages: int, training: boo
 
 def has_recompute(saved_fraction: SavedFraction) -> bool:
     """Returns whether the backward recomputes any activation."""
-    return saved_fraction < NO_RECOMPUTE
+    return saved_fraction != NO_RECOMPUTE
 
 
 def check_saved_fraction(saved_fraction: SavedFraction) -> None:
     """Checks a saved fraction.
 
     Raises:
-        ValueError: ``saved_fraction`` is not within 0 and 1.
+        ValueError: ``saved_fraction`` is neither within 0 and 1 nor `SAVE_ATTENTION`.
     """
-    if not FULL_RECOMPUTE <= saved_fraction <= NO_RECOMPUTE:
+    if saved_fraction != SAVE_ATTENTION and not FULL_RECOMPUTE <= saved_fraction <= NO_RECOMPUTE:
         raise ValueError(f"the fraction of activations to save must be within 0 and 1, got {saved_fraction}")

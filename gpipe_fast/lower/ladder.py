@@ -137,7 +137,7 @@ def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[
         value = node.meta.get("val")
         if source_of(node).base is not node or not isinstance(value, AnyTensor):
             continue
-        producer = _producer(node)
+        producer = producer_of(node)
         if producer not in operators:
             bases = {source_of(a).base for a in producer.all_input_nodes}
             reads = frozenset(index_of[base] for base in bases if base in index_of)
@@ -148,7 +148,7 @@ def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[
     return Choices(list(operators.values()), values), [node.name for node in index_of]
 
 
-def _producer(node: fx.Node) -> fx.Node:
+def producer_of(node: fx.Node) -> fx.Node:
     """Returns the operator that computes a value: that of which it is one of several results."""
     while node.target is operator.getitem:
         producer = node.args[0]
@@ -157,4 +157,4 @@ def _producer(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["Ladder", "Rung", "bytes_of", "is_backward", "read_by_backward"]
+__all__ = ["Ladder", "Rung", "bytes_of", "is_backward", "producer_of", "read_by_backward"]

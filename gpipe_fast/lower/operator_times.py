@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpipe_fast.devices import made_current
 from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
-from gpipe_fast.lower.work import ATTENTION
+from gpipe_fast.lower.work import is_attention
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -47,7 +47,7 @@ def nanoseconds(node: fx.Node) -> int:
     found = _known.get(key)
     if found is None:
         found = _measured(node, arguments, device) if measures else None
-        found = _known[key] = _estimated(node, arguments, device) if found is None else found
+        found = _known[key] = _estimated(node, device) if found is None else found
     return found
 
 
@@ -89,23 +89,24 @@ def _measured(node: fx.Node, arguments: Any, device: torch.device) -> int | None
             return None
 
 
-def _estimated(node: fx.Node, arguments: Any, device: torch.device) -> int:
-    operations, moved = _RATES.get(device.type, _RATES["cuda"])
+def _estimated(node: fx.Node, device: torch.device) -> int:
+    rate, moved = _RATES.get(device.type, _RATES["cuda"])
     specs: list[Any] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: specs.append(n.meta.get("val")))
     value = node.meta.get("val")
     specs += value if isinstance(value, (list, tuple)) else [value]
     size = sum(int(t.numel()) * t.element_size() for t in specs if isinstance(t, AnyTensor))
-    return _LEAST + size // moved + _operations(node, arguments) // operations
+    return _LEAST + size // moved + operations(node) // rate
 
 
-def _operations(node: fx.Node, arguments: Any) -> int:
-    """Returns the floating point operations of a call; 0 if they are not counted."""
+def operations(node: fx.Node) -> int:
+    """Returns the floating point operations of a product, a convolution or attention; else 0."""
     if not isinstance(node.target, OpOverload):
         return 0
+    arguments: Any = fx.map_arg((node.args, dict(node.kwargs)), _spec)
     try:
         args, kwargs = examples(arguments, "meta")
-        if node.target._schema.name.partition("::")[2].startswith(ATTENTION):
+        if is_attention(node):
             return int(sdpa_flop_count(*(each.shape for each in args[:3])))
         count = flop_registry.get(node.target.overloadpacket)
         return 0 if count is None else int(count(*args, **kwargs, out_val=node.target(*args, **kwargs)))
@@ -113,4 +114,4 @@ def _operations(node: fx.Node, arguments: Any) -> int:
         return 0
 
 
-__all__ = ["nanoseconds"]
+__all__ = ["nanoseconds", "operations"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.arena import place
-from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SavedFraction
+from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTENTION, SavedFraction
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
@@ -193,7 +193,7 @@ class ProgramTemplates:
                 self._add(key, variant)
                 self._num_misses[key] = 0
                 return programs
-        if self.ladder is None and saved_fraction not in (FULL_RECOMPUTE, NO_RECOMPUTE):
+        if self.ladder is None and saved_fraction not in (FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTENTION):
             self.ladder = Ladder.of(instance.joint)
         expected = _lower(instance.joint, key, self.ladder)
         if variants is not None and self._num_misses[key] < _MAX_MISSES:

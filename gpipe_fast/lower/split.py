@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,13 @@ from gpipe_fast.lower.alias import count_reads, source_of
 from gpipe_fast.lower.checkpoint import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
+    SAVE_ATTENTION,
     SavedFraction,
     check_saved_fraction,
     has_recompute,
 )
-from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, read_by_backward
+from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, producer_of, read_by_backward
+from gpipe_fast.lower.work import is_attention
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -99,18 +101,16 @@ def split(
     Args:
         joint: the joint graph of a traced stage.
         saved_fraction: the share of the bytes that 1 saves which may be saved; strictly between 0 and 1, the
-            ladder says which values are.
+            ladder says which values are. Or ``SAVE_ATTENTION``.
         defers_weights: whether gradients of parameters get a graph of their own.
         ladder: a ladder of the graph's template; by default the graph's own.
 
     Raises:
-        ValueError: ``saved_fraction`` is not within 0 and 1.
+        ValueError: ``saved_fraction`` is neither within 0 and 1 nor ``SAVE_ATTENTION``.
     """
     check_saved_fraction(saved_fraction)
     results = [n for n in joint.outputs if n.port.role in (GraphRole.OUTPUT, GraphRole.BUFFER)]
-    gradients = [
-        n for n in joint.outputs if n.port.role in (GraphRole.PARAMETER_GRADIENT, GraphRole.INPUT_GRADIENT)
-    ]
+    gradients = _gradients(joint)
     arguments = [n for n in joint.inputs if n.port.role is not GraphRole.TANGENT]
     forward = _extract(joint, "forward", arguments, results)
     if not gradients:
@@ -132,6 +132,11 @@ def split(
     backward = _extract(joint, name, given, [*of_inputs, *held])
     weights = _extract(joint, "weights", [*given, *held], of_weights)
     return SplitGraphs(forward, saving, backward, saved, weights)
+
+
+def _gradients(joint: JointGraph) -> list[PortNode]:
+    roles = (GraphRole.PARAMETER_GRADIENT, GraphRole.INPUT_GRADIENT)
+    return [n for n in joint.outputs if n.port.role in roles]
 
 
 def _values_to_hold(
@@ -168,6 +173,8 @@ def _values_to_save(joint: JointGraph, saved_fraction: SavedFraction, ladder: La
     if saved_fraction == NO_RECOMPUTE:
         read = read_by_backward(joint)
         return [n for n in nodes if n in read and isinstance(n.meta.get("val"), AnyTensor)]
+    if saved_fraction == SAVE_ATTENTION:
+        return _attention_results(joint)
     value_of = {n.name: n.meta.get("val") for n in nodes}
 
     def size(name: str) -> int:
@@ -175,6 +182,14 @@ def _values_to_save(joint: JointGraph, saved_fraction: SavedFraction, ladder: La
 
     _, names = (ladder or Ladder.of(joint)).furthest(size, saved_fraction)
     return [n for n in nodes if n.name in names]
+
+
+def _attention_results(joint: JointGraph) -> list[fx.Node]:
+    """Returns the results of fused attention that the backward needs, in graph order."""
+    nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and not is_backward(n)]
+    results = [n for n in nodes if isinstance(n.meta.get("val"), AnyTensor) and is_attention(producer_of(n))]
+    needed = _needed_nodes({n.node for n in joint.inputs} | {*results}, (n.node for n in _gradients(joint)))
+    return [n for n in results if n in needed]
 
 
 def _describe_saved(node: fx.Node) -> SavedTensor:
@@ -241,7 +256,7 @@ def parameter_uses(joint: JointGraph) -> Mapping[int, int]:
     return dict(uses)
 
 
-def _needed_nodes(given: Mapping[fx.Node, GraphPort], results: Iterable[fx.Node]) -> set[fx.Node]:
+def _needed_nodes(given: Collection[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     pending = list(results)
     while pending:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
@@ -21,6 +22,7 @@ from gpipe_fast.lower.steps import (
     values_written,
 )
 from gpipe_fast.strides import span
+from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 # In-place operators that do not read the tensor that they write.
@@ -106,6 +108,12 @@ def _added_matrix(values: Sequence[Value], access: Access) -> tuple[int, ...]:
 def is_product_or_attention(name: str) -> bool:
     """Returns whether an operator is a matrix product, a convolution or fused attention."""
     return name in PRODUCTS or name.startswith(ATTENTION)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Returns whether a node of a graph is fused attention."""
+    target = node.target
+    return isinstance(target, OpOverload) and target._schema.name.partition("::")[2].startswith(ATTENTION)
 
 
 def access_of(step: Step) -> Access | None:

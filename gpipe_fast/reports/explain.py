@@ -168,10 +168,10 @@ def _failure_note(index: int, stage: Stage, failure: CompilationFailure) -> str:
 
 
 def _saving_note(fractions: Sequence[SavedFraction]) -> str:
-    """Returns what a share of activations means to layers in Python; nothing if there is no such share."""
-    if not any(FULL_RECOMPUTE < fraction < NO_RECOMPUTE for fraction in fractions):
+    """Returns what saving some activations means to layers in Python; nothing if all or none are saved."""
+    if {FULL_RECOMPUTE, NO_RECOMPUTE}.issuperset(fractions):
         return ""
-    return " With a share below 1 of the activations, layers in Python save nothing and are recomputed."
+    return " If any activation of a micro-batch is recomputed, layers in Python save nothing."
 
 
 def explain_programs(

@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy, has_recompute
+from gpipe_fast.lower.checkpoint import (
+    SAVE_ATTENTION,
+    CheckpointSetting,
+    SavedFraction,
+    checkpoint_policy,
+    has_recompute,
+)
 from gpipe_fast.reports import page, picture
 from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
@@ -391,11 +397,12 @@ def with_growth(
         shares = [policy.saved_fractions(i, count) for i in stages]
 
         def kept(
-            stage: int, m: int, size: float = size, shares: list[list[float]] = shares
+            stage: int, m: int, size: float = size, shares: list[list[SavedFraction]] = shares
         ) -> tuple[float, float]:
-            share = shares[stage][m]  # saved is what the micro-batches with the greatest share keep
-            first = boundary[stage] + (saved[stage] * share / max(shares[stage]) if share else 0)
-            return size * first, size * max(0, halves[has_recompute(share)][stage])
+            # saved is what the micro-batches that save most keep; those that save attention save equally
+            saves = [1.0 if share == SAVE_ATTENTION else share for share in shares[stage]]
+            first = boundary[stage] + (saved[stage] * saves[m] / max(saves) if saves[m] else 0)
+            return size * first, size * max(0, halves[has_recompute(shares[stage][m])][stage])
 
         most = peaks(schedule(count), kept)
         scratch = [size * own.scratch for own in report.memory]

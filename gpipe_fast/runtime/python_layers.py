@@ -196,7 +196,7 @@ class PythonLayers:
             part: the layers, called in order.
             name: the layers' name in error messages.
             modes: PyTorch's modes to run the layers under.
-            saved_fraction: the fraction of activations to save. Less than 1 saves none, and recomputes the
+            saved_fraction: the fraction of activations to save. All but 1 save none, and recompute the
                 forward, unless a second run of the layers may have other effects, such as incrementing a
                 counter.
             lock: a lock held while the layers run.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from bench.models.gpt import blocks
+from gpipe_fast.lower.checkpoint import SAVE_ATTENTION
 from gpipe_fast.lower.split import SavedTensor, StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
 from tests.stages import input_values, run_graph, saved, trace_joint
@@ -39,6 +42,40 @@ def test_full_recompute_saves_nothing_and_omits_the_last_product() -> None:
     assert backward[aten.mm.default] == 6  # a weight's and an input's gradient for each layer
     assert parts.backward is not None
     assert parts.backward.name == "backward_recompute"
+
+
+def test_attention_is_saved_and_all_else_recomputed() -> None:
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    joint = trace_joint([*blocks(2, 16, 2)], x)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    everything, parts = split(joint, 0.0), split(joint, SAVE_ATTENTION)
+    assert [(tensor.shape, tensor.layer) for tensor in parts.saved] == [
+        shape_and_layer for layer in (0, 1) for shape_and_layer in (((2, 2, 8, 8), layer), ((2, 2, 8), layer))
+    ]
+    recomputed, without = count_calls(everything.backward), count_calls(parts.backward)
+    assert recomputed.pop(attention) == 2
+    assert attention not in without
+    del recomputed[operator.getitem], without[operator.getitem]
+    assert {t: n for t, n in recomputed.items() if "view" not in str(t)} == {
+        t: n for t, n in without.items() if "view" not in str(t)
+    }
+
+
+def test_only_what_the_recompute_needs_of_attention_is_saved() -> None:
+    """A frozen block has no backward, so nothing reads its logarithms of sums."""
+    layers = [*blocks(2, 16, 2)]
+    layers[0].requires_grad_(False)
+    parts = split(trace_joint(layers, torch.randn(2, 8, 16)), SAVE_ATTENTION)
+    assert [(tensor.layer, len(tensor.shape)) for tensor in parts.saved] == [(0, 4), (1, 4), (1, 3)]
+
+
+def test_without_attention_everything_is_recomputed() -> None:
+    joint = trace_joint(mlp(), INPUT.clone().requires_grad_())
+    parts = split(joint, SAVE_ATTENTION)
+    assert parts.saved == ()
+    assert parts.backward is not None
+    assert parts.backward.name == "backward_recompute"
+    assert count_calls(parts.backward) == count_calls(split(joint, 0.0).backward)
 
 
 def test_no_recompute_saves_the_values_that_the_backward_reads() -> None:

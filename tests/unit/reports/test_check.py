@@ -20,7 +20,7 @@ from gpipe_fast.reports.check import FusedCheck, check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ["always", "except_last", "never"]
+MODES = ["always", "except_attention", "except_last", "never"]
 
 
 def small() -> tuple[nn.Sequential, Tensor]:
@@ -65,7 +65,7 @@ def test_a_passing_check_reports_every_case(capsys: pytest.CaptureFixture[str]) 
         ["small", "hand-over", mode, "equal,", "4", "tensors"] for mode in MODES
     ]
     assert lines[-2] == "fused kernels: skipped: the stage is on the CPU, where PyTorch's operators run"
-    assert lines[-1].startswith("all 3 cases equal the plain loop bit for bit (")
+    assert lines[-1].startswith("all 4 cases equal the plain loop bit for bit (")
 
 
 def test_every_built_in_model_passes_the_check() -> None:
@@ -97,7 +97,7 @@ def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) 
     *_, line, headline = capsys.readouterr().out.splitlines()
     assert line == "fused kernels: WRONG, or not compiled or loaded: cross_entropy._whole_rows"
     assert headline.startswith(
-        "all 3 cases equal the plain loop bit for bit; the self-test of fused kernels failed ("
+        "all 4 cases equal the plain loop bit for bit; the self-test of fused kernels failed ("
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.models.gpt import blocks
 from gpipe_fast import GPipe
 from tools.stages import SMALL, STAGES
 
@@ -36,6 +37,21 @@ def test_a_block_is_explained_in_both_directions() -> None:
     left = {group.operator: group for group in found.programs[0].left}
     assert (left["addmm"].reason, left["addmm"].bytes) == ("matrix product", 0)
     assert left["_scaled_dot_product_cudnn_attention"].reason == "fused attention"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpoint", ["always", "except_attention", 0.1])
+def test_a_gpu_recomputes_attention_only_if_asked(checkpoint: str | float, dtype: torch.dtype) -> None:
+    """A tenth of the activations suffices to save what attention returns, which comes early on the ladder."""
+    with torch.device("meta"):
+        layers = nn.Sequential(*blocks(2, 1024, 16)).to(dtype)
+    model = GPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    found = model.explain(torch.empty(8, 1024, 1024, dtype=dtype), device="cuda")
+    _, backward = found.stages[0].programs
+    counts = {group.operator: group.count for group in backward.left if "attention" in group.operator}
+    forwards = [number for name, number in counts.items() if "backward" not in name]
+    assert forwards == ([2] if checkpoint == "always" else [])
+    assert sum(counts.values()) - sum(forwards) == 2
 
 
 def test_in_inference_only_the_forward_is_explained() -> None:

@@ -22,7 +22,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (IndexError, ValueError, TypeError, NotImplementedError, RuntimeError)
 }
-RECOMPUTED = {"always": range(M), "except_last": range(M - 1), "never": range(0)}
+RECOMPUTED = {
+    "always": range(M),
+    "except_attention": range(M),
+    "except_last": range(M - 1),
+    "never": range(0),
+}
 SCHEDULES = {mode: fill_drain(K, M, recomputed=RECOMPUTED[mode]) for mode in CHECKPOINT_MODES}
 FORWARDS = SCHEDULES["never"].forward_part().order()
 BACKWARDS = {mode: schedule.backward_part().order() for mode, schedule in SCHEDULES.items()}
