@@ -182,6 +182,7 @@ void bind_program(py::module_& m) {
       .def("add_adopt", &Program::add_adopt)
       .def("add_release", &Program::add_release)
       .def("set_outputs", &Program::set_outputs)
+      .def("set_placeable", &Program::set_placeable)
       .def("set_parts", &Program::set_parts)
       .def("set_arena_bytes", &Program::set_arena_bytes)
       .def("bind", &bind, py::call_guard<py::gil_scoped_release>())

@@ -50,6 +50,7 @@ void CapturedMiniBatch::begin_forward(std::vector<Tensors> microbatches) {
 void CapturedMiniBatch::end_forward(const GraphMaker::Alias& alias) {
   minibatch_->phase_ = MiniBatch::Phase::idle;
   minibatch_->can_run_backward_ = true;
+  minibatch_->output_memory_.reset();
   stage_tensors_.clear();
   for (StageState& stage : minibatch_->stages_) {
     StageTensors tensors_of_stage{aliases_of(stage.parameters, alias),

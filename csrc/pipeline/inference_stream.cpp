@@ -142,7 +142,7 @@ Boundary InferenceStream::pop() {
   for (const Boundary& part : item->outputs) {
     for (const at::Tensor& tensor : part.tensors) transport.hand_over(tensor, caller_streams);
   }
-  Boundary outputs = concatenate(item->outputs, item->minibatch->plan()->cat_dim);
+  Boundary outputs = item->minibatch->join(item->outputs);
   for (Boundary& part : item->outputs) free_shared(part.tensors);
   // A stage's position may still refer to the item.
   item->minibatch.reset();

@@ -72,16 +72,33 @@ bool LoweredSegment::accepts_gradients(const Tensors& gradients) const {
   return true;
 }
 
-Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary boundary) const {
+std::vector<const Layout*> LoweredSegment::placeable() const {
+  std::vector<const Layout*> layouts;
+  const std::vector<Port>& ports = programs->forward.outputs;
+  for (size_t i = 0; i < ports.size(); ++i) {
+    if (ports[i].role != Role::output) continue;
+    layouts.resize(std::max<size_t>(layouts.size(), ports[i].index + 1));
+    layouts[ports[i].index] = programs->forward.program->placeable(i);
+  }
+  return layouts;
+}
+
+Segment::Result LoweredSegment::forward(const SegmentCall& call, Boundary boundary,
+                                        const Tensors& memory) const {
   StageState& stage = call.stage;
   SegmentContext& context = call.context;
   context.inputs = std::move(boundary.tensors);
   context.buffers = stage.forward.buffers;
-  Tensors arguments, no_accumulators;
+  Tensors arguments, no_accumulators, memory_of_results;
   arguments.reserve(programs->forward.inputs.size());
   for (const Port& port : programs->forward.inputs) arguments.push_back(find(port, context, {}));
+  for (const Port& port : programs->forward.outputs) {
+    if (memory.empty()) break;
+    memory_of_results.push_back(port.role == Role::output ? memory.at(port.index) : at::Tensor());
+  }
   stage.bind(programs->forward.program);
-  Tensors results = programs->forward.program->run(arguments, no_accumulators, true, &call.token);
+  Tensors results =
+      programs->forward.program->run(arguments, no_accumulators, true, &call.token, memory_of_results);
   Boundary outputs{{}, output_form};
   for (size_t i = 0; i < results.size(); ++i) {
     const Port& port = programs->forward.outputs[i];

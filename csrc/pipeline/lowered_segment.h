@@ -39,7 +39,8 @@ class LoweredSegment final : public Segment {
   std::optional<int64_t> random_key_layer() const override { return first_random_layer; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& gradients) const override;
-  Result forward(const SegmentCall& call, Boundary boundary) const override;
+  Result forward(const SegmentCall& call, Boundary boundary, const Tensors& memory) const override;
+  std::vector<const Layout*> placeable() const override;
   void check_buffers(const StageState& stage, const SegmentContext& context) const override;
   void open(const SegmentCall& call) const override;
   Tensors backward(const SegmentCall& call, const Tensors& output_gradients,

@@ -3,8 +3,10 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -25,6 +27,16 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
     parts.push_back(microbatch[index]);
   }
   return parts;
+}
+
+// Returns whether outputs of these layouts can be slices of one tensor; null: the output is not placeable.
+bool can_join(const std::vector<const Layout*>& layouts) {
+  return std::all_of(layouts.begin(), layouts.end(), [&](const Layout* layout) {
+    if (layout == nullptr || layout->sizes.empty()) return false;
+    const at::IntArrayRef rest = at::IntArrayRef(layout->sizes).slice(1);
+    return layout->dtype == layouts.front()->dtype &&
+           rest == at::IntArrayRef(layouts.front()->sizes).slice(1);
+  });
 }
 
 }  // namespace
@@ -50,7 +62,38 @@ std::vector<Tensors> split_gradients(const Tensors& gradients, const PartLengths
                        [&](size_t i) { return gradients[i].split_with_sizes(sizes[i], dim); });
 }
 
-Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
+OutputMemory::OutputMemory(const std::vector<std::vector<const Layout*>>& layouts, at::Device device)
+    : memory_(layouts.front().size()), slices_(layouts.size(), Tensors(memory_.size())) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (size_t i = 0; i < memory_.size(); ++i) {
+    std::vector<const Layout*> parts;
+    for (const auto& own : layouts) parts.push_back(i < own.size() ? own[i] : nullptr);
+    if (!can_join(parts)) continue;
+    std::vector<int64_t> sizes = parts.front()->sizes;
+    sizes[0] = 0;
+    for (const Layout* part : parts) sizes[0] += part->sizes[0];
+    memory_[i] = at::empty(sizes, at::TensorOptions(parts.front()->dtype).device(device));
+    int64_t offset = 0;
+    for (size_t m = 0; m < parts.size(); ++m) {
+      slices_[m][i] = memory_[i].as_strided(parts[m]->sizes, parts[m]->strides, offset);
+      offset += slices_[m][i].numel();
+    }
+  }
+}
+
+at::Tensor OutputMemory::joined(const Tensors& parts, size_t output) const {
+  if (output >= memory_.size() || !memory_[output].defined()) return {};
+  for (size_t m = 0; m < parts.size(); ++m) {
+    const at::Tensor& slice = slices_.at(m)[output];
+    if (!parts[m].is_alias_of(slice) || parts[m].storage_offset() != slice.storage_offset() ||
+        parts[m].sizes() != slice.sizes())
+      return {};
+  }
+  return memory_[output];
+}
+
+Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim,
+                     const std::optional<OutputMemory>& memory) {
   const PlainDispatch plain;
   auto form = std::make_shared<BoundaryForm>(*parts.front().form);
   for (const Boundary& part : parts) {
@@ -62,7 +105,8 @@ Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim) {
   for (size_t i = 0; i < parts.front().tensors.size(); ++i) {
     Tensors tensors;
     for (const Boundary& part : parts) tensors.push_back(part.tensors.at(i));
-    result.tensors.push_back(at::cat(tensors, dim));
+    at::Tensor joined = memory ? memory->joined(tensors, i) : at::Tensor();
+    result.tensors.push_back(joined.defined() ? std::move(joined) : at::cat(tensors, dim));
   }
   return result;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "pipeline/boundary.h"
+#include "program/program.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -33,8 +34,27 @@ std::vector<Tensors> split_along(const Tensors& tensors, const std::vector<std::
 using PartLengths = std::vector<std::vector<int64_t>>;
 PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim);
 
-// Concatenates the tensors of all parts along a dimension.
-Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim);
+// Memory for the outputs of a mini-batch, so that they need no concatenation: micro-batches write into its slices.
+//
+//   one output  [ micro-batch 0 | micro-batch 1 | micro-batch 2 ]
+class OutputMemory {
+ public:
+  // `layouts`: by micro-batch and output, the layout of those that are placeable: contiguous, with the batch's
+  // dimension first. An output that is placeable in all micro-batches gets memory.
+  OutputMemory(const std::vector<std::vector<const Layout*>>& layouts, at::Device device);
+  // Returns a micro-batch's slices, by output; undefined where there is no memory.
+  const Tensors& of(size_t microbatch) const { return slices_.at(microbatch); }
+  // Returns the memory of an output if these parts are its slices, else an undefined tensor.
+  at::Tensor joined(const Tensors& parts, size_t output) const;
+
+ private:
+  Tensors memory_;               // by output
+  std::vector<Tensors> slices_;  // by micro-batch and output
+};
+
+// Concatenates the tensors of all parts along a dimension, but those that are slices of `memory`.
+Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim,
+                     const std::optional<OutputMemory>& memory);
 
 // Splits the gradients of concatenated tensors, by micro-batch.
 std::vector<Tensors> split_gradients(const Tensors& gradients, const PartLengths& sizes, int64_t num_parts,

@@ -148,6 +148,7 @@ void MiniBatch::begin_forward(std::vector<Tensors> microbatches) {
       stage.forward.statistics.push_back(own.begin(stage.forward.buffers));
   }
   skips_.assign(microbatches.size(), Skips(plan_->num_skips));
+  output_memory_.reset();
   for (size_t m = 0; m < microbatches.size(); ++m) {
     stages_.front().microbatch_states[m].received = {std::move(microbatches[m]), plan_->inputs};
   }
@@ -160,6 +161,11 @@ std::vector<Boundary> MiniBatch::take_outputs() {
   for (MicroBatchState& microbatch_state : stages_.back().microbatch_states)
     outputs.push_back(std::move(microbatch_state.outputs));
   return outputs;
+}
+
+Boundary MiniBatch::join(const std::vector<Boundary>& outputs) {
+  const std::optional<OutputMemory> memory = std::exchange(output_memory_, std::nullopt);
+  return concatenate(outputs, plan_->cat_dim, memory);
 }
 
 void MiniBatch::end_forward() {
@@ -227,6 +233,7 @@ void MiniBatch::abandon() {
     memory_owner_.reset();
   }
   for (Skips& skips : skips_) skips.assign(skips.size(), {});
+  output_memory_.reset();
   phase_ = Phase::idle;
 }
 
@@ -406,6 +413,20 @@ void MiniBatch::fetch_skips(const std::vector<int64_t>& indices, Skips& skips, i
   }
 }
 
+const Tensors& MiniBatch::memory_for(const Action& action, const Segment& segment) {
+  static const Tensors none;
+  const StagePlan& plan = plan_->stages[action.stage];
+  if (action.stage != stages_.back().index || !plan.has_fixed_chains || plan_->token || plan_->cat_dim != 0 ||
+      plan.chains.at(action.microbatch).back().get() != &segment)
+    return none;
+  if (!output_memory_) {
+    std::vector<std::vector<const Layout*>> layouts;
+    for (const Chain& chain : plan.chains) layouts.push_back(chain.back()->placeable());
+    output_memory_.emplace(layouts, plan.device);
+  }
+  return output_memory_->of(action.microbatch);
+}
+
 void MiniBatch::forward(const Action& action, CancellationToken& token) {
   const StagePlan& plan = plan_->stages[action.stage];
   StageState& stage = stages_[action.stage];
@@ -423,7 +444,8 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
     if (!segment->pops.empty()) context.input_form = value.form;
     if (const auto first_layer = segment->random_key_layer()) context.key = random_key(action, *first_layer);
     const Tensors taken = skips.empty() && value.tensors.size() < 2 ? Tensors() : value.tensors;
-    Segment::Result result = segment->forward({action, stage, context, token}, std::move(value));
+    Segment::Result result =
+        segment->forward({action, stage, context, token}, std::move(value), memory_for(action, *segment));
     if (!taken.empty()) check_not_shared(*segment, skips, taken, result.written_inputs);
     if (!segment->stashes.empty()) context.output_form = result.outputs.form;
     value = stash(*segment, skips, std::move(result.outputs));

@@ -16,6 +16,7 @@
 
 #include "engine/engine.h"
 #include "pipeline/device_clock.h"
+#include "pipeline/microbatches.h"
 #include "pipeline/plan.h"
 #include "pipeline/stage_state.h"
 #include "pipeline/thread_state.h"
@@ -55,6 +56,8 @@ class MiniBatch final : public Work {
   void begin_forward(std::vector<Tensors> microbatches);
   // Returns the last stage's outputs, by micro-batch. Call once, after the run.
   std::vector<Boundary> take_outputs();
+  // Concatenates the outputs. Call once.
+  Boundary join(const std::vector<Boundary>& outputs);
   // Writes the module's buffers in place, which increments their autograd versions.
   void end_forward();
   // Ends one stage's forward before end_forward(), if another mini-batch follows in the same run: releases the
@@ -151,6 +154,8 @@ class MiniBatch final : public Work {
   // Returns the boundary tensors that an action may free. Other streams have used them.
   Tensors boundary_tensors(const Action& action) const;
   void forward(const Action& action, CancellationToken& token);
+  // Returns the memory into which a segment writes its outputs, if they are those of the mini-batch.
+  const Tensors& memory_for(const Action& action, const Segment& segment);
   void backward(const Action& action, CancellationToken& token);
   void backward_inputs(const Action& action, bool with_parameters, CancellationToken& token);
   Tensors run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters);
@@ -208,7 +213,8 @@ class MiniBatch final : public Work {
   size_t num_parameters_;
   std::shared_ptr<const void> memory_owner_;  // keeps alive the graph memory that holds its tensors
   std::vector<StageState> stages_;
-  std::vector<Skips> skips_;  // by micro-batch
+  std::vector<Skips> skips_;                   // by micro-batch
+  std::optional<OutputMemory> output_memory_;  // from the last stage's first forward to join()
   Phase phase_ = Phase::idle;
   bool can_run_backward_ = false;
   bool gradients_on_callers_ = false;  // parameter gradients were made on the callers' streams

@@ -234,7 +234,7 @@ Boundary Pipeline::run_forward_step(const std::shared_ptr<const Plan>& plan, con
       parts = run_forward(minibatch, inputs, make);
       // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
-      joined = join(parts, *plan);
+      joined = join(parts, *minibatch);
     });
     minibatch->end_forward();
     guard.done = true;
@@ -299,7 +299,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
       parts = take_outputs(*minibatch);
       // Checked before the buffers are written, because it may throw.
       if (plan->check_outputs) plan->check_outputs(parts);
-      joined = join(parts, *plan);
+      joined = join(parts, *minibatch);
       if (offer) offer(joined.outputs.tensors);
     });
     minibatch->end_forward();
@@ -312,8 +312,9 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
   return joined.outputs;
 }
 
-Pipeline::Joined Pipeline::join(const std::vector<Boundary>& parts, const Plan& plan) const {
-  if (!plan.token) return {concatenate(parts, plan.cat_dim), lengths_of(parts, plan.cat_dim)};
+Pipeline::Joined Pipeline::join(const std::vector<Boundary>& parts, MiniBatch& minibatch) const {
+  const Plan& plan = *minibatch.plan();
+  if (!plan.token) return {minibatch.join(parts), lengths_of(parts, plan.cat_dim)};
   return {{{at::zeros({}, at::kFloat)}, plan.token}, PartLengths(1)};
 }
 

@@ -138,7 +138,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
     PartLengths sizes;
   };
   // Concatenates the outputs of micro-batches, or makes what stands for them if they are in another process.
-  Joined join(const std::vector<Boundary>& parts, const Plan& plan) const;
+  Joined join(const std::vector<Boundary>& parts, MiniBatch& minibatch) const;
 
   std::timed_mutex mutex_;
   std::atomic<std::thread::id> running_thread_{};

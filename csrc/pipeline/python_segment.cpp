@@ -12,7 +12,8 @@ bool PythonSegment::accepts_inputs(int64_t layer, const Boundary& /*boundary*/,
   return layer == begin && !single_use;
 }
 
-Segment::Result PythonSegment::forward(const SegmentCall& call, Boundary inputs) const {
+Segment::Result PythonSegment::forward(const SegmentCall& call, Boundary inputs,
+                                       const Tensors& /*memory*/) const {
   StageState& stage = call.stage;
   auto& snapshots = stage.forward.snapshots;
   const auto is_same_layers = [&](const auto& other) { return other.first == layers; };

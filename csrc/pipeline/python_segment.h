@@ -40,7 +40,7 @@ class PythonSegment final : public Segment {
   std::optional<int64_t> random_key_layer() const override { return std::nullopt; }
   bool accepts_inputs(int64_t layer, const Boundary& boundary, const Skips& skips) const override;
   bool accepts_gradients(const Tensors& tangents) const override { return true; }
-  Result forward(const SegmentCall& call, Boundary inputs) const override;
+  Result forward(const SegmentCall& call, Boundary inputs, const Tensors& memory) const override;
   void check_buffers(const StageState& stage, const SegmentContext& context) const override {}
   void open(const SegmentCall& call) const override {}
   Tensors backward(const SegmentCall& call, const Tensors& tangents, bool with_parameters) const override;

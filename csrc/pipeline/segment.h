@@ -14,6 +14,7 @@ namespace gpipe_fast {
 
 class Arena;
 class Segment;
+struct Layout;
 struct StageState;
 
 // A segment's state of one micro-batch between forward and backward (like autograd's ctx).
@@ -56,7 +57,10 @@ class Segment {
     Boundary outputs;
     std::vector<int64_t> written_inputs;  // its layers change these in place; they get copies
   };
-  virtual Result forward(const SegmentCall& call, Boundary inputs) const = 0;
+  // `memory`: tensors into which it writes its placeable outputs; undefined or missing for those that it allocates.
+  virtual Result forward(const SegmentCall& call, Boundary inputs, const Tensors& memory) const = 0;
+  // Returns, by output, the layout of those that it can write into given memory; null or missing for others.
+  virtual std::vector<const Layout*> placeable() const { return {}; }
   // Throws if a buffer that its backward reads was changed in place after the forward.
   virtual void check_buffers(const StageState& stage, const SegmentContext& context) const = 0;
   // Starts the backward: runs the part that needs no gradients of its outputs.

@@ -363,6 +363,14 @@ void Program::Run::take(size_t position, const at::Tensor& tensor) {
   fits ? program_.set_in_any_layout(input.slot, tensor) : program_.set_in_layout(input.slot, tensor);
 }
 
+void Program::Run::place(size_t output, const at::Tensor& memory) {
+  const Slot base = program_.base_of(program_.outputs_.at(output));
+  at::Tensor tensor = program_.make_placeholder(program_.values_[base].layout);
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(memory.storage());
+  tensor.unsafeGetTensorImpl()->set_storage_offset(memory.storage_offset());
+  program_.set(base, std::move(tensor));
+}
+
 void Program::Run::execute(Part part, CancellationToken* token) {
   // The steps need no autograd: tracing has already differentiated them.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -397,14 +405,21 @@ void Program::Run::finish() {
 
 std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs,
                                      std::vector<at::Tensor>& accumulators, bool first,
-                                     CancellationToken* token) {
+                                     CancellationToken* token, const std::vector<at::Tensor>& memory) {
   GPIPE_CHECK(inputs.size() == inputs_.size(), "a program of ", inputs_.size(), " inputs got ",
               inputs.size());
   Run run(*this, accumulators, first);
   for (size_t i = 0; i < inputs.size(); ++i) run.take(i, inputs[i]);
+  for (size_t i = 0; i < memory.size(); ++i) {
+    if (memory[i].defined()) run.place(i, memory[i]);
+  }
   for (Part part : {Part::early, Part::results, Part::rest}) run.execute(part, token);
   run.finish();
   return run.outputs();
+}
+
+const Layout* Program::placeable(size_t output) const {
+  return output < placeable_.size() && placeable_[output] ? &values_[outputs_.at(output)].layout : nullptr;
 }
 
 void Program::point_into_arena() {
@@ -432,7 +447,8 @@ void Program::execute(const Step& step) {
       break;
     }
     case Step::Kind::allocate:
-      set(*step.slots[0], values_[*step.slots[0]].layout.empty(device_));
+      if (!slots_[*step.slots[0]].defined())  // else it was placed
+        set(*step.slots[0], values_[*step.slots[0]].layout.empty(device_));
       break;
     case Step::Kind::accumulate:
       accumulate(slots_[*step.slots[0]], slots_[*step.slots[1]]);

@@ -124,6 +124,9 @@ class Program {
   void add_release(Slot value);
   // Sets the results, in order. No result may be in the arena.
   void set_outputs(std::vector<Slot> outputs);
+  // Sets which results a run can write into memory that it is given. The run must allocate the memory of such a result
+  // in a step, in the result's order of elements, and use it for no other result.
+  void set_placeable(std::vector<bool> placeable) { placeable_ = std::move(placeable); }
   // Sets the number of steps before Part::results and before Part::rest. By default all steps are in Part::early.
   void set_parts(int64_t before_results, int64_t before_rest);
   void set_arena_bytes(int64_t bytes) { arena_bytes_ = bytes; }
@@ -152,6 +155,8 @@ class Program {
 
     // Sets an input, by position. Call before the first part that reads the input.
     void take(size_t position, const at::Tensor& input);
+    // Gives the run the memory of a placeable result, a tensor of its layout. Call before the first part.
+    void place(size_t output, const at::Tensor& memory);
     void execute(Part part, CancellationToken* token = nullptr);
     // Returns the results. Call after Part::results.
     std::vector<at::Tensor> outputs() const;
@@ -168,9 +173,12 @@ class Program {
     bool first_;
     ReleaseAtEnd release_at_end_;
   };
-  // Executes a complete run and returns its results.
+  // Executes a complete run and returns its results. `memory` is that of results; undefined where there is none.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& accumulators,
-                              bool first, CancellationToken* token = nullptr);
+                              bool first, CancellationToken* token = nullptr,
+                              const std::vector<at::Tensor>& memory = {});
+  // Returns the layout of a result if it is placeable, else null.
+  const Layout* placeable(size_t output) const;
 
   int64_t num_inputs() const { return static_cast<int64_t>(inputs_.size()); }
   int64_t arena_bytes() const { return arena_bytes_; }
@@ -242,6 +250,7 @@ class Program {
   std::vector<Slot> cast_slots_;  // by cast
   std::vector<Slot> run_values_;  // released at the end of the run
   std::vector<Slot> outputs_;
+  std::vector<bool> placeable_;  // by output
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_run_steps_, later_run_steps_;
   std::deque<std::string> layers_;        // titles; a deque, because steps keep the addresses

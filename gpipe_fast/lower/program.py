@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +28,7 @@ from gpipe_fast.lower.steps import (
     Release,
     Step,
 )
-from gpipe_fast.strides import NO_BITS, Bits
+from gpipe_fast.strides import NO_BITS, Bits, contiguous
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphPort
 
@@ -105,6 +106,25 @@ class ProgramIR:
     arena_bytes: int = 0
     parts: tuple[int, int] = (0, 0)
 
+    def placeable(self) -> list[bool]:
+        """Returns, for each result, whether a run can write it into memory that it is given.
+
+        The run has to allocate the result's memory in a step, and to use it for nothing else that it returns:
+        the caller may change such a result in place, and a backward must not notice.
+        """
+        bases = [self.values[r].index if self._is_view(r) else r for r in self.results]
+        allocated = {step.value for step in self.steps if isinstance(step, Allocate)}
+        return [
+            base in allocated
+            and bases.count(base) == 1
+            and all(_is_contiguous(self.values[i]) for i in (base, result))
+            and math.prod(self.values[base].sizes) == math.prod(self.values[result].sizes)
+            for base, result in zip(bases, self.results, strict=True)
+        ]
+
+    def _is_view(self, value: int) -> bool:
+        return self.values[value].storage is StorageKind.VIEW
+
     def build(
         self,
         arena: Arena,
@@ -141,6 +161,7 @@ class ProgramIR:
                 current = layer
             _add_step(native, step, load_kernel, device, lowered_for)
         native.set_outputs(self.results)
+        native.set_placeable(self.placeable())
         native.set_arena_bytes(self.arena_bytes)
         native.set_parts(*self.parts)
         return native
@@ -162,6 +183,10 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
             latest = latest if following is None else following
         layers.append(latest)
     return layers
+
+
+def _is_contiguous(value: Value) -> bool:
+    return value.strides == contiguous(value.sizes) and value.bits == NO_BITS
 
 
 _INDEXED_BY_PARAMETER = frozenset(

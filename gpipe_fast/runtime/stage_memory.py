@@ -90,8 +90,9 @@ class _Sizes(NamedTuple):
         held: what is kept in addition between the two halves of its backward.
         unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
             between them.
-        outputs: its plain outputs, without what is saved or stashed, too.
-        result: its plain outputs, which the caller gets from the last stage.
+        outputs: its plain outputs, without what is saved or stashed, too, or `placed`.
+        result: its plain outputs, which the caller gets from the last stage, without those that are `placed`.
+        placed: the outputs that are written into the memory of the whole mini-batch's output.
         stashed: by skip connection, what it stashes, without what is saved, too.
         tangents: the gradients of plain outputs, which arrive.
         stash_gradients: by skip connection, the gradient of what it stashed, which it fetches.
@@ -113,6 +114,7 @@ class _Sizes(NamedTuple):
     unread: tuple[float, float, float]
     outputs: int
     result: int
+    placed: int
     stashed: dict[int, int]
     tangents: int
     stash_gradients: dict[int, int]
@@ -139,9 +141,13 @@ def stage_bytes(
     is_step = training and call.order is not None
     schedule = planned_schedule(stages, call.saved_fractions, training, call.order, call.slots)
     defers = is_step and schedule.defers_weights
+    joins = not is_step and call.inputs.dims.outputs == 0
     sizes_of = cache(_sizes)  # nearly all micro-batches are alike
     sizes = [
-        [sizes_of(compiled[0 if m < number - 1 else -1][i], own[m], defers) for m in range(number)]
+        [
+            sizes_of(compiled[0 if m < number - 1 else -1][i], own[m], defers, joins and i == len(stages) - 1)
+            for m in range(number)
+        ]
         for i, own in enumerate(call.saved_fractions)
     ]
     if not training:
@@ -265,6 +271,8 @@ class _Walk:
                 before = self._stash_of.get(number, stage)
                 self._add(before, under_way=-self._sizes[before][m].stashed.get(number, 0))
                 self._add(stage, boundary=self._popped(stage, m, number))
+            if m == 0:
+                self._add(stage, under_way=sum(each.placed for each in self._sizes[stage]))
             self._add(stage, intermediates=own.forward)
             self._add(stage, intermediates=-own.forward)
             # A micro-batch keeps the buffers that it reads: copies of the module's, or what the one before
@@ -405,7 +413,7 @@ def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
     return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0
 
 
-def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _Sizes:
+def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool, joins: bool) -> _Sizes:
     lowered, device = compiled.traced.lower(fraction, defers), compiled.stage.device
     forward, backward = lowered.forward, lowered.backward
     programs = [each for each in (forward, backward, lowered.weights) if each is not None]
@@ -415,7 +423,10 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
     stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
     written = _results(forward, GraphRole.BUFFER)
     saved = _results(forward, GraphRole.SAVED) | written
-    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved)
+    ports = zip(forward.outputs, forward.placeable(), strict=True)
+    joined = {p.index for p, placeable in ports if joins and placeable and p.role is GraphRole.OUTPUT}
+    placed = _results(forward, GraphRole.OUTPUT, joined)
+    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved | placed)
     made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
     freed = {} if lowered.weights is not None else _freed(lowered, device)
     arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
@@ -432,14 +443,15 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool) -> _S
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD), device),
         _unread(lowered, device),
         sent,
-        spec_bytes(out.tensors, device),
+        spec_bytes([spec for i, spec in enumerate(out.tensors) if i not in joined], device),
+        _value_bytes(forward, placed, device),
         dict(zip(stashes, stashed_bytes, strict=True)),
         sum(tangents[: out.num_plain]),
         dict(zip(stashes, tangents[out.num_plain :], strict=True)),
         made,
         dict(zip(pops, pop_gradients, strict=True)),
         _staying_bytes(programs, device),
-        _peak(forward, False, device),
+        _peak(forward, False, device, placed=placed),
         sum(freed.values()),
         {
             (kind, is_first): part
@@ -576,17 +588,25 @@ def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
 
 
 def _peak(
-    program: ProgramIR, is_first: bool, device: torch.device, freed: Mapping[int, int] = MappingProxyType({})
+    program: ProgramIR,
+    is_first: bool,
+    device: torch.device,
+    freed: Mapping[int, int] = MappingProxyType({}),
+    placed: Set[int] = frozenset(),
 ) -> int:
     """Returns the most that a run of a program needs at a time, without scratch memory that stays.
 
     The arguments are those of `_course`.
     """
-    return max(most for most, _ in _course(program, is_first, device, freed))
+    return max(most for most, _ in _course(program, is_first, device, freed, placed))
 
 
 def _course(
-    program: ProgramIR, is_first: bool, device: torch.device, freed: Mapping[int, int]
+    program: ProgramIR,
+    is_first: bool,
+    device: torch.device,
+    freed: Mapping[int, int],
+    placed: Set[int] = frozenset(),
 ) -> list[tuple[int, int]]:
     """Returns the most that each part of a run needs at a time, and what it needs at the part's end.
 
@@ -595,10 +615,11 @@ def _course(
         is_first: whether the run makes the gradients of parameters; later ones add to them.
         device: the device of the stage.
         freed: the bytes of the saved tensors that it frees. Until a gradient arrives, others own them, too.
+        placed: the values whose memory it is given.
     """
     now = most = 0 if device.type == "cpu" else block_bytes(program.arena_bytes, device)
     found = []
-    live: dict[int, int] = {}
+    live = dict.fromkeys(placed, 0)
     early, owed = program.parts[0], 0
     allocated = {StorageKind.FRESH, StorageKind.RESULT} | ({StorageKind.ACCUMULATOR} if is_first else set())
     skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST

@@ -1,0 +1,123 @@
+"""Outputs of a mini-batch: programs write them into one tensor, so that no concatenation copies them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from gpipe_fast import GPipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH = 6
+
+
+class Several(nn.Module):
+    """Returns an output that it computes, an output that is a view of it, and one that is an input."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x * 2
+        return {"own": x.sin(), "y": y, "part": y[:, :2], "input": x}
+
+
+class Swapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().t().contiguous().t()
+
+
+LAST: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, 5),
+    "linear, then a view": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Unflatten(1, (2, 4))),
+    "relu": nn.ReLU,
+    "softmax": lambda: nn.Softmax(1),
+    "identity": nn.Identity,
+    "several": Several,
+    "strided": Swapped,
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "expanded": lambda: nn.Sequential(nn.Linear(WIDTH, 1), nn.Unflatten(1, (1, 1))),
+}
+# The layers whose backward reads their output, if nothing is recomputed: it must not be the caller's tensor.
+READ_BY_BACKWARD = ("relu", "softmax")
+
+
+def leaves(output: Any) -> list[Tensor]:
+    return [*output.values()] if isinstance(output, dict) else [output]
+
+
+def concatenations(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.name == "aten::cat" for event in found.events())
+
+
+def pipeline(last: str, checkpoint: str, **options: Any) -> tuple[nn.Sequential, GPipe]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), LAST[last]())
+    return plain, GPipe(copy.deepcopy(plain), [2, 1], devices=["cpu"] * 2, checkpoint=checkpoint, **options)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.sampled(8)
+def test_outputs_changed_in_place_do_not_change_gradients(last: str, checkpoint: str, chunks: int) -> None:
+    """Calls with other sizes follow one another, and the caller keeps and changes all outputs."""
+    plain, pipe = pipeline(last, checkpoint, chunks=chunks)
+    kept = []
+    for batch in (6, 8, 6, 9):
+        x = torch.randn(batch, WIDTH)
+        expected = [plain(part) for part in x.chunk(chunks)]
+        outputs = leaves(pipe(x))
+        for i, output in enumerate(outputs):
+            assert torch.equal(output, torch.cat([leaves(part)[i] for part in expected]))
+            assert output.is_contiguous()
+            kept.append((output, output.detach() + 1))
+        plain.zero_grad()
+        pipe.zero_grad()
+        torch.cat([leaf.flatten() for part in expected for leaf in leaves(part)]).sum().backward()
+        total = torch.cat([output.flatten() for output in outputs]).sum()
+        with torch.no_grad():
+            for output in outputs:
+                output.add_(1)
+        total.backward()
+        for own, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert (own.grad is None) is (theirs.grad is None)
+            assert own.grad is None or torch.allclose(own.grad, theirs.grad)
+    assert all(torch.equal(output, value) for output, value in kept)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("last", ["linear, then a view", *READ_BY_BACKWARD])
+def test_nothing_is_concatenated_unless_a_backward_reads_it(last: str, checkpoint: str) -> None:
+    _, pipe = pipeline(last, checkpoint, chunks=3)
+    x = torch.randn(8, WIDTH)
+    for _ in range(2):  # the second call still checks the layers
+        pipe(x).sum().backward()
+    kept = last in READ_BY_BACKWARD and checkpoint == "never"
+    assert concatenations(lambda: pipe(x)) == kept
+    with torch.no_grad():
+        for _ in range(2):
+            pipe(x)
+        assert concatenations(lambda: pipe(x)) == 0
+
+
+def test_other_dimensions_and_streams() -> None:
+    """Micro-batches along another dimension are concatenated; a stream's outputs are not."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    x = torch.randn(2, 8, WIDTH)
+    pipe = GPipe(copy.deepcopy(layers), [1, 1], devices=["cpu"] * 2, chunks=3, batch_dim=1)
+    assert torch.equal(pipe(x), torch.cat([layers(part) for part in x.chunk(3, 1)], 1))
+    with torch.no_grad():
+        own = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2).eval()
+        for _ in range(2):
+            own(x)
+        found = list[Tensor]()
+        assert concatenations(lambda: found.extend(own.stream([x, 2 * x, 3 * x]))) == 0
+        expected = [torch.cat([layers((i + 1) * part) for part in x.chunk(2)]) for i in range(3)]
+        assert all(map(torch.equal, found, expected))
