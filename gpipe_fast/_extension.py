@@ -46,6 +46,7 @@ Snapshot = _C.Snapshot
 StagePlan = _C.StagePlan
 Value = _C.Value
 ActiveRuns = _C.ActiveRuns
+Capture = _C.Capture
 build_info = _C.build_info
 """``build_info() -> dict[str, str]`` returns the torch, CUDA, GPU architectures and compiler of the build."""
 

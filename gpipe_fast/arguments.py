@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import switches
+from gpipe_fast._extension import Capture
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, BatchDims, CallArguments, Inputs, layer_title
@@ -29,6 +30,8 @@ from gpipe_fast.user_warning import warn_user
 MemoryLimit = int | float | str | Sequence[int | float | str] | None
 BACKENDS = ("auto", "aten", "eager")
 TRANSPORTS = ("auto", "peer", "pinned")
+# When mini-batches on GPUs are captured as CUDA graphs.
+CAPTURES = {False: Capture.NEVER, "auto": Capture.WHERE_IT_PAYS, True: Capture.ALWAYS}
 _UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"
@@ -71,6 +74,20 @@ def checked_checkpoint(checkpoint: CheckpointChoice, num_stages: int | None = No
     if num_stages is not None:
         checkpoint_policy(found, num_stages, True)  # raises if there is not one for each stage
     return found
+
+
+def checked_capture(capture: bool | str) -> bool | str:
+    """Returns whether graphs are captured: a truth value or 'auto'.
+
+    Raises:
+        ValueError: ``capture`` is neither.
+    """
+    if capture not in CAPTURES:
+        raise ValueError(
+            f"capture is one of True, False, or 'auto' (only where the host's launches take about as long as "
+            f"the device's work), got {capture!r}"
+        )
+    return capture if isinstance(capture, str) else bool(capture)
 
 
 def checked_memory(memory: MemoryLimit, devices: Sequence[torch.device]) -> dict[torch.device, int] | None:

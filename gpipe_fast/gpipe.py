@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 
 from gpipe_fast import progress
 from gpipe_fast._extension import Pipeline, PythonWorkers
-from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.arguments import (
+    CAPTURES,
     MemoryLimit,
     check_inputs,
     check_module,
@@ -43,6 +43,7 @@ from gpipe_fast.arguments import (
     check_signature,
     checked_backend,
     checked_batch_dim,
+    checked_capture,
     checked_checkpoint,
     checked_chunks,
     checked_grad_dtype,
@@ -57,6 +58,7 @@ from gpipe_fast.arguments import (
     warn_square_input,
     warn_surplus_devices,
 )
+from gpipe_fast.arguments import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.container import Container
 from gpipe_fast.devices import Device, absent_gpu, silence_stream_warning
@@ -181,7 +183,9 @@ class GPipe(Reporting, Container):
         backend: ``'auto'`` lowers layers to C++ programs; layers that cannot be traced faithfully run in
             Python, in the same schedule, after a warning that names the stage, the layer and the reason.
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
-        capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on;
+        capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on:
+            ``True``, ``False``, or ``'auto'``: only if the first two took the host about as long to enqueue
+            as the device to execute, since otherwise a graph costs memory and gains nothing.
             ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh``
             or with ``memory``: the attribute is then False, and cannot be set to True.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
@@ -239,7 +243,7 @@ class GPipe(Reporting, Container):
         deferred_batch_norm: bool = False,
         grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
-        capture: bool = True,
+        capture: bool | str = "auto",
         transport: str = "auto",
         fuse: bool | None = None,
         schedule: ScheduleChoice = "gpipe",
@@ -290,7 +294,7 @@ class GPipe(Reporting, Container):
         self._fuse = fuse is None or bool(fuse)
         self._connections = connections_of(self._balance, self._devices, list(module), self.transport)
         self.threads_per_stage = None
-        self._capture = bool(capture)
+        self._capture = checked_capture(capture)
         self._warned_of_idle_stages = False
         self._checks_usage = True
         self._trainers: dict[Any, tuple[Any, Any, Any]] = {}  # pipelines with a loss
@@ -323,7 +327,7 @@ class GPipe(Reporting, Container):
         loss: str = "exact",
         grad_dtype: torch.dtype | None = None,
         backend: str = "auto",
-        capture: bool = True,
+        capture: bool | str = "auto",
         transport: str = "auto",
         fuse: bool | None = None,
         schedule: ScheduleChoice = "gpipe",
@@ -1030,7 +1034,7 @@ class GPipe(Reporting, Container):
         self._memory_limits = checked_memory(memory, self._devices)
         self._memory = memory
         if "_pipeline" in self.__dict__ and had_limit is not (memory is not None):
-            self._pipeline.set_capture(self.capture)
+            self._pipeline.set_capture(CAPTURES[self.capture])
 
     @property
     def threads_per_stage(self) -> int | None:
@@ -1048,19 +1052,21 @@ class GPipe(Reporting, Container):
         self._threads_per_stage = checked_threads_per_stage(threads)
 
     @property
-    def capture(self) -> bool:
+    def capture(self) -> bool | str:
         """Whether mini-batches on GPUs are captured and replayed as CUDA graphs; may be set between calls.
 
-        False with a mesh, whose processes exchange tensors during a mini-batch, and with a memory limit,
-        because graphs keep their memory, and need copies of all gradients.
+        True, False or 'auto', see `GPipe`. False with a mesh, whose processes exchange tensors during a
+        mini-batch, and with a memory limit, because graphs keep their memory, and need copies of all
+        gradients.
 
         Raises:
-            ValueError: On assignment of True, there is a mesh or a memory limit. The old value is kept.
+            ValueError: On assignment of True or 'auto', there is a mesh or a memory limit; or of another
+                value. The old value is kept.
         """
         return self._capture and self._ranks is None and self._memory_limits is None
 
     @capture.setter
-    def capture(self, capture: bool) -> None:
+    def capture(self, capture: bool | str) -> None:
         if capture and self._ranks is not None:
             raise ValueError(
                 f"capture={capture!r} with a mesh is not possible, because processes exchange tensors during "
@@ -1071,8 +1077,8 @@ class GPipe(Reporting, Container):
                 f"capture={capture!r} with memory={self._memory!r} is not possible, because graphs keep "
                 "their memory between steps; leave it, or pass checkpoint instead of memory"
             )
-        self._capture = bool(capture)
-        self._pipeline.set_capture(self._capture)
+        self._capture = checked_capture(capture)
+        self._pipeline.set_capture(CAPTURES[self.capture])
 
     @property
     def fuse(self) -> bool:
@@ -1178,7 +1184,7 @@ class GPipe(Reporting, Container):
 
     def _open_pipeline(self) -> Pipeline:
         pipeline = open_pipeline(max(1, len(self._balance)), self._python_workers, self.transport)
-        pipeline.set_capture(self.capture)
+        pipeline.set_capture(CAPTURES[self.capture])
         silence_stream_warning(self._devices)
         return pipeline
 

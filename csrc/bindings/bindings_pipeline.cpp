@@ -172,6 +172,10 @@ void bind_pipeline(py::module_& m) {
     delete pipeline;
   };
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::enum_<Capture>(m, "Capture")
+      .value("NEVER", Capture::never)
+      .value("WHERE_IT_PAYS", Capture::where_it_pays)
+      .value("ALWAYS", Capture::always);
   py::class_<GraphReport>(m, "GraphReport")
       .def_readonly("forward", &GraphReport::forward)
       .def_readonly("backward", &GraphReport::backward)

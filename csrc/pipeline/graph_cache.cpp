@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -17,6 +18,8 @@ namespace {
 
 // Number of a plan's mini-batches that run uncaptured before the capture.
 constexpr int64_t kWarmUpRuns = 2;
+// The launches of a run hide if the host enqueues it in less than this share of the time that the device takes.
+constexpr double kHidden = 0.8;
 // Capacity of the graph cache in captured plans.
 constexpr size_t kMaxPlans = 8;
 // Number of mini-batches that a plan must run, while another plan is not replayed, to take that one's place.
@@ -47,6 +50,13 @@ std::vector<Stream> unique_streams(const std::vector<Stream>& streams) {
   return found;
 }
 
+void add_latest(std::deque<RunTimer>& runs, std::optional<RunTimer> run) {
+  if (!run) return;
+  run->stop();
+  runs.push_back(std::move(*run));
+  if (static_cast<int64_t>(runs.size()) > kWarmUpRuns) runs.pop_front();
+}
+
 // Runs one action at a time: CUDA does not synchronize accesses to a graph that is being captured.
 class OneAtATime final : public Work {
  public:
@@ -67,6 +77,22 @@ class OneAtATime final : public Work {
 
 }  // namespace
 
+RunTimer::RunTimer(const Stream& stream) : stream_(stream), host_begin_(std::chrono::steady_clock::now()) {
+  const StreamEvent::Timing timing;
+  begin_ = StreamEvent(stream_);
+}
+
+void RunTimer::stop() {
+  host_ = std::chrono::steady_clock::now() - host_begin_;
+  const StreamEvent::Timing timing;
+  end_ = StreamEvent(stream_);
+}
+
+bool RunTimer::launches_hide() const {
+  if (!end_.is_complete()) return true;
+  return static_cast<double>(host_.count()) < kHidden * static_cast<double>(end_.nanoseconds_since(begin_));
+}
+
 // A plan's progress towards a captured forward.
 enum class GraphCache::State {
   refused,   // it cannot be captured
@@ -82,6 +108,7 @@ struct GraphCache::Entry {
   // capture cannot run anything else, such as the search for a fallback.
   std::optional<Layouts> gradient_layouts;
   std::string settings = all_settings(), numerics;  // `numerics`: as of the capture
+  std::deque<RunTimer> forwards, backwards;         // the latest uncaptured runs
   // It is captured once `capture_after` mini-batches have run uncaptured. Whenever memory runs out, `wait` doubles.
   int64_t wait = kWarmUpRuns, capture_after = kWarmUpRuns;
   // While all places are taken, `num_waited` counts its mini-batches that ran uncaptured since forward `waits_since`, in
@@ -100,6 +127,12 @@ struct GraphCache::Entry {
   bool can_replay_backward(const GraphRun& run) const {
     return backward && !run.retain && layouts_match(layouts_of(gradients), run.tensors) &&
            numerics == numeric_settings();
+  }
+  // Returns whether the launches hide behind the device's work, in a forward and in a backward that ran lately.
+  bool launches_hide() const {
+    const auto hide = [](const RunTimer& run) { return run.launches_hide(); };
+    return std::any_of(forwards.begin(), forwards.end(), hide) &&
+           (backwards.empty() || std::any_of(backwards.begin(), backwards.end(), hide));
   }
   bool is_of(const Plan* other) const { return other == plan.lock().get(); }
   void drop() {
@@ -158,7 +191,7 @@ void GraphCache::on_stage_stream(size_t stage, const Body& body) {
   if (on_other_device) graph_stream().wait(StreamEvent(work));
 }
 
-GraphCache::State GraphCache::state_of(Entry& entry, const MiniBatch& minibatch) {
+GraphCache::State GraphCache::state_of(Entry& entry, const MiniBatch& minibatch) const {
   if (entry.forward && !entry.captured->has_same_addresses(minibatch)) entry.drop();
   if (const std::string settings = all_settings(); settings != entry.settings) {
     entry.drop();
@@ -172,7 +205,10 @@ GraphCache::State GraphCache::state_of(Entry& entry, const MiniBatch& minibatch)
   if (entry.forward) return State::captured;
   const bool warm = entry.report.uncaptured >= entry.capture_after &&
                     (entry.gradient_layouts || !minibatch.plan()->backward);
-  return warm ? State::warm : State::cold;
+  if (!warm) return State::cold;
+  if (capture_when_ == Capture::always || !entry.launches_hide()) return State::warm;
+  entry.report.postponed = "the device takes longer than the launches, so a graph would gain nothing";
+  return State::cold;
 }
 
 const std::vector<Boundary>* GraphCache::forward(const std::shared_ptr<MiniBatch>& minibatch,
@@ -406,15 +442,18 @@ void GraphCache::before_run() {
   last_replay_.reset();
 }
 
-void GraphCache::after_forward(const std::shared_ptr<const Plan>& plan) {
-  ++entry_of(plan).report.uncaptured;
+void GraphCache::after_forward(const std::shared_ptr<const Plan>& plan, std::optional<RunTimer> timer) {
+  Entry& entry = entry_of(plan);
+  ++entry.report.uncaptured;
+  add_latest(entry.forwards, std::move(timer));
 }
 
-void GraphCache::after_backward(const GraphRun& run) {
+void GraphCache::after_backward(const GraphRun& run, std::optional<RunTimer> timer) {
   for (Entry& entry : entries_) {
     if (!entry.is_of(run.minibatch.plan().get())) continue;
     entry.gradient_layouts.reset();
     if (run.minibatch.used_no_fallback()) entry.gradient_layouts = layouts_of(run.tensors);
+    add_latest(entry.backwards, std::move(timer));
   }
 }
 

@@ -14,7 +14,9 @@
 // between run uncaptured. The captured backward reuses the memory of tensors that it has read, so a backward with
 // `retain` runs uncaptured, too.
 //
-// A capture pays only if it is replayed. If all places of the cache are taken, a plan takes the place of the least
+// A capture pays only if the host takes about as long to enqueue a run as the device to execute it: otherwise the
+// launches hide behind the device's work, and a graph only costs memory and copies. Both times of the uncaptured runs
+// are compared. And it pays only if it is replayed. If all places of the cache are taken, a plan takes the place of the least
 // recently replayed one only after several mini-batches during which that one was not replayed.
 #pragma once
 
@@ -25,6 +27,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -44,6 +47,24 @@ struct GraphRun {
   bool retain = false;                                                // another backward may follow this one
 };
 
+// When GraphCache captures a plan.
+enum class Capture : uint8_t { never, where_it_pays, always };
+
+// Times one run: on the host, from construction to stop(), and on a device, between the work that a stream has then.
+class RunTimer {
+ public:
+  explicit RunTimer(const Stream& stream);
+  void stop();
+  // Returns whether the device took, or still takes, clearly longer than the host.
+  bool launches_hide() const;
+
+ private:
+  Stream stream_;
+  StreamEvent begin_, end_;
+  std::chrono::steady_clock::time_point host_begin_;
+  std::chrono::nanoseconds host_{};
+};
+
 // The graph cache of one pipeline. Not thread safe: the pipeline serializes its runs.
 class GraphCache {
  public:
@@ -54,6 +75,8 @@ class GraphCache {
   GraphCache(std::shared_ptr<const Transport> transport, Engine engine);
   ~GraphCache();
 
+  // Sets when later runs are captured; with `never`, do not call the functions below.
+  void set_capture(Capture capture) { capture_when_ = capture; }
   // Replays the forward graph; if the plan is warm, captures it first, with a second mini-batch of the plan. Call
   // after begin_forward(). Returns the outputs by micro-batch, valid until the next replay; null if this mini-batch
   // must run uncaptured.
@@ -67,8 +90,8 @@ class GraphCache {
 
   // Call before and after an uncaptured run.
   void before_run();
-  void after_forward(const std::shared_ptr<const Plan>& plan);
-  void after_backward(const GraphRun& run);
+  void after_forward(const std::shared_ptr<const Plan>& plan, std::optional<RunTimer> timer);
+  void after_backward(const GraphRun& run, std::optional<RunTimer> timer);
   // Call after the callers have enqueued work that reads the results of a replay.
   void after_use(const std::vector<Stream>& caller_streams);
 
@@ -85,7 +108,7 @@ class GraphCache {
   struct Entry;
   enum class State;
   Entry& entry_of(const std::shared_ptr<const Plan>& plan);
-  static State state_of(Entry& entry, const MiniBatch& minibatch);
+  State state_of(Entry& entry, const MiniBatch& minibatch) const;
   // Returns whether a warm plan may be captured now; if another plan must make room for it, drops that one's graphs.
   bool make_room_for(Entry& entry);
   void remove_dead_entries();
@@ -115,7 +138,8 @@ class GraphCache {
   const Engine engine_;
   const std::vector<Stream> streams_;
   std::unique_ptr<GraphMaker> maker_;
-  std::list<Entry> entries_;                // one for each living plan
+  std::list<Entry> entries_;  // one for each living plan
+  Capture capture_when_ = Capture::where_it_pays;
   int64_t num_forwards_ = 0;                // forwards so far, replayed and uncaptured
   bool ran_uncaptured_ = true;              // an uncaptured run or a capture has followed the last replay
   std::optional<StreamEvent> last_replay_;  // the last replay's event, unless an uncaptured run has followed

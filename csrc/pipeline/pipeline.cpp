@@ -260,8 +260,9 @@ std::vector<Boundary> Pipeline::run_forward(const std::shared_ptr<MiniBatch>& mi
     if (const auto* parts = graph_cache_->forward(minibatch, graph_run, make_other)) return *parts;
     if (captured) minibatch->begin_forward(graph_run.split_tensors(inputs));  // not replayed after all
   }
+  const std::optional<RunTimer> timer = start_timer(plan->stages.size() - 1);
   run(*plan->forward, *minibatch);
-  if (graph_cache_) graph_cache_->after_forward(plan);
+  if (graph_cache_) graph_cache_->after_forward(plan, timer);
   return take_outputs(*minibatch);
 }
 
@@ -364,8 +365,9 @@ Pipeline::Gradients Pipeline::run_backward_step(MiniBatch& minibatch, const Tens
       if (!may_use_graphs() || !graph_cache_->backward(graph_run)) {
         if (captured)
           minibatch.begin_backward(graph_run.split_tensors(gradients), retain || repeats);  // not replayed
+        const std::optional<RunTimer> timer = start_timer(0);
         run(*plan.backward, minibatch);
-        if (graph_cache_) graph_cache_->after_backward(graph_run);
+        if (graph_cache_) graph_cache_->after_backward(graph_run, timer);
       }
       result = combined(minibatch.end_backward(caller_streams), plan, caller_streams);
     });
@@ -386,12 +388,18 @@ void Pipeline::create_transport(const Plan& plan) {
     graph_cache_ = std::make_unique<GraphCache>(transport_, [this](const Actions& actions, Work& work) {
       if (auto failure = engine_.run(actions, work)) raise_in_capture(*failure);
     });
+    graph_cache_->set_capture(capture_);
   });
+}
+
+std::optional<RunTimer> Pipeline::start_timer(size_t stage) const {
+  if (!may_use_graphs()) return std::nullopt;
+  return RunTimer(transport_->work(static_cast<int32_t>(stage)));
 }
 
 // Runs with injected faults, and recorded runs, are uncaptured.
 bool Pipeline::may_use_graphs() const {
-  return graph_cache_ && capture_ && fault_injection_.empty() && engine_.recorded() == 0;
+  return graph_cache_ && capture_ != Capture::never && fault_injection_.empty() && engine_.recorded() == 0;
 }
 
 void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::function<void()>& finish) {
@@ -515,10 +523,12 @@ void Pipeline::set_peers(std::shared_ptr<Channels> channels, std::shared_ptr<Pee
   peers_ = std::move(peers);
 }
 
-void Pipeline::set_capture(bool capture) {
+void Pipeline::set_capture(Capture capture) {
   const EngineLock lock(*this);
   capture_ = capture;
-  if (!capture && graph_cache_) graph_cache_->clear();
+  if (!graph_cache_) return;
+  graph_cache_->set_capture(capture);
+  if (capture == Capture::never) graph_cache_->clear();
 }
 
 void Pipeline::forget_graphs() {

@@ -77,8 +77,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Sets how later runs exchange tensors and outcomes with the processes of other stages; null if there are none.
   void set_peers(std::shared_ptr<Channels> channels, std::shared_ptr<Peers> peers);
 
-  // Sets whether later runs on GPUs are captured as graphs. False also frees all graphs.
-  void set_capture(bool capture);
+  // Sets when later runs on GPUs are captured as graphs. `never` also frees all graphs.
+  void set_capture(Capture capture);
   // Frees all graphs. Call when their plans will not be used again.
   void forget_graphs();
   // Returns one report for each plan in the graph cache; empty on the CPU.
@@ -120,6 +120,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::vector<Boundary> run_forward(const std::shared_ptr<MiniBatch>& minibatch, const Tensors& inputs,
                                     const GraphCache::MakeMiniBatch& make_other);
   bool may_use_graphs() const;
+  // Times an uncaptured run by the stream of a stage, if the graph cache compares such times.
+  std::optional<RunTimer> start_timer(size_t stage) const;
   template <class Body>
   void retry_without_graphs(const Plan& plan, MiniBatch& minibatch, const Body& body);
   // Returns the outputs by micro-batch, handed over to the callers' streams.
@@ -151,7 +153,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::unique_ptr<GraphCache> graph_cache_;        // null on the CPU
   std::shared_ptr<const DeviceClock> clock_;       // of recorded runs; null on the CPU
   std::shared_ptr<const Actions> stream_actions_;  // of an inference stream's runs; null before the first
-  bool capture_ = true;
+  Capture capture_ = Capture::where_it_pays;
   std::function<void()> poll_;
   FaultInjection fault_injection_;
   std::shared_ptr<Channels> channels_;

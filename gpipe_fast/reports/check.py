@@ -328,8 +328,8 @@ def _compare(
         layers, x = make()
         size, more = divmod(len(layers), len(stage_devices))
         balance = [size + (stage < more) for stage in range(len(stage_devices))]
-        options = {"chunks": CHUNKS, "checkpoint": checkpoint, "transport": transport}
-        model = pipeline(layers, balance, devices=stage_devices, **options)
+        options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": checkpoint, "transport": transport}
+        model = pipeline(layers, balance, devices=stage_devices, capture=True, **options)
         x = x.to(stage_devices[0])
         steps = STEPS_ON_GPUS if any(device.type == "cuda" for device in stage_devices) else 1
         reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]

@@ -8,6 +8,7 @@ differences, or "equal".
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import re
 import sys
@@ -42,7 +43,12 @@ class PipelineAndLoop:
     ) -> None:
         self.devices, layers = devices, layers_of("mlp")
         self.pipeline = GPipe(
-            copied(layers), balance, devices=devices, chunks=CHUNKS, checkpoint=checkpoint, **options
+            copied(layers),
+            balance,
+            devices=devices,
+            chunks=CHUNKS,
+            checkpoint=checkpoint,
+            **{"capture": True, **options},
         )
         places = [device for device, number in zip(devices, balance, strict=True) for _ in range(number)]
         self.loop = MovingSequential(layers, places)
@@ -373,7 +379,7 @@ def replicated_gradient(both: PipelineAndLoop) -> None:
 
     device = both.devices[0]
     model = nn.Sequential(Scaled(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device)
-    pipe = GPipe(copied(model), [2, 2], devices=[device] * 2, chunks=1)
+    pipe = GPipe(copied(model), [2, 2], devices=[device] * 2, chunks=1, capture=True)
     kept, expected = [], []
     for seed in range(6):
         torch.manual_seed(seed)
@@ -441,6 +447,20 @@ def backward_cannot_be_captured(both: PipelineAndLoop) -> None:
 
 def allocator_cannot_capture(both: PipelineAndLoop) -> None:
     cannot_be_captured(both, "allocator")
+
+
+def captured_only_where_it_pays(both: PipelineAndLoop) -> None:
+    """With slow devices nothing is captured unless asked; with fast ones, as soon as the plan is warm."""
+    slow = float(os.environ["FAKE_CUDA_ELAPSED"]) > 0
+    both.pipeline.capture = "auto"
+    both.train(*range(6))
+    report = both.expect_counts(6, 0) if slow else both.expect_counts(2, 4)
+    why = "the device takes longer than the launches"
+    both.expect("the report says why", (why in doctor(both.pipeline)) is slow)
+    both.expect("it is no obstacle", not report.obstacle)
+    both.pipeline.capture = True
+    both.train(*range(3))
+    both.expect("it is captured if asked", both.replays() >= 3)
 
 
 def two_shapes_in_flight_the_longer_first(both: PipelineAndLoop) -> None:

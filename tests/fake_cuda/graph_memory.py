@@ -28,7 +28,7 @@ def pipeline(checkpoint: str, *, capture: bool = True) -> GPipe:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     options = {"devices": [DEVICE] * 4, "checkpoint": checkpoint, "capture": capture}
-    return GPipe(nn.Sequential(*blocks), [1] * 4, chunks=CHUNKS, **options)
+    return GPipe(nn.Sequential(*blocks), [1] * 4, chunks=CHUNKS, **{"capture": True, **options})
 
 
 def batch(samples: int, seed: int) -> Tensor:

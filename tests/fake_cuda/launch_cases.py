@@ -188,7 +188,9 @@ def replays_launch_while_the_gil_is_held() -> None:
     """Marks when another thread holds the GIL, around forwards and backwards in turn."""
     program_module.NativeProgram = LaunchingProgram  # type: ignore[attr-defined]
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-    pipe = GPipe(model, [2, 2], devices=[DEVICE, OTHER_DEVICE], chunks=CHUNKS, checkpoint="never")
+    pipe = GPipe(
+        model, [2, 2], devices=[DEVICE, OTHER_DEVICE], chunks=CHUNKS, checkpoint="never", capture=True
+    )
     x = torch.randn(4 * CHUNKS, 8, device=DEVICE)
     forward, backward = native_calls(pipe, x)
     for _ in range(4):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ def make(count: int, transport: str, order: str) -> tuple[nn.Sequential, GPipe]:
     if measured:
         plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * count)))
     balance = None if measured else [1] * count
-    return plain, GPipe(copy.deepcopy(plain), balance, devices=devices, chunks=CHUNKS, transport=transport)
+    options: dict[str, Any] = {"devices": devices, "chunks": CHUNKS, "transport": transport, "capture": True}
+    return plain, GPipe(copy.deepcopy(plain), balance, **options)
 
 
 def differences(plain: nn.Module, pipeline: GPipe) -> list[str]:

@@ -117,6 +117,13 @@ def test_what_cannot_be_captured_runs_uncaptured(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("milliseconds", [0, 1000000])
+def test_graphs_are_captured_only_if_launches_do_not_hide(logged: Logged, milliseconds: int) -> None:
+    case = "captured_only_where_it_pays"
+    lines = logged("graph_cases.py", case, FOUR_DEVICES, expected=[f"{case}: equal"], elapsed=milliseconds)
+    assert check(lines, may_wait=True) == []
+
+
 def test_a_capture_needs_little_more_memory_than_an_uncaptured_step(run: Run) -> None:
     """The uncaptured steps have already filled the allocator's cache."""
     (needed,) = run("graph_memory.py", "needed_never")

@@ -241,7 +241,12 @@ def unequal(
     if model.endswith("channels last"):
         nn.Sequential(*layers).to(memory_format=torch.channels_last)
     pipeline = GPipe(
-        copied(layers), balance, devices=devices, chunks=CHUNKS, checkpoint=checkpoint, **keywords
+        copied(layers),
+        balance,
+        devices=devices,
+        chunks=CHUNKS,
+        checkpoint=checkpoint,
+        **{"capture": True, **keywords},
     )
     # The host waits for tensors that a stage on the CPU receives, and for values that Python layers read.
     may_wait = model == "python" or "cpu" in devices

@@ -58,6 +58,7 @@ def make_pipeline(model: nn.Sequential, device: str = DEVICE, **keywords: Any) -
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
     count = torch.cuda.device_count()
     devices = [f"cuda:{i % count}" for i in range(STAGES)] if device == "all" else [device] * STAGES
+    keywords = {"capture": True, **keywords}
     return GPipe(model, balance, devices=devices, chunks=CHUNKS, **keywords)
 
 

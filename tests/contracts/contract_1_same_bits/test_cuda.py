@@ -95,7 +95,8 @@ def model_and_batch(name: str) -> tuple[nn.Sequential, Tensor]:
 def make_pipe(model: nn.Sequential, checkpoint: str = "except_last", **keywords: object) -> GPipe:
     """Returns a pipeline of four stages on one GPU."""
     balance = uneven_balance(len(model), NUM_STAGES)
-    return GPipe(model, balance, devices=ONE_GPU, chunks=CHUNKS, checkpoint=checkpoint, **keywords)
+    keywords = {"checkpoint": checkpoint, "capture": True, **keywords}
+    return GPipe(model, balance, devices=ONE_GPU, chunks=CHUNKS, **keywords)
 
 
 def minibatches(x: Tensor) -> list[Tensor]:

@@ -46,6 +46,7 @@ struct CUevent_st {
   std::map<CUstream_st*, int64_t> clock{};  // vector clock of the latest record: number of nodes by stream
   fake_cuda::TaskPtr task{};                // the task after which the event was recorded
   std::shared_ptr<double> time{};           // milliseconds at which it completed; null before it was recorded
+  bool seen = false;                        // a query or synchronization has found its latest record complete
 };
 
 struct Node {
