@@ -19,7 +19,7 @@ from textwrap import indent
 _OF_PACKAGES = {
     "bench.micro": "draws engine execution first-call inference-stream interpreted schedules signature",
     "bench.compare": "distributed frontier memory overhead step training-step within-memory",
-    "bench.gpu": "cuda kernels",
+    "bench.gpu": "cuda kernels levers where",
     "tools": "census compiled explain fusion largest ledger policies published regions traffic",
 }
 _MODULES = {

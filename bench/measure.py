@@ -102,7 +102,8 @@ def samples(
 ) -> dict[str, list[float]]:
     """Returns the microseconds per call of each round, by candidate.
 
-    Every candidate runs once per round, so that a slow phase of the machine affects all of them.
+    Every candidate runs once per round, so that a slow phase of the machine affects all of them. The order is
+    rotated from round to round, so that no candidate always follows the same one.
 
     Args:
         candidates: the functions to time, by name.
@@ -117,12 +118,13 @@ def samples(
     for round_index in shown(range(rounds + 1), "timing rounds"):
         if round_index > MIN_ROUNDS and time.monotonic() > end:
             break
-        for name, candidate in candidates.items():
+        first = round_index % max(1, len(candidates))
+        for name in [*candidates][first:] + [*candidates][:first]:
             if pause:
                 time.sleep(pause)
             start = time.perf_counter()
             for _ in range(calls):
-                candidate()
+                candidates[name]()
             if round_index:
                 found[name].append((time.perf_counter() - start) / calls * 1e6)
     return found

@@ -20,7 +20,7 @@ from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import ROOT, uncommitted
 
 ROUND_SECONDS = 10
-NEED_A_GPU = {"cuda", "kernels"}
+NEED_A_GPU = {"cuda", "kernels", "levers", "where"}
 # What takes about so many times as long as most tables that are timed, for the estimate of the time left.
 WEIGHTS = {"ledger": 5, "frontier": 4, "step": 3, "first-call": 2, "distributed": 2}
 

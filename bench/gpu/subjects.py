@@ -15,10 +15,12 @@ from bench.compare.skip_connections import checkpointed, for_torchgpipe
 from bench.comparison import Comparison, Opened
 from bench.gpu.children import failure, free
 from bench.models.gpt import gpt
+from bench.models.llama import llama
 from bench.models.mlp import mlp
 from bench.models.resnet import resnet, resnet101
 from bench.models.unet import unet
-from bench.peers import Step, has_torchgpipe, looped, relative_difference
+from bench.peers import Forward, Step, has_torchgpipe, looped, relative_difference
+from bench.peers import checkpointed as checkpointed_stages
 from gpipe_fast import GPipe
 
 STAGES = 4
@@ -28,10 +30,16 @@ WARM_UP = 4
 MAX_ERROR_RATIO = 2.0
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
 UNFUSED = "gpipe_fast, no fused kernels"
-PIPELINES = (OURS, UNFUSED, UNCAPTURED)
-LOOP, COMPILED, TORCHGPIPE = "plain loop", "plain loop, torch.compile", "torchgpipe"
+# The arguments of each pipeline.
+PIPELINES: dict[str, dict[str, Any]] = {OURS: {}, UNFUSED: {"fuse": False}, UNCAPTURED: {"capture": False}}
+LOOP, TORCHGPIPE = "plain loop", "torchgpipe"
+STAGES_COMPILED = ("plain loop, each stage compiled", "plain loop, each stage compiled, reduce-overhead")
+MODEL_COMPILED = ("plain loop, model compiled", "plain loop, model compiled, reduce-overhead")
 # The plain loop comes first: the errors of the others are judged by its error.
-EAGER_CANDIDATES = (LOOP, *PIPELINES, TORCHGPIPE)
+OWN_CANDIDATES = (LOOP, *PIPELINES)
+EAGER_CANDIDATES = (*OWN_CANDIDATES, TORCHGPIPE)
+# The checkpoint mode that recomputes everything but attention.
+EXCEPT_ATTENTION = "except_attention"
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Subject:
         chunks: number of micro-batches.
         vocab: size of the vocabulary; None if samples are random noise.
         dtype: dtype of the parameters and of the noise.
-        checkpoint: 'always' or 'never'.
+        checkpoint: as for `GPipe`; the plain loops recompute everything, or nothing for 'never'.
         unit: unit of throughput, and number of units per sample.
         names: names of the candidates.
     """
@@ -56,7 +64,7 @@ class Subject:
     chunks: int
     vocab: int | None = None
     dtype: torch.dtype = torch.float32
-    checkpoint: str = "always"
+    checkpoint: str | float = "always"
     unit: tuple[str, int] = ("samples", 1)
     names: tuple[str, ...] = EAGER_CANDIDATES
 
@@ -90,26 +98,31 @@ class Subject:
 
     def step(self, name: str, device: str, data: tuple[Tensor, Tensor], backend: str = "inductor") -> Step:
         """Returns a step of a candidate, with its own model."""
-        model = self.model(device)
-        balance, devices = self.balance(len(model)), [device] * STAGES
-        pipeline: dict[str, Any] = {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
-        forward: Callable[[Tensor], Tensor]
         if name in PIPELINES:
-            fuse = False if name == UNFUSED else None
-            forward = GPipe(model, balance, **pipeline, capture=name != UNCAPTURED, fuse=fuse)
-        elif name == TORCHGPIPE:
+            return self.ours(device, data, **PIPELINES[name])
+        model = self.model(device)
+        balance, recompute = self.balance(len(model)), self.checkpoint != "never"
+        forward: Forward
+        if name == TORCHGPIPE:
             import torchgpipe
 
-            forward = torchgpipe.GPipe(for_torchgpipe(model), balance, **pipeline)
+            forward = torchgpipe.GPipe(for_torchgpipe(model), balance, **self._settings(device))
+        elif name == LOOP:
+            forward = looped(checkpointed(model, balance) if recompute else model, self.chunks)
         else:
-            if name == COMPILED:
-                for layer in model:
-                    if any(True for _ in layer.parameters()):
-                        layer.compile(dynamic=False, backend=backend)
-            forward = looped(
-                checkpointed(model, balance) if self.checkpoint == "always" else model, self.chunks
-            )
+            mode = "reduce-overhead" if name.endswith("reduce-overhead") else "default"
+            loop = compiled(model, balance, recompute, name in MODEL_COMPILED, mode, backend)
+            forward = looped(loop, self.chunks)
         return Step(model.parameters(), forward, *data)
+
+    def _settings(self, device: str) -> dict[str, Any]:
+        return {"devices": [device] * STAGES, "chunks": self.chunks, "checkpoint": self.checkpoint}
+
+    def ours(self, device: str, data: tuple[Tensor, Tensor], **options: Any) -> Step:
+        """Returns a step of a pipeline with its own model, which is the step's attribute ``forward``."""
+        model = self.model(device)
+        pipe = GPipe(model, self.balance(len(model)), **{**self._settings(device), **options})
+        return Step(model.parameters(), pipe, *data)
 
     def exact(self, device: str, data: tuple[Tensor, Tensor]) -> Step:
         """Returns a step of the plain loop in float64, from the same parameters and inputs."""
@@ -127,12 +140,14 @@ class Row:
         full: the subject in full size.
         small: a small subject of the same kind, for errors against float64.
         rounds: maximum number of samples per candidate.
+        untimed: candidates whose numbers are checked only.
     """
 
     title: str
     full: Subject
     small: Subject
     rounds: int = 15
+    untimed: tuple[str, ...] = ()
 
 
 _TINY = Subject(lambda: nn.Sequential(*(layer for _ in range(STAGES) for layer in mlp(64))), (64,), 64, 8)
@@ -148,15 +163,53 @@ _GPT = Subject(
 _SMALL_GPT = replace(_GPT, make=lambda: gpt(4, 32, 4, 128, 16), sample=(16,), batch=16, vocab=128)
 
 
-def _gpt(chunks: int) -> Row:
+_WIDE = replace(_GPT, make=lambda: gpt(8, 4096, 32, vocab=50304), batch=32)
+_LLAMA = Subject(
+    lambda: llama(8, 4096, 32, 8, 11008, 2048),
+    (2048, 4096),
+    16,
+    8,
+    dtype=torch.bfloat16,
+    unit=("tokens", 2048),
+    names=OWN_CANDIDATES,
+)
+
+
+def _gpt(
+    chunks: int = 8,
+    checkpoint: str | float = "always",
+    names: tuple[str, ...] = OWN_CANDIDATES,
+    full: Subject = _GPT,
+    size: str = "24 layers, width 1024",
+    untimed: tuple[str, ...] = (),
+) -> Row:
     # At most 16 micro-batches, because the small subject's mini-batch has 16 sequences.
-    small, names = replace(_SMALL_GPT, chunks=min(chunks, 16)), (*EAGER_CANDIDATES, COMPILED)
-    title = f"GPT, 24 layers, width 1024, sequence 1024, bfloat16: M = {chunks}"
-    return Row(title, replace(_GPT, chunks=chunks, names=names), replace(small, names=names), 7)
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "names": names}
+    return Row(
+        f"GPT, {size}, sequence 1024, bfloat16: M = {chunks}, checkpoint {checkpoint!r}",
+        replace(full, chunks=chunks, **settings),
+        replace(_SMALL_GPT, chunks=min(chunks, 16), **settings),
+        7,
+        untimed,
+    )
 
 
-# The most expensive rows come last.
+# A mini-batch of which nothing is recomputed takes half of an H200, and captured graphs keep it: candidates
+# with graphs have rows of their own.
+_ALONE: dict[str, Any] = {"checkpoint": "never", "untimed": (LOOP,)}
+# In the order of a run, what matters most first.
 ROWS = {
+    "gpt-8": _gpt(names=EAGER_CANDIDATES),
+    "gpt-8-except-attention": _gpt(checkpoint=EXCEPT_ATTENTION),
+    "gpt-8-never": _gpt(checkpoint="never", names=(LOOP, UNCAPTURED)),
+    "gpt-8-stages": _gpt(names=(LOOP, OURS, UNCAPTURED, *STAGES_COMPILED)),
+    "gpt-8-never-stages": _gpt(names=(LOOP, UNCAPTURED, STAGES_COMPILED[0]), **_ALONE),
+    "gpt-8-model": _gpt(names=(LOOP, OURS, UNCAPTURED, *MODEL_COMPILED)),
+    "gpt-8-never-model": _gpt(names=(LOOP, UNCAPTURED, MODEL_COMPILED[0]), **_ALONE),
+    "gpt-8-never-captured": _gpt(names=(LOOP, OURS), **_ALONE),
+    "gpt-8-never-reduce-overhead": _gpt(names=(LOOP, MODEL_COMPILED[1]), **_ALONE),
+    "gpt-8-0.06": _gpt(checkpoint=0.06),
+    "gpt-8-0.5": _gpt(checkpoint=0.5, names=(LOOP, OURS, UNCAPTURED)),
     "tiny-never": Row(
         "4 x 2 x (Linear(64, 64), ReLU), no recomputation",
         replace(_TINY, checkpoint="never"),
@@ -164,7 +217,18 @@ ROWS = {
         60,
     ),
     "tiny-always": Row("4 x 2 x (Linear(64, 64), ReLU), full recomputation", _TINY, _TINY, 60),
-    "gpt-8": _gpt(8),
+    "gpt-4": _gpt(4),
+    "gpt-32": _gpt(32),
+    "gpt-wide": _gpt(full=_WIDE, size="8 layers, width 4096"),
+    "gpt-wide-never": _gpt(
+        full=_WIDE, size="8 layers, width 4096", checkpoint="never", names=(LOOP, UNCAPTURED)
+    ),
+    "llama": Row(
+        "Llama, 8 blocks, width 4096, sequence 2048, bfloat16",
+        _LLAMA,
+        replace(_LLAMA, make=lambda: llama(4, 32, 4, 2, 64, 16), sample=(16, 32)),
+        7,
+    ),
     "resnet": Row(
         "ResNet-101, 224 x 224, float32",
         Subject(resnet101, (3, 224, 224), 128, 8, unit=("images", 1)),
@@ -175,8 +239,44 @@ ROWS = {
         Subject(lambda: unet(5, 64), (3, 192, 192), 64, 8, unit=("images", 1)),
         Subject(lambda: unet(1, 8, depth=2, dropout=0.0), (3, 16, 16), 16, 4),
     ),
-    "gpt-32": _gpt(32),
 }
+
+
+def unsupported(checkpoint: str | float) -> str:
+    """Returns why `GPipe` has no such checkpoint mode; an empty string if it has."""
+    try:
+        GPipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], checkpoint=checkpoint)
+    except ValueError as error:
+        return f"not measured, because this gpipe_fast has no checkpoint {checkpoint!r}: {error}"
+    return ""
+
+
+def compiled(
+    model: nn.Sequential, balance: Sequence[int], recompute: bool, whole: bool, mode: str, backend: str
+) -> Forward:
+    """Returns a model that torch.compile compiles as a whole, or stage by stage.
+
+    Args:
+        model: the model, without skip connections.
+        balance: the layers of each stage.
+        recompute: whether each stage is recomputed as a whole in the backward.
+        whole: whether one graph is compiled.
+        mode: torch.compile's mode.
+        backend: torch.compile's backend.
+    """
+    # Stages share their code, which is compiled again for each; without more, it would run uncompiled.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    options: dict[str, Any] = {"dynamic": False, "mode": mode, "backend": backend}
+    layers = iter(model)
+    stages: list[Any] = [nn.Sequential(*itertools.islice(layers, size)) for size in balance]
+    if not whole:
+        stages = [torch.compile(stage, **options) for stage in stages]
+    forward = checkpointed_stages(stages) if recompute else nn.Sequential(*stages)
+    if not whole:
+        return forward
+    found: Forward = torch.compile(forward, **options)
+    return found
 
 
 class Synchronized:

@@ -93,3 +93,42 @@ class Block(nn.Module):
         x = x + self._attend(self.norm_1(x), cos, sin)
         y = self.norm_2(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y)), cos, sin
+
+
+class _Positions(nn.Module):
+    """Adds the cosines and sines of rotary positions to hidden states of shape (batch, length, width)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, length: int) -> None:
+        super().__init__()
+        rates = 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width)
+        angles = torch.outer(torch.arange(length), rates).repeat(1, 2)[None]
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, self.cos, self.sin
+
+
+class _Hidden(nn.Module):
+    """Returns the hidden states without the positions."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return inputs[0]
+
+
+def llama(layers: int, width: int, heads: int, kv_heads: int, hidden: int, length: int) -> nn.Sequential:
+    """Returns blocks of Llama between hidden states of shape (batch, length, width).
+
+    Args:
+        layers: the number of blocks.
+        width: as for `Block`, like the next three.
+        heads: the number of attention heads.
+        kv_heads: the number of heads of keys and values.
+        hidden: the width between the gated linear layers.
+        length: the length of a sequence.
+    """
+    blocks = (Block(width, heads, kv_heads, hidden) for _ in range(layers))
+    return nn.Sequential(_Positions(width // heads, length), *blocks, _Hidden())

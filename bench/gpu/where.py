@@ -1,0 +1,325 @@
+"""Where the time of our steps on one GPU is: by kinds of kernels, beside what bare calls of libraries need.
+
+`python -m bench where [row ...]` measures rows of `python -m bench cuda`, each in a process of its own, and
+writes after each. The row `programs-per-sm` compares the generated kernels with two and four programs for
+each multiprocessor, each in a further process. With `--device cpu` it measures small models, without a
+profile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench import measure, process
+from bench.gpu import children, shares
+from bench.gpu.bare import (
+    Programs,
+    bare_calls,
+    bare_rows,
+    kernel_names,
+    microseconds,
+    programs_of,
+    work_of,
+)
+from bench.gpu.kernels import copy
+from bench.gpu.rows import RowBenchmark
+from bench.gpu.subjects import PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized, unsupported
+from bench.measure import Table
+from bench.peers import Step
+from gpipe_fast import GPipe
+from gpipe_fast.lower.work import Work
+
+KERNELS, PROGRAMS_VARIABLE, PROGRAMS = "programs-per-sm", "GPIPE_FAST_PROGRAMS_PER_SM", (2, 4)
+# The row whose generated kernels are compared.
+KERNELS_OF = "gpt-8"
+ORDER = (
+    "gpt-8", "gpt-8-except-attention", "gpt-8-never", KERNELS, "tiny-never", "tiny-always", "gpt-wide",
+    "llama", "resnet", "gpt-8-0.06", "gpt-8-0.5", "gpt-4", "gpt-32", "gpt-wide-never", "unet",
+)  # fmt: skip
+COPIED_BYTES, SMALL_COPIED_BYTES = 2 << 30, 1 << 20
+CLOCK_SECONDS, ROUND_SECONDS, ROW_SECONDS = 1.0, 5.0, 120.0
+STEPS = 10  # of which medians are taken
+HEADERS = {
+    "step": ("candidate", "ms: median [p20, p80]", "kernels", *(f"{kind}, ms" for kind in shares.KINDS)),
+    "calls": ("operator", "operands", "in a step", "µs bare", "in a step, ms", "TFLOP/s"),
+    "generated": ("kernel", "in a step", "in a step, ms", "MB", "GB/s", "of copy"),
+    "capture": ("candidate", "forward, host, ms", "forward, ms", "backward, host, ms", "backward, ms"),
+}
+TITLES = {
+    "step": "the time of a step",
+    "calls": "bare products and attention",
+    "generated": "generated kernels",
+    "capture": "the halves of a step",
+}
+NOTE = (
+    "All stages share one device. Kernels are those of a profiled step, and their time is the union of their "
+    "intervals (`bench/gpu/shares.py`); idle is the rest of the step. The bare sum adds the time of each "
+    "distinct product and call of attention alone, on random numbers, times its number in the step. Bytes "
+    "are counted in the lowered programs, without products and attention. The halves of a step are between "
+    "events on the device, and on the host until the call returns.\n"
+)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a subject.
+
+    Attributes:
+        subject: the subject.
+        device: the device of all stages.
+        candidates: steps by the names of `PIPELINES`; uncaptured ones are among them.
+    """
+
+    subject: Subject
+    device: str
+    candidates: Mapping[str, Step]
+
+    @classmethod
+    def of(cls, row: str, device: str, names: Sequence[str] = tuple(PIPELINES)) -> Steps:
+        """Returns steps of our candidates of a row after those that make plans and capture graphs."""
+        subject = ROWS[row].full if device.startswith("cuda") else ROWS[row].small
+        data = subject.data(device)
+        own = [name for name in names if name in subject.names]
+        found = {name: subject.ours(device, data, **PIPELINES[name]) for name in own}
+        for step in found.values():
+            for _ in range(WARM_UP):
+                step()
+        return cls(subject, device, found)
+
+    def timed(self) -> dict[str, Synchronized]:
+        """Returns the steps as functions that end when the device has finished."""
+        return {name: Synchronized(step, self.device) for name, step in self.candidates.items()}
+
+    def programs(self) -> Programs:
+        """Returns the programs of a step, and how often each runs in it."""
+        pipe = self.candidates[UNCAPTURED].forward
+        assert isinstance(pipe, GPipe)
+        return programs_of(pipe._planner, pipe.checkpoint, self.subject.chunks)
+
+
+def copy_rate(device: str) -> float:
+    """Returns the bytes that a copy within the device reads and writes in a microsecond."""
+    size = COPIED_BYTES if device.startswith("cuda") else SMALL_COPIED_BYTES
+    return size / microseconds(copy(size, device).run, device)
+
+
+def step_rows(steps: Steps) -> tuple[list[list[object]], dict[str, list[shares.Interval]]]:
+    """Returns the time and the kinds of kernels of each candidate, and its kernels."""
+    timed, rows, kernels = steps.timed(), list[list[object]](), dict[str, list[shares.Interval]]()
+    times = measure.samples(timed, STEPS, pause=measure.PAUSE, seconds=ROUND_SECONDS)
+    generated = kernel_names(steps.programs())
+    for name, step in timed.items():
+        found = shares.profiled(step)
+        kernels[name] = found.intervals
+        kinds = shares.shares(found.intervals, found.begin, found.end, generated)
+        shown = [f"{kinds[kind] / 1e3:.2f}" for kind in shares.KINDS] if found.intervals else ["-"] * 6
+        rows.append([name, measure.timing(times[name]).ms(), len(found.intervals), *shown])
+    return rows, kernels
+
+
+def generated_times(steps: Steps, kernels: Sequence[shares.Interval]) -> dict[str, list[float]]:
+    """Returns launches, microseconds and counted bytes in a step of each generated kernel by its name."""
+    programs = steps.programs()
+    names, work, times = kernel_names(programs), work_of(programs), shares.time_by_name(kernels)
+    return {
+        name: [*times.get(name, (0, 0.0)), work.moved_by[in_work]]
+        for name, in_work in names.items()
+        if in_work in work.moved_by
+    }
+
+
+def generated_rows(found: Mapping[str, Sequence[float]], copied: float) -> list[list[object]]:
+    """Returns a row for each generated kernel, the longest first; `copied` is in bytes per microsecond."""
+    return [
+        [
+            name,
+            int(number),
+            f"{taken / 1e3:.2f}",
+            f"{size / 1e6:.0f}",
+            *([f"{size / taken / 1e3:.0f}", f"{size / taken / copied:.0%}"] if taken else ["-", "-"]),
+        ]
+        for name, (number, taken, size) in sorted(found.items(), key=lambda item: -item[1][1])
+    ]
+
+
+def capture_rows(steps: Steps) -> list[list[object]]:
+    """Returns the halves of a step of each candidate: medians in milliseconds, on the host and the device."""
+    return [
+        [name, *(f"{median(each):.2f}" if each else "-" for each in _halves(step, steps.device))]
+        for name, step in steps.candidates.items()
+    ]
+
+
+def _halves(step: Step, device: str) -> list[list[float]]:
+    """Returns the milliseconds of the forward on host and device, and those of the backward."""
+    found: list[list[float]] = [[], [], [], []]
+
+    def stamp() -> tuple[float, Any]:
+        event = torch.cuda.Event(enable_timing=True) if device.startswith("cuda") else None
+        if event is not None:
+            event.record()
+        return time.perf_counter(), event
+
+    for _ in range(STEPS):
+        for parameter in step.parameters:
+            parameter.grad = None
+        stamps = [stamp()]
+        output = step.forward(step.input)
+        stamps.append(stamp())
+        output.backward(step.gradient)
+        stamps.append(stamp())
+        if stamps[-1][1] is not None:
+            stamps[-1][1].synchronize()
+        for half, ((begin, first), (end, last)) in enumerate(itertools.pairwise(stamps)):
+            found[2 * half].append((end - begin) * 1e3)
+            if first is not None:
+                found[2 * half + 1].append(first.elapsed_time(last))
+    return found
+
+
+def clocks(run: Callable[[], object], device: str) -> str:
+    """Returns the clock and the power of a GPU while a function runs again and again, as text."""
+    if not device.startswith("cuda") or not shutil.which("nvidia-smi"):
+        return ""
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    fields = "clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    command = [
+        "nvidia-smi",
+        "-i",
+        gpu,
+        f"--query-gpu={fields}",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "50",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampling:
+        end = time.monotonic() + CLOCK_SECONDS
+        while time.monotonic() < end:
+            run()
+        sampling.terminate()
+        lines = (sampling.communicate()[0] or "").splitlines()
+    return clock_text(lines)
+
+
+def clock_text(lines: Sequence[str]) -> str:
+    """Returns the medians of what nvidia-smi printed; the first samples are of the time before the load."""
+    samples = [line.split(", ") for line in lines[len(lines) // 2 :]]
+    try:
+        clock, most, power, limit, heat = (median(map(float, each)) for each in zip(*samples, strict=True))
+    except ValueError:
+        return "The clock is unknown. "
+    return f"SM clock {clock:.0f} of {most:.0f} MHz, {power:.0f} of {limit:.0f} W, {heat:.0f} °C. "
+
+
+def sums_text(step_ms: Mapping[str, float], bare_ms: float, work: Work, copied: float) -> str:
+    """Returns the ratios of steps to the bare sum, and the time that a copy of the counted bytes takes."""
+    ratios = ", ".join(f"{name} {taken / bare_ms:.2f}" for name, taken in step_ms.items()) if bare_ms else "-"
+    return (
+        f"Bare sum {bare_ms:.2f} ms; step / bare sum: {ratios}. The programs launch {work.launches} times, "
+        f"and move {work.moved / 1e9:.2f} GB beside products and attention, which take "
+        f"{work.moved / copied / 1e3:.2f} ms at the {copied / 1e3:.0f} GB/s of a copy. "
+    )
+
+
+def analysed(row: str, device: str) -> dict[str, Any] | str:
+    """Returns the rows of the tables of a row, by table, and their note; a table that fails says why."""
+    if reason := unsupported(ROWS[row].full.checkpoint):
+        return reason
+    steps, found = Steps.of(row, device), dict[str, Any]()
+
+    def keep(table: str, make: Callable[[], Any]) -> Any:
+        try:
+            rows, *more = made if isinstance(made := make(), tuple) else (made,)
+        except Exception as error:
+            traceback.print_exc()
+            found[table] = [[children.failure(error)]]
+            return [None]
+        found[table] = rows
+        return more
+
+    copied = copy_rate(device)
+    (kernels,) = keep("step", lambda: step_rows(steps))
+    calls = bare_calls(steps.programs())
+    (bare,) = keep("calls", lambda: bare_rows(calls, lambda call: call.microseconds(device)))
+    keep("capture", lambda: capture_rows(steps))
+    if kernels is not None:
+        keep("generated", lambda: generated_rows(generated_times(steps, kernels[UNCAPTURED]), copied))
+    found["note"] = clocks(steps.timed()[UNCAPTURED], device)
+    if kernels is not None and bare is not None:
+        step_ms = {name: float(str(text).split()[0]) for name, text, *_ in found["step"]}
+        found["note"] += sums_text(step_ms, bare, work_of(steps.programs()), copied)
+        found["note"] += attention_text(kernels[UNCAPTURED])
+    return found
+
+
+def attention_text(kernels: Sequence[shares.Interval]) -> str:
+    """Returns the names of the kernels of attention."""
+    names = {each.name for each in kernels if shares.kind_of(each.name) == shares.ATTENTION}
+    return (
+        f"Kernels of attention: {', '.join(f'`{name[:120]}`' for name in sorted(names))}. " if names else ""
+    )
+
+
+def kernel_rates(device: str) -> dict[str, list[float]]:
+    """Returns `generated_times` of an uncaptured step, and under "copy" the rate of a copy; for `process`."""
+    steps = Steps.of(KERNELS_OF, device, (UNCAPTURED,))
+    found = shares.profiled(steps.timed()[UNCAPTURED])
+    return {"copy": [0, 0, copy_rate(device)], **generated_times(steps, found.intervals)}
+
+
+def compared_kernels(device: str) -> list[list[object]]:
+    """Returns a row for each generated kernel with each number of programs for a multiprocessor."""
+    rates = [
+        process.call("bench.gpu.where:kernel_rates", device, environment={PROGRAMS_VARIABLE: str(number)})
+        for number in PROGRAMS
+    ]
+    names = list(dict.fromkeys(name for each in rates for name in each))
+    rows = []
+    for name in names:
+        cells = list[object]()
+        for number, taken, size in (each.get(name, (0, 0.0, 0)) for each in rates):
+            cells += [f"{taken / 1e3:.2f}", f"{size / taken / 1e3:.0f}" if taken else "-"]
+            launches = number
+        rows.append([name, int(launches), *cells])
+    return rows
+
+
+def tables_of(row: str, found: Any) -> list[Table]:
+    """Returns the tables of one row, or a table that says why there are none."""
+    title = f"{KERNELS_OF}: generated kernels by {PROGRAMS_VARIABLE}" if row == KERNELS else ROWS[row].title
+    if isinstance(found, str):
+        return [Table(title, ["result"], [[found]])]
+    if row == KERNELS:
+        pairs = [f"{what} with {number}" for number in PROGRAMS for what in ("ms", "GB/s")]
+        return [Table(title, ["kernel", "in a step", *pairs], found)]
+    notes = {"step": f"`{row}`. {found['note']}\n"}
+    return [
+        Table(f"{title}: {TITLES[table]}", headers, found[table], notes.get(table, ""))
+        for table, headers in HEADERS.items()
+        if found.get(table)
+    ]
+
+
+def measured(row: str, device: str) -> Any:
+    """Measures a row in this process."""
+    return compared_kernels(device) if row == KERNELS else analysed(row, device)
+
+
+BENCHMARK = RowBenchmark(
+    "bench.gpu.where", "Where the time is", NOTE, ORDER, measured, tables_of, ROW_SECONDS, "where"
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(0 if main(sys.argv[1:]) else 1)
