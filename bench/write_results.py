@@ -2,12 +2,14 @@
 
 Each table is made in a process of its own: first what is counted, on all cores, then what is timed, one after
 another. The rounds of a comparison take at most `ROUND_SECONDS`, which each table says. A table that cannot
-be made does not stop the others. The figures of README and docs follow.
+be made does not stop the others. Files that were written on a GPU with an older tree get a line that says so.
+The figures of README and docs follow.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,10 +19,13 @@ from tabulate import tabulate
 
 from bench import figures
 from bench.__main__ import BENCHMARKS, TOOLS
-from bench.measure import ROOT, uncommitted
+from bench.measure import RESULTS, ROOT, commit, uncommitted
 
 ROUND_SECONDS = 10
 NEED_A_GPU = {"cuda", "kernels", "levers", "where"}
+# What only a machine with a GPU can write; the rest of the tree may be newer.
+GPU_FILES = ("gpu-*.md", "nvidia-*.md")
+_OLDER = "**Older than this tree: measured at commit"
 # What takes about so many times as long as most tables that are timed, for the estimate of the time left.
 WEIGHTS = {"ledger": 5, "frontier": 4, "step": 3, "first-call": 2, "distributed": 2}
 
@@ -46,6 +51,30 @@ def make(name: str, command: list[str], **variables: str) -> list[str]:
     return [name, f"{time.monotonic() - began:.0f}", "written" if code == 0 else f"FAILED ({code})"]
 
 
+def marked(text: str, present: str) -> str:
+    """Returns a file of results with a line below its title, if it was measured at another commit.
+
+    Args:
+        text: the file.
+        present: the commit of the tree.
+    """
+    title, _, rest = text.partition("\n")
+    if rest.startswith(f"\n{_OLDER}"):
+        rest = rest.partition("\n")[2].partition("\n")[2]
+    measured = re.search(r"; commit (\w+)", rest)
+    if measured is None or present.startswith(measured[1]):
+        return f"{title}\n{rest}"
+    line = f"{_OLDER} {measured[1]}; `make gpu` on a GPU measures again.**"
+    return f"{title}\n\n{line}\n{rest}"
+
+
+def mark_gpu_files() -> None:
+    """Marks the files that were written on a GPU with an older tree."""
+    for pattern in GPU_FILES:
+        for path in sorted(RESULTS.glob(pattern)):
+            path.write_text(marked(path.read_text(), commit()))
+
+
 def main() -> None:
     if changes := uncommitted():
         sys.exit(f"make results: commit these changes first, so that every table has one commit:\n{changes}")
@@ -62,6 +91,7 @@ def main() -> None:
         print(f"results: {name} ({number} of {len(timed)}{left})", file=sys.stderr, flush=True)
         rows.append(make(name, every[name], GPIPE_FAST_ROUND_SECONDS=str(ROUND_SECONDS)))
         done += WEIGHTS.get(name, 1)
+    mark_gpu_files()
     figures.main()
     print(tabulate(rows, headers=["table", "seconds", ""], tablefmt="github"))
     print(f"\n{(time.monotonic() - begin) / 60:.0f} minutes")

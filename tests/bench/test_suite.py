@@ -91,3 +91,14 @@ def test_a_table_that_fails_does_not_stop_the_others(
     out = capsys.readouterr().out
     assert "FAILED (3)" in out
     assert out.count("written") == 2
+
+
+def test_files_of_an_older_tree_are_marked_once() -> None:
+    file = "# Title\n\nA machine; commit 97fdb23.\nNote.\n"
+    once = write_results.marked(file, "1234567")
+    assert once.splitlines()[2] == (
+        "**Older than this tree: measured at commit 97fdb23; `make gpu` on a GPU measures again.**"
+    )
+    assert write_results.marked(once, "7654321+changes") == once
+    assert write_results.marked(once, "97fdb23") == file
+    assert write_results.marked("# Title\n\nNo commit.\n", "1234567") == "# Title\n\nNo commit.\n"
