@@ -36,7 +36,7 @@ SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import check test test-all lint format docs demo bench bench-all results soak smoke smoke-reference \
-  smoke-between wheelhouse gpu dist clean
+  smoke-between wheelhouse gpu-kernels gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -139,11 +139,15 @@ wheelhouse:  ## download peer libraries for a GPU machine without network into .
 	  echo 'wheelhouse: larger than the limit of $(WHEELHOUSE_BYTES) bytes'; exit 1; \
 	fi
 
+# The kernels go to the GPU machine together with the tree, whose Triton must be the one of VENV.
+gpu-kernels: build  ## compile the kernels of the models of `make gpu` for an H100 or H200 into build/gpu/triton
+	@$(PY) -m tools.on_gpu.precompile $(ARGS)
+
 # For a GPU machine whose PYTHON already has torch: needs no network, installs nothing into that PYTHON, and takes
 # ten minutes. An extension that was already built against the same torch is used. tools/on_gpu/phases.py lists
-# the phases and their output files; ARGS="correct steps" selects phases.
+# the phases and their output files; ARGS=correct and ARGS=levers are the second and the third command.
 gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/wheelhouse
-gpu:  ## on a GPU machine: build, compare, measure and test with PYTHON in phases; write bench/results
+gpu:  ## on a GPU machine: build, compare and measure with PYTHON in phases; write bench/results (ARGS=correct, ARGS=levers)
 	@mkdir -p bench/results
 	@rm -rf build/wheelhouse
 	@if compgen -G 'wheelhouse/*.whl' >/dev/null; then \

@@ -34,7 +34,7 @@ from bench.gpu.bare import (
 )
 from bench.gpu.kernels import copy
 from bench.gpu.rows import RowBenchmark
-from bench.gpu.subjects import PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized, unsupported
+from bench.gpu.subjects import OURS, PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized, unsupported
 from bench.measure import Table
 from bench.peers import Step
 from gpipe_fast import GPipe
@@ -86,7 +86,7 @@ class Steps:
     candidates: Mapping[str, Step]
 
     @classmethod
-    def of(cls, row: str, device: str, names: Sequence[str] = tuple(PIPELINES)) -> Steps:
+    def of(cls, row: str, device: str, names: Sequence[str]) -> Steps:
         """Returns steps of our candidates of a row after those that make plans and capture graphs."""
         subject = ROWS[row].full if device.startswith("cuda") else ROWS[row].small
         data = subject.data(device)
@@ -236,7 +236,9 @@ def analysed(row: str, device: str) -> dict[str, Any] | str:
     """Returns the rows of the tables of a row, by table, and their note; a table that fails says why."""
     if reason := unsupported(ROWS[row].full.checkpoint):
         return reason
-    steps, found = Steps.of(row, device), dict[str, Any]()
+    # Tiny stages were slower with fused kernels than without.
+    names = tuple(PIPELINES) if row.startswith("tiny") else (OURS, UNCAPTURED)
+    steps, found = Steps.of(row, device, names), dict[str, Any]()
 
     def keep(table: str, make: Callable[[], Any]) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The small cases that `make gpu` runs first: on the fake CUDA runtime."""
+"""The small cases that `make gpu` runs, and a row of a benchmark: on the fake CUDA runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if "--here" in sys.orig_argv or "built_with_cuda" in sys.orig_argv[-1]:
     from tests.fake_cuda.fusion_cases import register_kernels
     register_kernels()
 """
-# `make gpu` with only the first phase and few cases.
+# `make gpu` with few cases and one row of a benchmark.
 FEW_CASES = """
 import sys
 from tools.on_gpu import phases as on_gpu
@@ -33,14 +33,18 @@ commands = {
     "models": [*checks, "models", "mlp, fused kernels", "gpt"],
     "memory": [*checks, "memory", "mlp, never", "mlp, a limit, fused kernels"],
 }
-on_gpu.phases = lambda: [Phase("correct", commands, on_gpu.SECONDS / 2)]
+where = [sys.executable, "-m", "bench.gpu.where", "tiny-never"]
+on_gpu.phases = lambda names: [
+    Phase("correct", commands, on_gpu.SECONDS / 2),
+    Phase("where", {"where": where}, on_gpu.SECONDS / 4, files=["*-where.md"]),
+]
 on_gpu.main()
 """
 
 
 @pytest.mark.extended
 @pytest.mark.skipif(not can_build(), reason="needs an extension built with CUDA, and the toolkit's headers")
-def test_the_first_phase_runs_on_the_fake_cuda_runtime(libraries: tuple[Path, Path], tmp_path: Path) -> None:
+def test_cases_and_a_benchmark_run_on_the_fake_runtime(libraries: tuple[Path, Path], tmp_path: Path) -> None:
     runtime, operators = libraries
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     variables = {
@@ -67,3 +71,9 @@ def test_the_first_phase_runs_on_the_fake_cuda_runtime(libraries: tuple[Path, Pa
         fused
     )
     assert "3 mini-batches replayed" in fused
+    (file,) = tmp_path.glob("fake-gpu-*-where.md")
+    text = file.read_text()
+    assert "step / bare sum: gpipe_fast, captured " in text
+    assert text.count("| addmm ") == 2
+    # There is no profiler, so the kernel is known by the program alone.
+    assert re.search(r"\| threshold_backward_\w+ +\| +0 \|", text)

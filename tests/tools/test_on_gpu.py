@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import sysconfig
 import time
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from bench import measure
+from bench.gpu import where
+from bench.gpu.subjects import ROWS
 from tools.on_gpu import phases as on_gpu
-from tools.on_gpu import sanitized
+from tools.on_gpu import precompile, sanitized
 from tools.on_gpu.phases import Phase
 
 
@@ -76,9 +80,11 @@ def test_the_summary_names_what_a_failed_phase_left(results_folder: Path) -> Non
 
 
 def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
-    phases = on_gpu.phases()
-    assert [phase.name for phase in phases] == ["correct", "steps", "kernels"]
-    assert sum(phase.share for phase in phases) <= on_gpu.SECONDS - 120 < 480
+    commands = on_gpu.commands()
+    assert list(commands) == ["first", "correct", "levers"]
+    for own in commands.values():
+        assert sum(phase.share for phase in own) <= on_gpu.SECONDS - 120 < 480
+    phases = on_gpu.phases(["correct"])
     paths = {
         name: [word for word in command if word.endswith(".py")]
         for name, command in phases[0].commands.items()
@@ -89,6 +95,33 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     assert all((on_gpu.ROOT / path).exists() for path in every)
     assert "tests/unit/kernels/test_cuda.py" in paths["kernel-tests"]
     assert "tests/unit/csrc/cuda/test_random.py" in paths["others"]
+
+
+def test_the_first_command_is_the_default_and_phases_have_names() -> None:
+    order = ["first", "steps", "where", "programs", "tiny", "tiny-where"]
+    assert [phase.name for phase in on_gpu.phases()] == order
+    assert [phase.name for phase in on_gpu.phases(["steps", "correct"])] == ["steps", "correct"]
+    with pytest.raises(SystemExit, match="unknown phase: speed; choose from first, correct, levers, steps"):
+        on_gpu.phases(["speed"])
+
+
+def test_every_row_is_measured_once_and_known() -> None:
+    rows = [*on_gpu.FIRST_ROWS, *on_gpu.MORE_ROWS]
+    assert sorted([*rows, "tiny-never", "tiny-always"]) == sorted(ROWS)
+    assert set(on_gpu.FIRST_ROWS[:3]) | set(on_gpu.MORE_WHERE) <= set(where.ORDER)
+
+
+def test_compiled_kernels_are_found_where_the_tree_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPIPE_FAST_CACHE", "given")
+    (tmp_path / "KEY").mkdir()
+    group = tmp_path / "KEY" / "__grp__mine.json"
+    group.write_text(json.dumps({"child_paths": {"mine.cubin": "/elsewhere/KEY/mine.cubin"}}))
+    on_gpu.use_compiled_kernels(tmp_path)
+    found = json.loads(group.read_text())["child_paths"]
+    assert found == {"mine.cubin": str(tmp_path / "KEY" / "mine.cubin")}
+    assert os.environ["GPIPE_FAST_CACHE"] == "given"
 
 
 # A stand-in for setup.py: "builds" an extension whose text is TEXT, in place or below --build-lib.
@@ -149,3 +182,12 @@ def test_the_sanitized_steps_compute_the_right_gradients(capsys: pytest.CaptureF
     for what in (sanitized.SMALLEST, sanitized.CAPTURED, sanitized.UNCAPTURED):
         sanitized.steps(what, "cpu")
         assert capsys.readouterr().out.endswith(f"{what}: gradients are right\n")
+
+
+@pytest.mark.extended
+def test_kernels_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_FAST_CACHE", str(tmp_path))
+    assert precompile.main(["tiny-never"])
+    names = [path.name for path in tmp_path.glob("*/threshold_backward_*.cubin")]
+    assert len(names) == 2  # for aligned pointers and for any
+    assert len(set(names)) == 1

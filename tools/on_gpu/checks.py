@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.on_gpu.checks", description=__doc__)
     parser.add_argument("phase", choices=TITLES)
     parser.add_argument("name", nargs="*", help="cases to run (default: all)")
+    parser.add_argument("--file", help="name of the written file (default: gpu-PHASE)")
     parser.add_argument("--here", action="store_true", help="run the cases in this process, for a parent")
     options = parser.parse_args(arguments)
     if options.here:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         return
     from tools.on_gpu.cases import PHASES
 
-    every = list(PHASES[options.phase]())
+    every, file = list(PHASES[options.phase]()), options.file or f"gpu-{options.phase}"
     if unknown := set(options.name) - set(every):
         parser.error(f"unknown case: {', '.join(unknown)}; choose from {', '.join(every)}")
     names, rows, passed = options.name or every, list[list[object]](), 0
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         good, text, captured = (False, found, "") if isinstance(found, str) else found
         passed += good
         rows.append([name, text, captured, seconds])
-        measure.write(f"gpu-{options.phase}", TITLES[options.phase], HEADERS, rows, NOTES[options.phase])
+        measure.write(file, TITLES[options.phase], HEADERS, rows, NOTES[options.phase])
         print(f"{name}: {text} [{captured}] {seconds:.1f} s", flush=True)
 
     for name in children.run("tools.on_gpu.checks", names, SECONDS, keep, [options.phase]):

@@ -48,6 +48,9 @@ FACTS: dict[str, Callable[[], str]] = {
     "date": lambda: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     "packages": packages,
     "driver": lambda: output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"),
+    "clocks": lambda: output(
+        "nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit", "--format=csv"
+    ),
     "nvcc": lambda: output("nvcc", "--version"),
     "compiler": lambda: output(os.environ.get("CXX", "g++"), "--version"),
     "compute-sanitizer": lambda: output("compute-sanitizer", "--version"),

@@ -1,21 +1,35 @@
 """Runs the phases of `make gpu` within a time limit, most important first; phases write results as they go.
 
-    phase        contents                                                  files in bench/results
-    machine      hardware and versions, while the extension is built;      gpu-machine.txt
-                 checks that it imports and sees the device
-    correct      at once: steps of each model, compared with the plain     gpu-models.md
-                 loop (what is replayed, and what prevents a replay;
-                 fused kernels, compared with float64); plans in flight,   gpu-plans.md
-                 autocast, transports; predicted and allocated memory;     gpu-memory.md
-                 the tests marked `cuda`; steps under compute-sanitizer    sanitizer.txt
-    steps        compared with checkpointed loops, torchgpipe and          the GPU's name and date, .md
-                 torch.compile
-    kernels      compared with eager PyTorch and Inductor                   kernels.md
-    (all)        how each phase ended, and the files that it wrote         gpu-summary.txt
+    make gpu               the first ten minutes                            files in bench/results
+    machine      hardware, clocks and versions, while the extension is       gpu-machine.txt
+                 built; checks that it imports and sees the device
+    first        steps of a GPT, compared with the plain loop                gpu-first.md
+    steps        times: everything, everything but attention and nothing     the GPU's name and date, .md
+                 recomputed; compiled stages and models
+    where        bare products and attention, a profiled step by kinds of    ...-where.md
+                 kernels, the halves of a captured step
+    programs     the rates of generated kernels, with two and four           ...-programs.md
+                 programs for each multiprocessor
+    tiny         steps of tiny stages                                        ...-tiny.md
+    tiny-where   where their time is                                         ...-tiny-where.md
 
-`python -m tools.on_gpu [phase ...]` runs the named phases only. A failed phase does not stop the later ones.
-Each phase has a share of the time; unused time goes to the next phase. The output of COMMAND is written to
-`gpu-COMMAND.txt`.
+    make gpu ARGS=correct  what is right
+    correct      at once: steps of each model, compared with the plain       gpu-models.md
+                 loop (what is replayed, and what prevents a replay;
+                 fused kernels, compared with float64); plans in flight,     gpu-plans.md
+                 autocast, transports; predicted and allocated memory;       gpu-memory.md
+                 the tests marked `cuda`; steps under compute-sanitizer      sanitizer.txt
+
+    make gpu ARGS=levers   more times
+    levers       each mechanism beside the step without it                   ...-levers.md
+    more         the other settings and models, copies                       ...-more.md
+    more-where   where their time is                                         ...-more-where.md
+    kernels      compared with eager PyTorch and Inductor                    kernels.md
+
+Names of other phases select these alone. A failed phase does not stop the later ones. Each phase has a share
+of the time; unused time goes to the next phase. The output of COMMAND is written to `gpu-COMMAND.txt`, and
+how each phase ended to `gpu-summary.txt`, or after names to `gpu-summary-NAMES.txt`. Kernels that
+`python -m tools.on_gpu.precompile` has compiled elsewhere are used.
 """
 
 from __future__ import annotations
@@ -24,6 +38,7 @@ import contextlib
 import fnmatch
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -44,6 +59,19 @@ SECONDS = float(os.environ.get("GPIPE_FAST_GPU_SECONDS", "585"))
 KILL_DELAY = 8.0
 # Time limit in seconds for the import and one step.
 CHECK_SECONDS = 60.0
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# Rows of bench.gpu: those of the first ten minutes, and others.
+FIRST_ROWS = (
+    "gpt-8", "gpt-8-except-attention", "gpt-8-never", "gpt-8-stages", "gpt-8-never-stages", "gpt-8-model",
+)  # fmt: skip
+MORE_ROWS = (
+    "gpt-8-never-captured", "gpt-8-0.06", "gpt-8-0.5", "gpt-wide", "llama", "resnet", "gpt-32", "gpt-4",
+    "gpt-8-never-model", "gpt-8-never-reduce-overhead", "gpt-wide-never", "unet",
+)  # fmt: skip
+MORE_WHERE = ("gpt-wide", "llama", "resnet", "gpt-32", "gpt-4", "gpt-8-0.5")
+# Kernels that were compiled elsewhere.
+KERNELS = ROOT / "build" / "gpu" / "triton"
 
 # Checks the extension of the package in the current folder; prints a line for each thing that works.
 EXTENSION_CHECK = """
@@ -86,8 +114,13 @@ def cuda_test_files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found if "pytest.mark.cuda" in path.read_text()]
 
 
-def phases() -> list[Phase]:
-    """Returns the phases in order, with their time shares."""
+def module(name: str, *arguments: str) -> list[str]:
+    """Returns the command line of a module."""
+    return [sys.executable, "-m", name, *arguments]
+
+
+def correctness() -> Phase:
+    """Returns the phase of comparisons and tests, which run at once."""
     contract = "tests/contracts/contract_1_same_bits"
     files = {
         "first": ["tests/unit/test_smoke.py", f"{contract}/test_cuda_steps.py"],
@@ -98,9 +131,6 @@ def phases() -> list[Phase]:
     known = {numerics, *itertools.chain(*files.values())}
     files["others"] = [path for path in cuda_test_files() if path not in known]
 
-    def module(name: str, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", name, *arguments]
-
     checks, tests = "tools.on_gpu.checks", "tools.on_gpu.tests"
     correct = {name: module(checks, name) for name in ("models", "plans", "memory")}
     correct |= {name: module(tests, *paths) for name, paths in files.items()}
@@ -109,12 +139,52 @@ def phases() -> list[Phase]:
     correct |= {"numerics": module("pytest", "-q", "--tb=short", *workers, "-m", "cuda", numerics)}
     correct |= {"sanitizer": module("tools.on_gpu.sanitized")}
     written = ["gpu-models.md", "gpu-plans.md", "gpu-memory.md", "sanitizer.txt"]
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return [
-        Phase("correct", correct, 150, deterministic, written),
-        Phase("steps", {"cuda": module("bench.gpu.cuda")}, 205, files=["*-20??-??-??.md"]),
-        Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 60, files=["kernels.md"]),
-    ]
+    return Phase("correct", correct, 465, DETERMINISTIC, written)
+
+
+def commands() -> dict[str, list[Phase]]:
+    """Returns the phases of each command in order, with their time shares; the first one is the default."""
+
+    def rows(phase: str, share: float, benchmark: str, *names: str, suffix: str = "") -> Phase:
+        options = ("--suffix", suffix) if suffix else ()
+        written = f"*-20??-??-??{f'-{suffix}' if suffix else ''}.md"
+        return Phase(phase, {phase: module(benchmark, *names, *options)}, share, files=[written])
+
+    cuda, where = "bench.gpu.cuda", "bench.gpu.where"
+    gpt = module("tools.on_gpu.checks", "models", "gpt", "gpt, fused kernels", "--file", "gpu-first")
+    tiny = ("tiny-never", "tiny-always")
+    return {
+        "first": [
+            Phase("first", {"first": gpt}, 40, DETERMINISTIC, ["gpu-first.md"]),
+            rows("steps", 210, cuda, *FIRST_ROWS),
+            rows("where", 110, where, *FIRST_ROWS[:3], suffix="where"),
+            rows("programs", 50, where, "programs-per-sm", suffix="programs"),
+            rows("tiny", 25, cuda, *tiny, suffix="tiny"),
+            rows("tiny-where", 20, where, *tiny, suffix="tiny-where"),
+        ],
+        "correct": [correctness()],
+        "levers": [
+            rows("levers", 140, "bench.gpu.levers", suffix="levers"),
+            rows("more", 165, cuda, *MORE_ROWS, "copies", suffix="more"),
+            rows("more-where", 100, where, *MORE_WHERE, suffix="more-where"),
+            Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 60, files=["kernels.md"]),
+        ],
+    }
+
+
+def phases(names: Sequence[str] = ()) -> list[Phase]:
+    """Returns the phases of the named commands, and the named phases; by default those of the first command.
+
+    Raises:
+        SystemExit: a name is unknown.
+    """
+    every = commands()
+    known = every | {
+        phase.name: [phase] for own in every.values() for phase in own if phase.name not in every
+    }
+    if unknown := set(names) - known.keys():
+        sys.exit(f"unknown phase: {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+    return [phase for name in names or [next(iter(every))] for phase in known[name]]
 
 
 @dataclass(frozen=True)
@@ -256,7 +326,8 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | str:
 class Summary:
     """How each phase ended, and the files that it wrote; a file that is rewritten after every phase."""
 
-    def __init__(self, wanted: Sequence[Phase]) -> None:
+    def __init__(self, wanted: Sequence[Phase], name: str = "gpu-summary") -> None:
+        self._name = name
         self._lines = {name: f"{name}: NOT RUN" for name in ("machine", *(phase.name for phase in wanted))}
         RESULTS.mkdir(exist_ok=True)
         self._before = _modification_times()
@@ -280,7 +351,7 @@ class Summary:
 
     def write(self) -> str:
         text = "\n".join(self._lines.values())
-        (RESULTS / "gpu-summary.txt").write_text(f"{text}\n")
+        (RESULTS / f"{self._name}.txt").write_text(f"{text}\n")
         return text
 
 
@@ -299,13 +370,19 @@ def run_all(wanted: Sequence[Phase], seconds: float, summary: Summary) -> None:
         summary.keep(phase, run_commands(phase, max(1.0, share)))
 
 
+def use_compiled_kernels(folder: Path) -> None:
+    """Makes a folder of compiled kernels the disk cache, wherever it was made: its files name whole paths."""
+    os.environ.setdefault("GPIPE_FAST_CACHE", str(folder))
+    for path in folder.glob("*/__grp__*.json"):
+        group = json.loads(path.read_text())
+        files = {name: str(path.with_name(Path(old).name)) for name, old in group["child_paths"].items()}
+        path.write_text(json.dumps(group | {"child_paths": files}))
+
+
 def main(names: Sequence[str] = ()) -> None:
-    begin, every = time.monotonic(), phases()
-    unknown = set(names) - {phase.name for phase in every}
-    if unknown:
-        sys.exit(f"unknown phase: {', '.join(unknown)}; choose from {', '.join(p.name for p in every)}")
-    wanted = [phase for phase in every if not names or phase.name in names]
-    summary = Summary(wanted)
+    begin, wanted = time.monotonic(), phases(names)
+    summary = Summary(wanted, "-".join(["gpu-summary", *names]))
+    use_compiled_kernels(KERNELS)
     if not prepare_extension(SECONDS / 2, summary):
         sys.exit("build: no extension can be imported, so nothing can run")
     run_all(wanted, SECONDS - (time.monotonic() - begin), summary)
