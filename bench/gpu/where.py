@@ -50,17 +50,24 @@ ORDER = (
 COPIED_BYTES, SMALL_COPIED_BYTES = 2 << 30, 1 << 20
 CLOCK_SECONDS, ROUND_SECONDS, ROW_SECONDS = 1.0, 5.0, 120.0
 STEPS = 10  # of which medians are taken
-HEADERS = {
-    "step": ("candidate", "ms: median [p20, p80]", "kernels", *(f"{kind}, ms" for kind in shares.KINDS)),
-    "calls": ("operator", "operands", "in a step", "µs bare", "in a step, ms", "TFLOP/s"),
-    "generated": ("kernel", "in a step", "in a step, ms", "MB", "GB/s", "of copy"),
-    "capture": ("candidate", "forward, host, ms", "forward, ms", "backward, host, ms", "backward, ms"),
-}
-TITLES = {
-    "step": "the time of a step",
-    "calls": "bare products and attention",
-    "generated": "generated kernels",
-    "capture": "the halves of a step",
+# The title and the headers of each table.
+TABLES = {
+    "step": (
+        "the time of a step",
+        ("candidate", "ms: median [p20, p80]", "kernels", *(f"{kind}, ms" for kind in shares.KINDS)),
+    ),
+    "calls": (
+        "bare products and attention",
+        ("operator", "operands", "in a step", "µs bare", "in a step, ms", "TFLOP/s"),
+    ),
+    "generated": (
+        "generated kernels",
+        ("kernel", "in a step", "in a step, ms", "MB", "GB/s", "of copy"),
+    ),
+    "capture": (
+        "the halves of a step",
+        ("candidate", "forward, host, ms", "forward, ms", "backward, host, ms", "backward, ms"),
+    ),
 }
 NOTE = (
     "All stages share one device. Kernels are those of a profiled step, and their time is the union of their "
@@ -194,16 +201,8 @@ def clocks(run: Callable[[], object], device: str) -> str:
         return ""
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     fields = "clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-    command = [
-        "nvidia-smi",
-        "-i",
-        gpu,
-        f"--query-gpu={fields}",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "50",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampling:
+    command = f"nvidia-smi -i {gpu} --query-gpu={fields} --format=csv,noheader,nounits -lms 50"
+    with subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True) as sampling:
         end = time.monotonic() + CLOCK_SECONDS
         while time.monotonic() < end:
             run()
@@ -227,7 +226,7 @@ def sums_text(step_ms: Mapping[str, float], bare_ms: float, work: Work, copied: 
     ratios = ", ".join(f"{name} {taken / bare_ms:.2f}" for name, taken in step_ms.items()) if bare_ms else "-"
     return (
         f"Bare sum {bare_ms:.2f} ms; step / bare sum: {ratios}. The programs launch {work.launches} times, "
-        f"and move {work.moved / 1e9:.2f} GB beside products and attention, which take "
+        f"and move {work.moved / 1e9:.2f} GB beside products and attention, which would take "
         f"{work.moved / copied / 1e3:.2f} ms at the {copied / 1e3:.0f} GB/s of a copy. "
     )
 
@@ -274,10 +273,10 @@ def attention_text(kernels: Sequence[shares.Interval]) -> str:
 
 
 def kernel_rates(device: str) -> dict[str, list[float]]:
-    """Returns `generated_times` of an uncaptured step, and under "copy" the rate of a copy; for `process`."""
+    """Returns `generated_times` of an uncaptured step, and those of a copy of a gigabyte; for `process`."""
     steps = Steps.of(KERNELS_OF, device, (UNCAPTURED,))
     found = shares.profiled(steps.timed()[UNCAPTURED])
-    return {"copy": [0, 0, copy_rate(device)], **generated_times(steps, found.intervals)}
+    return {"copy": [0, 1e9 / copy_rate(device), 10**9], **generated_times(steps, found.intervals)}
 
 
 def compared_kernels(device: str) -> list[list[object]]:
@@ -307,8 +306,8 @@ def tables_of(row: str, found: Any) -> list[Table]:
         return [Table(title, ["kernel", "in a step", *pairs], found)]
     notes = {"step": f"`{row}`. {found['note']}\n"}
     return [
-        Table(f"{title}: {TITLES[table]}", headers, found[table], notes.get(table, ""))
-        for table, headers in HEADERS.items()
+        Table(f"{title}: {what}", headers, found[table], notes.get(table, ""))
+        for table, (what, headers) in TABLES.items()
         if found.get(table)
     ]
 

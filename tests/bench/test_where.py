@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from bench import measure
+from bench import measure, process
 from bench.gpu import bare, levers, shares, where
 from bench.gpu.shares import ATTENTION, COPY, GENERATED, IDLE, OTHER, PRODUCT, Interval
-from bench.gpu.subjects import ROWS
+from bench.gpu.subjects import ROWS, unsupported
 from gpipe_fast import GPipe
 from gpipe_fast.lower.alone import Spec
 from gpipe_fast.lower.work import Work
@@ -165,6 +165,27 @@ def test_every_row_and_lever_has_its_place() -> None:
     # Programs and kernels are those of uncaptured steps.
     assert all("gpipe_fast, not captured" in ROWS[r].full.names for r in where.ORDER if r != where.KERNELS)
     assert all(bool(each.off) != bool(each.off_variables) for each in levers.LEVERS.values())
+
+
+def test_a_checkpoint_mode_that_gpipe_lacks_is_said_and_not_measured() -> None:
+    assert unsupported("always") == unsupported(0.5) == ""
+    assert "has no checkpoint 'except_nothing'" in unsupported("except_nothing")
+    (table,) = where.tables_of("gpt-8", unsupported("except_nothing"))
+    assert table.rows == [[unsupported("except_nothing")]]
+
+
+def test_kernels_are_compared_by_name_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"2": {"copy": [0, 500.0, 10**9], "mine": [3, 10.0, 10**7]}, "4": {"mine": [3, 5.0, 10**7]}}
+
+    def call(function: str, device: str, environment: dict[str, str]) -> dict[str, list[float]]:
+        assert (function, device) == ("bench.gpu.where:kernel_rates", "cuda:0")
+        return rates[environment[where.PROGRAMS_VARIABLE]]
+
+    monkeypatch.setattr(process, "call", call)
+    assert where.compared_kernels("cuda:0") == [
+        ["copy", 0, "0.50", "2000", "0.00", "-"],
+        ["mine", 3, "0.01", "1000", "0.01", "2000"],
+    ]
 
 
 @pytest.mark.extended
