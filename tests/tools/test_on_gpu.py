@@ -84,6 +84,8 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
     assert list(commands) == ["first", "correct", "levers"]
     for own in commands.values():
         assert sum(phase.share for phase in own) <= on_gpu.SECONDS - 120 < 480
+    names = [name for own in commands.values() for phase in own for name in phase.commands]
+    assert len(names) == len(set(names))  # each writes a file
     phases = on_gpu.phases(["correct"])
     paths = {
         name: [word for word in command if word.endswith(".py")]
@@ -98,10 +100,10 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
 
 
 def test_the_first_command_is_the_default_and_phases_have_names() -> None:
-    order = ["first", "steps", "where", "programs", "tiny", "tiny-where"]
+    order = ["gpt", "steps", "where", "programs", "tiny", "tiny-where"]
     assert [phase.name for phase in on_gpu.phases()] == order
     assert [phase.name for phase in on_gpu.phases(["steps", "correct"])] == ["steps", "correct"]
-    with pytest.raises(SystemExit, match="unknown phase: speed; choose from first, correct, levers, steps"):
+    with pytest.raises(SystemExit, match="unknown phase: speed; choose from first, correct, levers, gpt"):
         on_gpu.phases(["speed"])
 
 

@@ -3,7 +3,7 @@
     make gpu               the first ten minutes                            files in bench/results
     machine      hardware, clocks and versions, while the extension is       gpu-machine.txt
                  built; checks that it imports and sees the device
-    first        steps of a GPT, compared with the plain loop                gpu-first.md
+    gpt          steps of a GPT, compared with the plain loop                gpu-gpt.md
     steps        times: everything, everything but attention and nothing     the GPU's name and date, .md
                  recomputed; compiled stages and models
     where        bare products and attention, a profiled step by kinds of    ...-where.md
@@ -151,12 +151,12 @@ def commands() -> dict[str, list[Phase]]:
         return Phase(phase, {phase: module(benchmark, *names, *options)}, share, files=[written])
 
     cuda, where = "bench.gpu.cuda", "bench.gpu.where"
-    gpt = module("tools.on_gpu.checks", "models", "gpt", "gpt, fused kernels", "--file", "gpu-first")
+    gpt = module("tools.on_gpu.checks", "models", "gpt", "gpt, fused kernels", "--file", "gpu-gpt")
     tiny = ("tiny-never", "tiny-always")
     return {
         "first": [
-            Phase("first", {"first": gpt}, 40, DETERMINISTIC, ["gpu-first.md"]),
-            rows("steps", 210, cuda, *FIRST_ROWS),
+            Phase("gpt", {"gpt": gpt}, 50, DETERMINISTIC, ["gpu-gpt.md"]),
+            rows("steps", 200, cuda, *FIRST_ROWS),
             rows("where", 110, where, *FIRST_ROWS[:3], suffix="where"),
             rows("programs", 50, where, "programs-per-sm", suffix="programs"),
             rows("tiny", 25, cuda, *tiny, suffix="tiny"),

@@ -24,6 +24,7 @@ from gpipe_fast.fuse.cubin import FOLDER_VARIABLE
 from gpipe_fast.fuse.cubins import CompileFailure, cubins, sources_of
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.steps import Launch
+from tools.on_gpu.cases import BATCH, CHUNKS, MODELS
 
 FOLDER = Path(__file__).parents[2] / "build" / "gpu" / "triton"
 CAPABILITY = (9, 0)
@@ -42,16 +43,23 @@ def launches(subject: Subject) -> Iterator[KernelLaunch]:
         yield from (step.launch for step in program.steps if isinstance(step, Launch))
 
 
+def subjects() -> dict[str, list[Subject]]:
+    """Returns the subjects of each row, and under 'checks' the GPT with which `make gpu` begins."""
+    make, sample, vocab = MODELS["gpt"]
+    checked = Subject(make, sample, BATCH, CHUNKS, vocab, checkpoint="except_last")
+    return {"checks": [checked], **{name: [row.full, row.small] for name, row in ROWS.items()}}
+
+
 def main(names: Sequence[str] = ()) -> bool:
     """Compiles the kernels of rows, and returns whether all of them compile."""
     os.environ.setdefault(FOLDER_VARIABLE, str(FOLDER))
-    good = True
-    for name in names or ROWS:
-        begin, row = time.monotonic(), ROWS[name]
-        if reason := unsupported(row.full.checkpoint):
+    good, every = True, subjects()
+    for name in names or every:
+        begin, own = time.monotonic(), every[name]
+        if reason := unsupported(own[0].checkpoint):
             print(f"{name}: {reason}", flush=True)
             continue
-        found = [launch for subject in (row.full, row.small) for launch in launches(subject)]
+        found = [launch for subject in own for launch in launches(subject)]
         unique = {launch.specialization: launch for launch in found}.values()
         made = cubins([source for launch in unique for source in sources_of(launch)], CAPABILITY)
         failures = [each.reason for each in made if isinstance(each, CompileFailure)]
