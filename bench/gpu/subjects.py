@@ -112,7 +112,7 @@ class Subject:
         else:
             mode = "reduce-overhead" if name.endswith("reduce-overhead") else "default"
             loop = compiled(model, balance, recompute, name in MODEL_COMPILED, mode, backend)
-            forward = looped(loop, self.chunks)
+            forward = _as_one_iteration(looped(loop, self.chunks))
         return Step(model.parameters(), forward, *data)
 
     def _settings(self, device: str) -> dict[str, Any]:
@@ -249,6 +249,19 @@ def unsupported(checkpoint: str | float) -> str:
     except ValueError as error:
         return f"not measured, because this gpipe_fast has no checkpoint {checkpoint!r}: {error}"
     return ""
+
+
+def _as_one_iteration(forward: Forward) -> Forward:
+    """Returns a forward that begins an iteration: until the next, CUDA graphs of Inductor keep their results.
+
+    Without it, each call may overwrite those of other micro-batches, and a recompute is such a call.
+    """
+
+    def marked(input: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return forward(input)
+
+    return marked
 
 
 def compiled(
