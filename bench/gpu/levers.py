@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import measure, process
 from bench.gpu.rows import RowBenchmark
-from bench.gpu.subjects import ROWS, WARM_UP, Synchronized
+from bench.gpu.subjects import EXCEPT_ATTENTION, ROWS, WARM_UP, Synchronized
 from bench.gpu.where import PROGRAMS_VARIABLE
 
 ROW, ROUNDS, ROUND_SECONDS, LEVER_SECONDS = "gpt-8", 10, 15.0, 150.0
@@ -41,11 +41,13 @@ class Lever:
 
 
 LEVERS = {
-    "fuse": Lever("fused kernels", {"fuse": False}),
+    "fuse": Lever("fused kernels, captured", {"fuse": False, "capture": True}, {"capture": True}),
     "fuse-uncaptured": Lever(
         "fused kernels, not captured", {"fuse": False, "capture": False}, {"capture": False}
     ),
-    "capture": Lever("CUDA graphs", {"capture": False}),
+    "capture": Lever("CUDA graphs", {"capture": False}, {"capture": True}),
+    "where-it-pays": Lever("CUDA graphs only where launches do not hide", {"capture": True}),
+    "attention": Lever("attention saved", on={"checkpoint": EXCEPT_ATTENTION}),
     "programs": Lever(
         "4 programs for each multiprocessor instead of 2",
         off_variables={PROGRAMS_VARIABLE: "2"},

@@ -31,7 +31,11 @@ MAX_ERROR_RATIO = 2.0
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
 UNFUSED = "gpipe_fast, no fused kernels"
 # The arguments of each pipeline.
-PIPELINES: dict[str, dict[str, Any]] = {OURS: {}, UNFUSED: {"fuse": False}, UNCAPTURED: {"capture": False}}
+PIPELINES: dict[str, dict[str, Any]] = {
+    OURS: {"capture": True},
+    UNFUSED: {"fuse": False, "capture": True},
+    UNCAPTURED: {"capture": False},
+}
 LOOP, TORCHGPIPE = "plain loop", "torchgpipe"
 STAGES_COMPILED = ("plain loop, each stage compiled", "plain loop, each stage compiled, reduce-overhead")
 MODEL_COMPILED = ("plain loop, model compiled", "plain loop, model compiled, reduce-overhead")

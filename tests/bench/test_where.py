@@ -164,7 +164,9 @@ def test_every_row_and_lever_has_its_place() -> None:
         assert set(row.untimed) <= set(row.full.names)
     # Programs and kernels are those of uncaptured steps.
     assert all("gpipe_fast, not captured" in ROWS[r].full.names for r in where.ORDER if r != where.KERNELS)
-    assert all(bool(each.off) != bool(each.off_variables) for each in levers.LEVERS.values())
+    assert all(
+        (each.off == each.on) != (each.off_variables == each.on_variables) for each in levers.LEVERS.values()
+    )
 
 
 def test_a_checkpoint_mode_that_gpipe_lacks_is_said_and_not_measured() -> None:
