@@ -2,11 +2,10 @@
 
 Counted, not measured: what the lowered programs of one micro-batch read and write, and the calls, launches
 and accumulations that they consist of, in every micro-batch of a mini-batch but the first. Bytes leave out
-matrix products, convolutions and fused attention, except a matrix, other than an accumulator, to which a
-product is added; launches include them. An operator counts as one launch, though it may launch several
-kernels. Sizes: batch {LARGE.batch}, sequence {LARGE.length}, width {LARGE.width}, {LARGE.heads} heads,
-{LARGE.vocab} classes. Precision 'autocast' has fp32 parameters and inputs, and casts to bf16. The graphs are
-those of a GPU of compute capability 9.0.
+matrix products, convolutions and fused attention; launches include them. An operator counts as one launch,
+though it may launch several kernels. Sizes: batch {LARGE.batch}, sequence {LARGE.length}, width
+{LARGE.width}, {LARGE.heads} heads, {LARGE.vocab} classes. Precision 'autocast' has fp32 parameters and
+inputs, and casts to bf16. The graphs are those of a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

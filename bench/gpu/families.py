@@ -23,12 +23,10 @@ from gpipe_fast.kernels.losses import reduce_losses, reduction_scale
 from gpipe_fast.kernels.mean_loss import launch_loss
 from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
 from gpipe_fast.kernels.rotate_half import launch_rotate_half
-from gpipe_fast.kernels.stack import MAX_PARTS, launch_stack
 
 IGNORED = -100
 HEADS = 16
 ROTARY_HEAD_DIM, ROTARY_MAX_LENGTH = 128, 2048
-STACK_HEAD_DIM, STACK_MAX_LENGTH = 64, 512
 CLASSES = 32000
 FEATURES = 1024
 # Inputs with few elements have fewer classes, so that the mean is always over at least this many rows.
@@ -176,31 +174,6 @@ def _launched_rotary(
     return [*launch_rotate_half(q, k, cos, sin), *launch_rotate_half(dq, dk, cos, sin, True)]
 
 
-def stack_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Returns dq, dk, dv of shape (batch, heads, length, head_dim). ``elements`` counts all three."""
-    positions = max(1, elements // (MAX_PARTS * HEADS * STACK_HEAD_DIM))
-    length = min(positions, STACK_MAX_LENGTH)
-    shape = (positions // length, HEADS, length, STACK_HEAD_DIM)
-    return [torch.randn(shape, dtype=dtype, device=device) for _ in range(MAX_PARTS)]
-
-
-def _plain_stack(*parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenates, then reads the matrix again for the sums."""
-    matrix = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1).flatten(0, 1)
-    return matrix, matrix.sum(0)
-
-
-def _ours_stack(*parts: Tensor) -> tuple[Tensor, Tensor]:
-    if not kernels_available(*parts):
-        return _plain_stack(*parts)
-    matrix, sums = launch_stack([part.transpose(1, 2) for part in parts])
-    return matrix, sums.to(matrix.dtype)
-
-
-def _launched_stack(*parts: Tensor) -> None:
-    launch_stack([part.transpose(1, 2) for part in parts])
-
-
 CASES = [
     KernelCase(
         "cross_entropy mean",
@@ -244,14 +217,6 @@ CASES = [
         baseline=rotate,
         ours=_ours_rotary,
         launched=_launched_rotary,
-    ),
-    KernelCase(
-        "stack 3 parts",
-        stack_inputs,
-        differentiated=(),
-        baseline=_plain_stack,
-        ours=_ours_stack,
-        launched=_launched_stack,
     ),
 ]
 

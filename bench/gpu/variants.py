@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpipe_fast.kernels import mean_loss, partial_sums, precomputed_gradient, rotate_half, stack
+from gpipe_fast.kernels import mean_loss, partial_sums, precomputed_gradient, rotate_half
 from gpipe_fast.kernels.cross_entropy import CONFIGS as LOSS_CONFIGS
 from gpipe_fast.kernels.cross_entropy import _long_rows, _whole_rows
 from gpipe_fast.kernels.launch import Config
@@ -131,29 +131,7 @@ def _rotate_half() -> dict[str, Variant]:
     return found
 
 
-def _stack() -> dict[str, Variant]:
-    found = {}
-    sizes = ("num_rows", "length", "num_cols", "head_dim")
-    strides = [f"{part}_{stride}" for part in "abc" for stride in ("batch", "position", "head")]
-    orders = ((3, False), (3, True), (2, False))
-    for dtype, config, (parts, heads_first) in itertools.product(
-        ("fp32", "bf16"), stack.CONFIGS.values(), orders
-    ):
-        tensors = {name: f"*{dtype}" for name in stack._stack.arg_names if name.startswith("p_")} | {
-            "p_sums": "*fp32"
-        }
-        name = f"stack {parts} parts{', heads first' * heads_first}, {dtype}, {config}"
-        found[name] = Variant(
-            stack._stack,
-            tensors | dict.fromkeys((*sizes, *strides), "i32"),
-            {"PARTS": parts, "HEADS_FIRST": heads_first},
-            config,
-            (*tensors, "num_cols", "head_dim", *strides),
-        )
-    return found
-
-
 def all_variants() -> dict[str, Variant]:
     """Returns all variants by name. A name has the kernel, its specialization, dtype and configuration."""
-    families = (_cross_entropy, _precomputed_gradient, _mean_loss, _partial_sums, _rotate_half, _stack)
+    families = (_cross_entropy, _precomputed_gradient, _mean_loss, _partial_sums, _rotate_half)
     return {name: variant for family in families for name, variant in family().items()}

@@ -17,9 +17,8 @@ from gpipe_fast.fuse.patterns import TracedPattern, trace_pattern
 Argument = tuple[tuple[int, ...], torch.dtype]
 Numbers = Mapping[str, Any]
 
-# Phases of the search. Forwards come after gradients, which may recompute their nodes themselves; sums come
-# after both, and once more after regions.
-GRADIENTS, FORWARDS, SUMS = range(3)
+# Phases of the search. Forwards come after gradients, which may recompute their nodes themselves.
+GRADIENTS, FORWARDS = range(2)
 Results = tuple[Tensor, ...]
 
 
@@ -34,10 +33,7 @@ class Case:
         launcher: takes the graph's numbers, and the tensors in place of the pattern's arguments. Returns
             tensors of the shapes and dtypes of the pattern's results.
         anchor: an operator of the pattern that few graphs have; without it the pattern is not even traced.
-        phase: when it is searched for: `GRADIENTS`, `FORWARDS` or `SUMS`.
-        also: further operators of the pattern, without which it is not traced.
-        overwrites: the index of an argument in whose memory the replacement computes its result, or None. The
-            replaced nodes must be its only readers.
+        phase: when it is searched for: `GRADIENTS` or `FORWARDS`.
     """
 
     name: str
@@ -46,8 +42,6 @@ class Case:
     launcher: Callable[..., Results]
     anchor: Any
     phase: int
-    also: tuple[Any, ...] = ()
-    overwrites: int | None = None
 
     @functools.cached_property
     def traced(self) -> TracedPattern:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from gpipe_fast.fuse.check import ReplacementCheck, has_passed
 from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.families import cases
-from gpipe_fast.fuse.family import SUMS, Case
+from gpipe_fast.fuse.family import Case
 from gpipe_fast.fuse.launchers import CannotLaunch, launches_in
 from gpipe_fast.fuse.left import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
 from gpipe_fast.fuse.left_out import leave_out, reason_of
@@ -130,11 +130,8 @@ def fuse(
         A graph that computes the same values, not bit for bit.
     """
     pass_ = _Pass(graph, unfit, unchecked, kept)
-    families = cases(_dtypes(graph))
-    pass_.run(families)
+    pass_.run(cases(_dtypes(graph)))
     pass_.replace_regions(explain)
-    # A region may have removed the other readers of a sum.
-    pass_.run(case for case in families if case.phase == SUMS)
     fused = pass_.rewriter.finish()
     return Fused(fused, tuple(pass_.replaced), left_in(fused, pass_.reasons) if explain else ())
 
@@ -151,7 +148,6 @@ class _Candidate:
     outputs: list[fx.Node]
     inner: set[fx.Node]
     fragment: fx.Graph
-    overwrites: int | None = None
     within: Container[fx.Node] | None = None
     saved: int = 0
 
@@ -173,7 +169,7 @@ class _Pass:
         search = Graph(self.rewriter.graph)
         found: dict[int, list[_Candidate]] = {}
         for case in all_cases:
-            if not search.has(case.anchor, *case.also) or not search.may_have_inputs(case.arguments):
+            if not search.has(case.anchor) or not search.may_have_inputs(case.arguments):
                 continue
             if search.may_have(case.traced):
                 candidates = (self._candidate(case, match) for match in search.matches(case.traced))
@@ -217,7 +213,7 @@ class _Pass:
             return OTHER_LAYOUT
         name = ", ".join(region.operators)
         nodes = [n for unit in region.units for n in (unit.node, *unit.results)]
-        candidate = _Candidate(name, inputs, outputs, set(), fragment, None, {*nodes}, region.saved)
+        candidate = _Candidate(name, inputs, outputs, set(), fragment, {*nodes}, region.saved)
         self._replace(candidate, nodes)
         return None
 
@@ -249,7 +245,7 @@ class _Pass:
             return None
         if not _has_layouts_of(fragment, outputs):
             return None
-        return _Candidate(case.name, inputs, outputs, inner, fragment, case.overwrites)
+        return _Candidate(case.name, inputs, outputs, inner, fragment)
 
     def _saves(self, candidate: _Candidate) -> bool:
         """Returns whether a replacement is possible and worthwhile now; sets how much it saves."""
@@ -258,9 +254,6 @@ class _Pass:
         if not all(map(self.rewriter.alive, (*outputs, *inner))):
             return False
         if self.rewriter.makes_cycle(inputs, outputs, inner):
-            return False
-        overwritten = candidate.overwrites
-        if overwritten is not None and not self.rewriter.owns(outputs[0], inputs[overwritten]):
             return False
         before, after = self.rewriter.bytes_before_and_after(outputs, inner, candidate.fragment)
         candidate.saved = before - after

@@ -49,7 +49,6 @@ _DIM_OF_INPUTS = frozenset(
         aten._log_softmax.default,
         aten._log_softmax_backward_data.default,
         aten.cat.default,
-        aten.select.int,
         aten.slice.Tensor,
         aten.squeeze.dim,
         aten.sum.dim_IntList,

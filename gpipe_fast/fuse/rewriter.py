@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from gpipe_fast.fuse.check import results_of
 from gpipe_fast.fuse.patterns import strip
-from gpipe_fast.lower.alias import is_read_once, source_of
+from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.torch_private.graphs import graph_module
@@ -100,12 +100,6 @@ class Rewriter:
             if not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
-
-    def owns(self, node: fx.Node, read: fx.Node) -> bool:
-        """Returns whether a node may overwrite a tensor that it reads, because no other node reads it."""
-        base, offset = source_of(read)
-        whole = offset == 0 and base.meta["val"].numel() == read.meta["val"].numel()
-        return base.op == "call_function" and whole and is_read_once(base, node)
 
     def replace(
         self,

@@ -121,6 +121,17 @@ def is_launch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is launch_kernel
 
 
+def changed_input(node: fx.Node, output: int) -> fx.Node | None:
+    """Returns the tensor whose copy a kernel changes to an output; None if it only writes the output."""
+    if not is_launch(node):
+        return None
+    launch, arguments, *_ = node.args
+    assert isinstance(launch, KernelLaunch)
+    assert isinstance(arguments, (list, tuple))
+    initial = arguments[launch.outputs[output]]
+    return initial if isinstance(initial, fx.Node) else None
+
+
 def pointer_type(dtype: torch.dtype, constant: bool = False) -> str:
     """Returns the type of a tensor, such as ``*bf16``; "" if Triton has none for the dtype.
 

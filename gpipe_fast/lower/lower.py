@@ -25,8 +25,7 @@ from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
 from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
-from gpipe_fast.lower.in_place import changed_input, memory_of
-from gpipe_fast.lower.launch import KernelLaunch, is_launch
+from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
 from gpipe_fast.lower.operators import (
     OperatorCall,
     functional_call,
@@ -94,9 +93,7 @@ class _Lowering:
         self.values.add_placeholders()
         results = [n for n in self.graph.outputs if n.port.role is not GraphRole.PARAMETER_GRADIENT]
         gradients = self._gradients()
-        self.returned_bases = memory_of(
-            (self.values.sources[n.node].base for n in results), self.values.sources
-        )
+        self.returned_bases = {self.values.sources[n.node].base for n in results}
         self.elided_sums -= self.returned_bases | {
             self.values.sources[part].base for g in gradients for part in g.parts
         }
@@ -205,14 +202,14 @@ class _Lowering:
         return outs
 
     def _changed_in_place(self, node: fx.Node, position: int, is_returned: bool) -> int | None:
-        """Returns the value that a node changes itself, not a copy, because only this node reads it."""
+        """Returns the value that a kernel changes itself, not a copy, because only this kernel reads it."""
         initial = changed_input(node, position)
         if initial is None or not is_read_once(self.values.sources[initial].base, node):
             return None
         source, offset = self.values.sources[initial]
         value = self.program.values[self.values.index[source]]
         whole = (offset, math.prod(value.sizes)) == (0, initial.meta["val"].numel())
-        owned = [StorageKind.RESULT, StorageKind.FRESH] + [StorageKind.ARENA] * (not is_returned)
+        owned = [StorageKind.RESULT] + [StorageKind.ARENA] * (not is_returned)
         return self.values.index[source] if whole and value.storage in owned else None
 
     def _returns_only_views(self, node: fx.Node) -> bool:

@@ -38,8 +38,7 @@ class Work:
     """What a program does for one micro-batch, except for the first one of a mini-batch.
 
     Attributes:
-        read: bytes that steps read, except products and attention; but a matrix to which a product is added
-            counts, unless it is an accumulator.
+        read: bytes that steps read, except products and attention.
         written: bytes that steps write, except products and attention.
         moved_by: bytes read and written by the name of the operator or of the kernel. Accumulations are named
             ``accumulate``.
@@ -84,25 +83,13 @@ def count(program: ProgramIR) -> Work:
         if access is None:
             continue
         work.launches_of[access.name] = work.launches_of.get(access.name, 0) + 1
-        both = (access.read, access.written)
         if is_product_or_attention(access.name):
-            both = (_added_matrix(program.values, access), ())
-        read, written = (_bytes(program.values, indices) for indices in both)
-        if read + written or not is_product_or_attention(access.name):
-            work.read += read
-            work.written += written
-            work.moved_by[access.name] = work.moved_by.get(access.name, 0) + read + written
+            continue
+        read, written = (_bytes(program.values, indices) for indices in (access.read, access.written))
+        work.read += read
+        work.written += written
+        work.moved_by[access.name] = work.moved_by.get(access.name, 0) + read + written
     return work
-
-
-def _added_matrix(values: Sequence[Value], access: Access) -> tuple[int, ...]:
-    """Returns the matrix to which ``addmm`` adds a product; nothing for a bias and for an accumulator."""
-    if access.name != "addmm":
-        return ()
-    added = values[access.read[0]]
-    base = values[added.index] if added.storage is StorageKind.VIEW else added
-    is_counted = len(added.sizes) == 2 and base.storage is not StorageKind.ACCUMULATOR
-    return access.read[:1] if is_counted else ()
 
 
 def is_product_or_attention(name: str) -> bool:

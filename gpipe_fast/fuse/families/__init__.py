@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpipe_fast.fuse.families import losses, products, rotary, stacks
+from gpipe_fast.fuse.families import losses, rotary
 from gpipe_fast.fuse.family import Case
 
 LOW = (torch.bfloat16, torch.float16)
@@ -23,6 +23,6 @@ def _cases(dtypes: frozenset[torch.dtype]) -> Iterator[Case]:
     low = [d for d in LOW if d in dtypes]
     mixes = [(d, d) for d in (torch.float32, *low) if d in dtypes]
     mixes += [(torch.float32, d) for d in low if torch.float32 in dtypes]
-    for family in (losses, rotary, stacks, products):
+    for family in (losses, rotary):
         for stream, own in mixes:
             yield from family.cases(stream, own)
