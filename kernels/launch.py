@@ -18,11 +18,13 @@ from torch.library import wrap_triton
 # Whether kernels run in Triton's interpreter, on the CPU. The environment must be set at process start.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# The rows that a program sums at least, unless multiprocessors would idle: partial sums of fewer rows would
-# be a large part of the bytes.
-ROWS_PER_PARTIAL_SUM = 32
-# CUDA's limit for the second and the third dimension of a grid.
-MAX_GRID = 65535
+# A kernel that sums rows starts programs by the number of multiprocessors: as many as fill each of them with
+# this many warps. An H200 needs about 25 KB in flight on each to load at 4.8 TB/s with 0.7 microseconds of
+# latency; 32 warps that load two tensors of bf16, 8 elements a thread, have 32 KB. Partial sums of fewer
+# rows than this would be a large part of the bytes, so programs for few rows are fewer.
+WARPS_PER_MULTIPROCESSOR, ROWS_PER_PARTIAL_SUM = 32, 16
+# For benchmarks: programs for each multiprocessor, whatever their warps.
+PROGRAMS_PER_MULTIPROCESSOR = int(os.environ.get("GPIPE_FAST_PROGRAMS_PER_SM", "0"))
 # The multiprocessors of an H100, assumed where bytes are counted with meta tensors; and those of the
 # interpreter, where each operation of each program takes as long.
 DEFAULT_MULTIPROCESSORS, INTERPRETER_MULTIPROCESSORS = 132, 4
@@ -114,25 +116,31 @@ def _device_guard(arguments: Sequence[Any]) -> contextlib.AbstractContextManager
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU, and one that is assumed for another device."""
+    """Returns the number of multiprocessors of a GPU; an assumed one for a device that the machine lacks."""
     if device.type == "cpu":
         return INTERPRETER_MULTIPROCESSORS
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return DEFAULT_MULTIPROCESSORS
     found: int = torch.cuda.get_device_properties(device).multi_processor_count
     return found
 
 
-def num_partial_sums(num_rows: int, col_blocks: int, device: torch.device) -> int:
+def num_partial_sums(num_rows: int, col_blocks: int, num_warps: int, device: torch.device) -> int:
     """Returns how many programs should share the rows of a block of columns, if each writes their sums.
+
+    All blocks of columns together have a multiple of the multiprocessors, or nearly, and one for each at
+    least, so that all of these end at the same time.
 
     Args:
         num_rows: the number of rows.
         col_blocks: the number of blocks of columns.
+        num_warps: the warps of a program.
         device: the device of the rows.
     """
-    busy = cdiv(num_multiprocessors(device), max(1, col_blocks))
-    return min(max(busy, cdiv(num_rows, ROWS_PER_PARTIAL_SUM)), MAX_GRID)
+    multiprocessors = num_multiprocessors(device)
+    most = PROGRAMS_PER_MULTIPROCESSOR or max(1, WARPS_PER_MULTIPROCESSOR // num_warps)
+    worthwhile = round(num_rows * col_blocks / (ROWS_PER_PARTIAL_SUM * multiprocessors))
+    return max(1, min(most, max(1, worthwhile)) * multiprocessors // col_blocks)
 
 
 def flatten_rows(tensor: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def block_of(region: Region, device: torch.device) -> tuple[Block, int]:
     blocks = cdiv(loops.num_rows, rows)
     if not loops.column_sums:
         return Block(rows, cols, False, blocks == 1), blocks
-    programs = min(num_partial_sums(loops.num_rows, cdiv(loops.num_cols, cols), device), blocks)
+    col_blocks = cdiv(loops.num_cols, cols)
+    programs = min(num_partial_sums(loops.num_rows, col_blocks, _warps(rows, cols), device), blocks)
     each = cdiv(blocks, programs)
     programs = cdiv(blocks, each)
     return Block(rows, cols, True, programs == 1), programs
@@ -47,10 +48,13 @@ def block_of(region: Region, device: torch.device) -> tuple[Block, int]:
 
 def config_of(block: Block) -> Config:
     """Returns the configuration of a kernel with this block."""
-    warps = block.rows * block.cols // (_WARP * _PER_THREAD)
     sizes = {"ROWS": block.rows, "COLS": block.cols}
     # Products and sums are not contracted, so that a recompute rounds as the forward did.
-    return Config(sizes, min(max(warps, 1), _MAX_WARPS), contracts=False)
+    return Config(sizes, _warps(block.rows, block.cols), contracts=False)
+
+
+def _warps(rows: int, cols: int) -> int:
+    return min(max(rows * cols // (_WARP * _PER_THREAD), 1), _MAX_WARPS)
 
 
 def fragment_of(region: Region) -> fx.Graph:

@@ -14,6 +14,7 @@ from gpipe_fast.kernels.launch import (
     Config,
     kernels_available,
     launch,
+    num_multiprocessors,
     num_partial_sums,
     recording_launches,
     uses_kernels,
@@ -60,9 +61,27 @@ def test_kernels_run_on_the_cpu_only_in_the_interpreter_and_not_in_fp64(
     assert not uses_kernels(single, double)
 
 
-def test_partial_sums_fit_a_grid() -> None:
-    """They are the second dimension of a grid, which CUDA limits to 65535."""
-    meta = torch.device("meta")
-    assert num_partial_sums(1000, 1, meta) == 132
-    assert num_partial_sums(32_000, 3, meta) == 1000
-    assert num_partial_sums(10_000_000, 3, meta) == 65535
+@pytest.mark.parametrize(
+    ("rows", "col_blocks", "warps", "programs"),
+    [
+        (8192, 1, 4, 4 * 132),  # 16 rows for each partial sum
+        (1 << 20, 1, 4, 8 * 132),  # 32 warps for each multiprocessor
+        (1 << 20, 1, 16, 2 * 132),
+        (8192, 16, 4, 66),  # 8 programs for each multiprocessor, of which 66 share rows
+        (1000, 1, 4, 132),  # one for each multiprocessor, though partial sums are of few rows
+        (8192, 5000, 4, 1),
+    ],
+)
+def test_programs_with_partial_sums_fill_the_multiprocessors(
+    rows: int, col_blocks: int, warps: int, programs: int
+) -> None:
+    assert num_partial_sums(rows, col_blocks, warps, torch.device("meta")) == programs
+
+
+def test_a_benchmark_may_choose_the_programs_of_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "PROGRAMS_PER_MULTIPROCESSOR", 2)
+    assert num_partial_sums(1 << 20, 1, 4, torch.device("meta")) == 2 * 132
+
+
+def test_a_gpu_that_the_machine_lacks_has_the_assumed_multiprocessors() -> None:
+    assert num_multiprocessors(torch.device("cuda", 63)) == 132
