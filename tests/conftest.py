@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import re
 import signal
 from collections import Counter
@@ -40,10 +41,11 @@ NEED_TRITON = [
     "unit/fuse/test_[!c]*",  # all but test_casts.py
     "unit/fuse/test_c[!a]*",
     "unit/kernels",
-    "unit/lower/test_in_place.py",
     "unit/lower/test_launch.py",
     "unit/lower/test_work.py",
 ]
+# Tests fuse small shapes, also in processes of their own.
+os.environ["GPIPE_FAST_MIN_REGION_BYTES"] = "0"
 collect_ignore_glob = [] if HAS_TRITON else NEED_TRITON
 
 

@@ -240,7 +240,7 @@ def _check_fused(pipeline: Pipeline, stage_devices: list[torch.device]) -> Fused
     device = next((device for device in stage_devices if device.type == "cuda"), stage_devices[0])
     torch.manual_seed(0)
     layers = nn.Sequential(_Block(64, 4), nn.Dropout(0.1), nn.LayerNorm(64))
-    return check_fused(pipeline, layers, torch.randn(BATCH, 16, 64), device=device)
+    return check_fused(pipeline, layers, torch.randn(BATCH, 64, 64), device=device)
 
 
 def check_fused(pipeline: Pipeline, layers: nn.Sequential, x: Tensor, device: torch.device) -> FusedCheck:

@@ -33,6 +33,7 @@ def run(
     runtime_variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in variables.items()}
     runtime_variables["LD_PRELOAD"] = str(runtime)
     runtime_variables["GPIPE_FAST_DISABLE"] = "" if fused else "fuse"
+    runtime_variables["GPIPE_FAST_MIN_REGION_BYTES"] = "0"
     runtime_variables["GPIPE_FAST_CACHE"] = str(ROOT / "build" / "tests" / "cubins")
     if "scarce" in variables:  # every tensor is allocated by the runtime
         runtime_variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ MAX_UNITS, MAX_TENSORS, MAX_SUMS = 64, 24, 6
 
 KEPT = "left in the forward and in the recompute alike, because a comparison depends on its bits"
 SAVES_TOO_LITTLE = "a kernel would save less than 1/16 of the bytes"
+TOO_SMALL = "a kernel would move less than 64 KiB, so launches take the time, not bytes"
 NOTHING_TO_SHARE = "it shares no tensor with another operator that kernels compute"
 # Reasons of `loops_of`, for readers who do not know it.
 PLAIN = {
@@ -54,6 +56,10 @@ PLAIN = {
 
 # The share of its bytes that a region saves at least; for less, ATen's bits are kept.
 MIN_SAVED = 1 / 16
+# The bytes that a region's kernel moves at least. Below, launches take the time: on an H200, a step of tiny
+# stages took 1.26 ms with fused kernels and 1.06 without (bench/results/nvidia-h200-2026-11-28-small.md),
+# and each kernel takes seconds to compile. Tests of small shapes set the environment variable to 0.
+MIN_REGION_BYTES, _MIN_REGION_BYTES_VARIABLE = 64 << 10, "GPIPE_FAST_MIN_REGION_BYTES"
 
 Decides = Callable[[fx.Node], bool]
 
@@ -81,6 +87,7 @@ class _Grouping:
     def __init__(self, nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> None:
         self._graph = UnitGraph(nodes)
         self._is_late = is_late
+        self._min_bytes = int(os.environ.get(_MIN_REGION_BYTES_VARIABLE, MIN_REGION_BYTES))
         units = [u for u in self._graph.units if not leave(u.node)]
         # The units that a group computes first, and those that it computes again.
         self._own: dict[int, list[Unit]] = {i: [unit] for i, unit in enumerate(units)}
@@ -110,13 +117,15 @@ class _Grouping:
         return sorted(regions, key=lambda r: r.units[0].position)
 
     def _region(self, group: int) -> Region | None:
-        """Returns a group's region; None if it saves too little."""
+        """Returns a group's region; None if it is too small, or saves too little."""
         found = self._plan(*self._parts(group))
         if not isinstance(found, Region) or len(found.units) < 2 or not found.outputs:
             return None
         # A unit that several groups compute counts for the group that computes it first.
-        before = sum(moved_bytes(unit.node) for unit in self._own[group])
-        saved = before - self._moved(found)
+        before, moved = sum(moved_bytes(unit.node) for unit in self._own[group]), self._moved(found)
+        if moved < self._min_bytes:
+            return None
+        saved = before - moved
         return replace(found, saved=saved) if saved >= MIN_SAVED * before else None
 
     def reasons_alone(self) -> dict[str, str]:
@@ -128,7 +137,9 @@ class _Grouping:
     def _why_alone(self, unit: Unit) -> str:
         group = self._group[unit]
         if len(self._own[group]) > 1:
-            return SAVES_TOO_LITTLE
+            region = self._plan(*self._parts(group))
+            small = isinstance(region, Region) and self._moved(region) < self._min_bytes
+            return TOO_SMALL if small else SAVES_TOO_LITTLE
         saves_nothing = ""
         for other in self._adjacent(group):
             units = _united(self._own[group], self._own[other])

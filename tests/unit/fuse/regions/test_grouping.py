@@ -35,6 +35,16 @@ def test_a_product_keeps_what_is_before_it_and_after_it_apart() -> None:
     assert found == [(["exp", "sin"], ["sin"]), (["cos", "tanh"], ["tanh"])]
 
 
+def test_regions_of_few_bytes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    assert len(grouped(function, SQUARE)) == 1, "tests fuse small shapes"
+    monkeypatch.delenv("GPIPE_FAST_MIN_REGION_BYTES")
+    assert grouped(function, SQUARE) == [], "32 KiB are moved"
+    assert len(grouped(function, (128, 64))) == 1
+
+
 def test_a_region_does_not_need_its_own_results() -> None:
     """The product reads exp, and so does what follows it: in one kernel, both would have to be first."""
 
