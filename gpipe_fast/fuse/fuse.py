@@ -179,11 +179,10 @@ class _Pass:
 
     def replace_regions(self, explain: bool = False) -> None:
         """Replaces regions, in the graph's order."""
-        late = self.rewriter.late_nodes()
         nodes = self.rewriter.in_order()
         if explain:
-            self.reasons = reasons_alone(nodes, late.__contains__, self._is_kept) | self.reasons
-        regions = regions_of(nodes, late.__contains__, self._is_kept)
+            self.reasons = reasons_alone(nodes, self._is_kept) | self.reasons
+        regions = regions_of(nodes, self._is_kept)
         # A region may compute again what an earlier one has computed, from values that nothing else reads.
         self.rewriter.reserve(access.node for region in regions for access in region.inputs)
         for region in regions:

@@ -19,7 +19,6 @@ from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
-from gpipe_fast.trace.joint_graph import GraphRole
 
 # The parts of a node's meta that describe its place in the model; a replacement takes them over.
 _PLACE = ("custom", "partitioner_tag", JOINT_POSITION)
@@ -91,15 +90,6 @@ class Rewriter:
                     seen.add(user)
                     pending.append(user)
         return False
-
-    def late_nodes(self) -> set[fx.Node]:
-        """Returns the nodes whose values depend on a boundary gradient."""
-        inputs = self._stage_graph.inputs
-        found = {self._copies[node] for port, node in inputs if port.role is GraphRole.TANGENT}
-        for node in self.in_order():
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
 
     def replace(
         self,

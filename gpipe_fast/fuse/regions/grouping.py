@@ -33,10 +33,6 @@ from gpipe_fast.lower.alias import Source, source_of
 # has 33 trillion fp32 instructions per second, half as many of integers, and 3.3 TB/s; a function takes about
 # 20 instructions, and a random number 25 of integers.
 BYTES_PER_OPERATION, BYTES_PER_FUNCTION, BYTES_PER_DRAW = 0.1, 2.0, 5.0
-# The share of micro-batches whose recompute runs while the stage waits for a gradient. What moves behind the
-# gradient is then no longer hidden. A stage waits at the beginning of its backwards, for one micro-batch in
-# each mini-batch; of four, say.
-WAITING = 1 / 4
 # Limits of one kernel: its registers, and the time to compile it.
 MAX_UNITS, MAX_TENSORS, MAX_SUMS = 64, 24, 6
 
@@ -64,29 +60,27 @@ MIN_REGION_BYTES, _MIN_REGION_BYTES_VARIABLE = 64 << 10, "GPIPE_FAST_MIN_REGION_
 Decides = Callable[[fx.Node], bool]
 
 
-def regions_of(nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> list[Region]:
+def regions_of(nodes: Sequence[fx.Node], leave: Decides) -> list[Region]:
     """Groups the nodes of a graph.
 
     Args:
         nodes: the nodes of a stage's graph, each after its inputs.
-        is_late: whether a node's value depends on a boundary gradient.
         leave: whether regions must not compute a node.
 
     Returns:
         The regions of two units or more, in the graph's order.
     """
-    return _Grouping(nodes, is_late, leave).regions()
+    return _Grouping(nodes, leave).regions()
 
 
-def reasons_alone(nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> dict[str, str]:
+def reasons_alone(nodes: Sequence[fx.Node], leave: Decides) -> dict[str, str]:
     """Returns, by the name of each node that no region computes, why; takes the arguments of `regions_of`."""
-    return _Grouping(nodes, is_late, leave).reasons_alone()
+    return _Grouping(nodes, leave).reasons_alone()
 
 
 class _Grouping:
-    def __init__(self, nodes: Sequence[fx.Node], is_late: Decides, leave: Decides) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], leave: Decides) -> None:
         self._graph = UnitGraph(nodes)
-        self._is_late = is_late
         self._min_bytes = int(os.environ.get(_MIN_REGION_BYTES_VARIABLE, MIN_REGION_BYTES))
         units = [u for u in self._graph.units if not leave(u.node)]
         # The units that a group computes first, and those that it computes again.
@@ -147,8 +141,6 @@ class _Grouping:
             neighbor = operator_name(self._own[other][0])
             if isinstance(merged, str):
                 return f"not in one kernel with {neighbor}: {PLAIN.get(merged, merged)}"
-            if self._delays(merged):
-                return f"with {neighbor}, the recompute would wait for a gradient"
             if self._saved(group, other) > 0:
                 return f"a product or another operator stands between it and {neighbor}"
             saves_nothing = f"one kernel with {neighbor} would save no bytes"
@@ -231,31 +223,7 @@ class _Grouping:
         if before <= self._bytes_of(self._inputs(units), outputs):
             return 0
         merged = self._plan(units, outputs)
-        if not isinstance(merged, Region) or self._delays(merged):
-            return 0
-        moved = self._moved_behind(units)
-        moved -= sum(self._moved_behind(self._own[group]) for group in (a, b))
-        return before - self._region_bytes(merged) - int(WAITING * max(moved, 0))
-
-    def _moved_behind(self, units: Sequence[Unit]) -> int:
-        """Returns the bytes of a recompute that a group moves behind a boundary gradient."""
-        early = [unit for unit in units if not self._is_late(unit.node)]
-        if len(early) in (0, len(units)):
-            return 0
-        return self._bytes(early, self._stored(early))
-
-    def _delays(self, region: Region) -> bool:
-        """Returns whether a recompute would wait for a boundary gradient because of a region."""
-        late = {unit for unit in region.units if self._is_late(unit.node)}
-        if not late or len(late) == len(region.units):
-            return False
-        members = set(region.units)
-        for unit in members - late:
-            for value in map(root_of, unit.results.values()):
-                readers = [r.node for r in self._readers.get(value, ()) if r not in members]
-                if not all(map(self._is_late, (*readers, *self._others.get(value, ())))):
-                    return True
-        return False
+        return before - self._region_bytes(merged) if isinstance(merged, Region) else 0
 
     def _compute_again(self, group: int) -> None:
         """Lets a group compute again what it reads, as long as that saves bytes."""

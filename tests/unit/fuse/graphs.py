@@ -39,7 +39,6 @@ def regions_in(
     *shapes: Sequence[int],
     dtypes: Sequence[torch.dtype] = (),
     device: str = "cuda",
-    gradients: Sequence[int] = (),
     kept: Sequence[str] = (),
 ) -> list[Region]:
     """Returns the regions of a function's graph.
@@ -49,16 +48,10 @@ def regions_in(
         shapes: the shapes of its arguments.
         dtypes: their dtypes.
         device: their device. The number of partial sums depends on a real GPU.
-        gradients: the arguments that are boundary gradients.
         kept: the names of nodes that regions must not compute.
     """
     graph = graph_of(function, *shapes, dtypes=dtypes, device=device)
-    arguments = graph.find_nodes(op="placeholder")
-    late = {arguments[i] for i in gradients}
-    for node in graph.nodes:
-        if not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-    return regions_of(list(graph.nodes), late.__contains__, lambda node: node.name in kept)
+    return regions_of(list(graph.nodes), lambda node: node.name in kept)
 
 
 class Function(nn.Module):
