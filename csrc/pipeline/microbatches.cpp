@@ -4,9 +4,10 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -29,14 +30,23 @@ Tensors parts_of(const std::vector<Tensors>& microbatches, size_t index) {
   return parts;
 }
 
+int64_t bytes_of(const Layout& layout) {
+  return c10::multiply_integers(layout.sizes) * static_cast<int64_t>(c10::elementSize(layout.dtype));
+}
+
+// The alignment of what the allocators of a device return. Libraries choose kernels by the alignment of addresses, and
+// a slice must get those that a tensor of its own would get.
+int64_t alignment_of(at::Device device) { return device.is_cpu() ? 64 : 512; }
+
 // Returns whether outputs of these layouts can be slices of one tensor; null: the output is not placeable.
-bool can_join(const std::vector<const Layout*>& layouts) {
-  return std::all_of(layouts.begin(), layouts.end(), [&](const Layout* layout) {
-    if (layout == nullptr || layout->sizes.empty()) return false;
-    const at::IntArrayRef rest = at::IntArrayRef(layout->sizes).slice(1);
-    return layout->dtype == layouts.front()->dtype &&
-           rest == at::IntArrayRef(layouts.front()->sizes).slice(1);
-  });
+bool can_join(const std::vector<const Layout*>& layouts, at::Device device) {
+  for (size_t m = 0; m < layouts.size(); ++m) {
+    const Layout *first = layouts.front(), *own = layouts[m];
+    if (own == nullptr || own->sizes.empty() || own->dtype != first->dtype) return false;
+    if (at::IntArrayRef(own->sizes).slice(1) != at::IntArrayRef(first->sizes).slice(1)) return false;
+    if (m + 1 < layouts.size() && bytes_of(*own) % alignment_of(device) != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -68,7 +78,7 @@ OutputMemory::OutputMemory(const std::vector<std::vector<const Layout*>>& layout
   for (size_t i = 0; i < memory_.size(); ++i) {
     std::vector<const Layout*> parts;
     for (const auto& own : layouts) parts.push_back(i < own.size() ? own[i] : nullptr);
-    if (!can_join(parts)) continue;
+    if (!can_join(parts, device)) continue;
     std::vector<int64_t> sizes = parts.front()->sizes;
     sizes[0] = 0;
     for (const Layout* part : parts) sizes[0] += part->sizes[0];

@@ -40,7 +40,8 @@ PartLengths lengths_of(const std::vector<Boundary>& parts, int64_t dim);
 class OutputMemory {
  public:
   // `layouts`: by micro-batch and output, the layout of those that are placeable: contiguous, with the batch's
-  // dimension first. An output that is placeable in all micro-batches gets memory.
+  // dimension first. An output that is placeable in all micro-batches gets memory, if its slices are aligned like
+  // tensors of their own.
   OutputMemory(const std::vector<std::vector<const Layout*>>& layouts, at::Device device);
   // Returns a micro-batch's slices, by output; undefined where there is no memory.
   const Tensors& of(size_t microbatch) const { return slices_.at(microbatch); }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns
+from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -141,11 +142,16 @@ def stage_bytes(
     is_step = training and call.order is not None
     schedule = planned_schedule(stages, call.saved_fractions, training, call.order, call.slots)
     defers = is_step and schedule.defers_weights
-    joins = not is_step and call.inputs.dims.outputs == 0
+    aligned = _aligned(compiled[0][-1]) if not is_step and call.inputs.dims.outputs == 0 else frozenset[int]()
     sizes_of = cache(_sizes)  # nearly all micro-batches are alike
     sizes = [
         [
-            sizes_of(compiled[0 if m < number - 1 else -1][i], own[m], defers, joins and i == len(stages) - 1)
+            sizes_of(
+                compiled[0 if m < number - 1 else -1][i],
+                own[m],
+                defers,
+                aligned if i == len(stages) - 1 else frozenset(),
+            )
             for m in range(number)
         ]
         for i, own in enumerate(call.saved_fractions)
@@ -413,7 +419,15 @@ def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
     return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0
 
 
-def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool, joins: bool) -> _Sizes:
+def _aligned(compiled: CompiledStage) -> frozenset[int]:
+    """Returns the outputs whose micro-batches are aligned, as slices of one tensor must be."""
+    alignment = ALIGNMENTS.get(compiled.stage.device.type, ALIGNMENT)
+    specs = compiled.outputs.tensors
+    sizes = [span(spec.shape, spec.strides) * spec.dtype.itemsize for spec in specs]
+    return frozenset(i for i, size in enumerate(sizes) if size % alignment == 0)
+
+
+def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool, aligned: frozenset[int]) -> _Sizes:
     lowered, device = compiled.traced.lower(fraction, defers), compiled.stage.device
     forward, backward = lowered.forward, lowered.backward
     programs = [each for each in (forward, backward, lowered.weights) if each is not None]
@@ -424,7 +438,7 @@ def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool, joins
     written = _results(forward, GraphRole.BUFFER)
     saved = _results(forward, GraphRole.SAVED) | written
     ports = zip(forward.outputs, forward.placeable(), strict=True)
-    joined = {p.index for p, placeable in ports if joins and placeable and p.role is GraphRole.OUTPUT}
+    joined = {p.index for p, can_place in ports if can_place and p.role is GraphRole.OUTPUT} & aligned
     placed = _results(forward, GraphRole.OUTPUT, joined)
     sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved | placed)
     made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpipe_fast import GPipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WIDTH = 6
+WIDTH = 16
 
 
 class Several(nn.Module):
@@ -31,8 +31,9 @@ class Swapped(nn.Module):
 
 
 LAST: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDTH, 5),
-    "linear, then a view": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Unflatten(1, (2, 4))),
+    "linear": lambda: nn.Linear(WIDTH, 32),
+    "linear, then a view": lambda: nn.Sequential(nn.Linear(WIDTH, 48), nn.Unflatten(1, (3, 16))),
+    "not aligned": lambda: nn.Linear(WIDTH, 5),
     "relu": nn.ReLU,
     "softmax": lambda: nn.Softmax(1),
     "identity": nn.Identity,
@@ -92,24 +93,25 @@ def test_outputs_changed_in_place_do_not_change_gradients(last: str, checkpoint:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("last", ["linear, then a view", *READ_BY_BACKWARD])
+@pytest.mark.parametrize("last", ["linear, then a view", "not aligned", *READ_BY_BACKWARD])
 def test_nothing_is_concatenated_unless_a_backward_reads_it(last: str, checkpoint: str) -> None:
     _, pipe = pipeline(last, checkpoint, chunks=3)
     x = torch.randn(8, WIDTH)
     for _ in range(2):  # the second call still checks the layers
         pipe(x).sum().backward()
     kept = last in READ_BY_BACKWARD and checkpoint == "never"
-    assert concatenations(lambda: pipe(x)) == kept
+    unaligned = last == "not aligned"  # 5 numbers for each of 3 samples are not a multiple of 64 bytes
+    assert concatenations(lambda: pipe(x)) == (kept or unaligned)
     with torch.no_grad():
         for _ in range(2):
             pipe(x)
-        assert concatenations(lambda: pipe(x)) == 0
+        assert concatenations(lambda: pipe(x)) == unaligned
 
 
 def test_other_dimensions_and_streams() -> None:
     """Micro-batches along another dimension are concatenated; a stream's outputs are not."""
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16))
     x = torch.randn(2, 8, WIDTH)
     pipe = GPipe(copy.deepcopy(layers), [1, 1], devices=["cpu"] * 2, chunks=3, batch_dim=1)
     assert torch.equal(pipe(x), torch.cat([layers(part) for part in x.chunk(3, 1)], 1))
