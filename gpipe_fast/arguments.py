@@ -82,9 +82,9 @@ def checked_capture(capture: bool | str) -> bool | str:
     Raises:
         ValueError: ``capture`` is neither.
     """
-    if capture not in CAPTURES:
+    if capture not in (True, False, "auto"):
         raise ValueError(
-            f"capture is one of True, False, or 'auto' (only where the host's launches take about as long as "
+            "capture is one of True, False, or 'auto' (only where the host's launches take about as long as "
             f"the device's work), got {capture!r}"
         )
     return capture if isinstance(capture, str) else bool(capture)

@@ -1063,7 +1063,7 @@ class GPipe(Reporting, Container):
             ValueError: On assignment of True or 'auto', there is a mesh or a memory limit; or of another
                 value. The old value is kept.
         """
-        return self._capture and self._ranks is None and self._memory_limits is None
+        return self._capture if self._ranks is None and self._memory_limits is None else False
 
     @capture.setter
     def capture(self, capture: bool | str) -> None:

@@ -99,7 +99,11 @@ at::Tensor OutputMemory::joined(const Tensors& parts, size_t output) const {
         parts[m].sizes() != slice.sizes())
       return {};
   }
-  return memory_[output];
+  // A tensor of the calling thread, which may be in inference mode.
+  at::Tensor joined = at::empty({0}, memory_[output].options());
+  joined.unsafeGetTensorImpl()->set_storage_keep_dtype(memory_[output].storage());
+  joined.unsafeGetTensorImpl()->set_sizes_contiguous(memory_[output].sizes());
+  return joined;
 }
 
 Boundary concatenate(const std::vector<Boundary>& parts, int64_t dim,

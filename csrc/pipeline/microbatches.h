@@ -45,7 +45,7 @@ class OutputMemory {
   OutputMemory(const std::vector<std::vector<const Layout*>>& layouts, at::Device device);
   // Returns a micro-batch's slices, by output; undefined where there is no memory.
   const Tensors& of(size_t microbatch) const { return slices_.at(microbatch); }
-  // Returns the memory of an output if these parts are its slices, else an undefined tensor.
+  // Returns an output whose slices are these parts, or an undefined tensor. Call on the caller's thread.
   at::Tensor joined(const Tensors& parts, size_t output) const;
 
  private:

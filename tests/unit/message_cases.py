@@ -170,6 +170,7 @@ ARGUMENTS = [
     case("made by GPipe.from_model", "pass memory to GPipe.from_model", tune_a_model, memory="1GiB"),
     case("got torch.float16", "torch.float32", pipe, grad_dtype=torch.float16),
     case("got 'fast'", "'pinned'", pipe, transport="fast"),
+    case("capture is one of", "got 2", pipe, capture=2),
     case("got 'fast'", "'eager'", pipe, backend="fast"),
     case("got 'x'", "one integer for each input", pipe, batch_dim="x"),
     case("layer 0 (WithTable) has 'table' of layout torch.sparse_coo", "plain attribute", pipe, WithTable()),

@@ -18,7 +18,7 @@ from tests.programs import run_python
 API = """
 gpipe_fast
   class GPipe(module, balance=None, *others, devices=None, chunks=1, batch_dim=0, checkpoint='except_last',
-      memory=None, deferred_batch_norm=False, grad_dtype=None, backend='auto', capture=True,
+      memory=None, deferred_batch_norm=False, grad_dtype=None, backend='auto', capture='auto',
       transport='auto', fuse=None, schedule='gpipe', mesh=None, timeout=60.0)
     properties: partitions
     properties that may be set: balance, batch_dim, capture, checkpoint, chunks, devices, fuse, memory_limit,
@@ -32,7 +32,7 @@ gpipe_fast
     extra_repr()
     forward(*args, **kwargs)
     from_model(model, args=(), kwargs=None, *, blocks=None, balance=None, devices=None, chunks=1,
-        checkpoint='except_last', memory=None, loss='exact', grad_dtype=None, backend='auto', capture=True,
+        checkpoint='except_last', memory=None, loss='exact', grad_dtype=None, backend='auto', capture='auto',
         transport='auto', fuse=None, schedule='gpipe', mesh=None, timeout=60.0)
     insert(index, module)
     load_state_dict(state_dict, strict=True, assign=False)

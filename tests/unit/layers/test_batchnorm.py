@@ -63,7 +63,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batch(
     first, inner = copy.deepcopy(model[0]), nn.BatchNorm2d(4, momentum=momentum)
     pipe = GPipe(model, balance, chunks=M, deferred_batch_norm=True, backend=backend)
     for step, batch in enumerate((8, 7, 3, 8)):
-        pipe.checkpoint = CHECKPOINT_MODES[step % 3]
+        pipe.checkpoint = CHECKPOINT_MODES[step % len(CHECKPOINT_MODES)]
         x = images(batch, seed=step + 1)
         normalized = torch.cat([nn.BatchNorm2d(3)(c) for c in x.chunk(M)])
         first(x)
@@ -89,7 +89,7 @@ def branch_on_value(f: nn.Module, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "balance"), zip(CHECKPOINT_MODES, ([3], [1, 2], [1, 1, 1]), strict=True), ids=str
+    ("mode", "balance"), zip(CHECKPOINT_MODES, ([3], [1, 2], [2, 1], [1, 1, 1]), strict=True), ids=str
 )
 def test_statistics_are_deferred_in_python_layers_and_lowered_layers(mode: str, balance: list[int]) -> None:
     """The first step runs every layer in Python; later steps run the lowered layers."""

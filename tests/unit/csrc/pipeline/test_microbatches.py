@@ -108,6 +108,14 @@ def test_nothing_is_concatenated_unless_a_backward_reads_it(last: str, checkpoin
         assert concatenations(lambda: pipe(x)) == unaligned
 
 
+def test_outputs_are_inference_tensors_in_inference_mode() -> None:
+    """One is written into the result, and one is concatenated."""
+    _, pipe = pipeline("several", "never", chunks=2)
+    with torch.inference_mode():
+        assert all(output.is_inference() for output in pipe(torch.randn(8, WIDTH)).values())
+    assert not any(output.is_inference() for output in pipe(torch.randn(8, WIDTH)).values())
+
+
 def test_other_dimensions_and_streams() -> None:
     """Micro-batches along another dimension are concatenated; a stream's outputs are not."""
     torch.manual_seed(0)
