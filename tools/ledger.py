@@ -229,7 +229,8 @@ def shown_on_gpus() -> Iterator[list[object]]:
             with_all, without = rows.get("gpipe_fast, captured"), rows.get("gpipe_fast, no fused kernels")
             if with_all and without:
                 speedup, peaks = rows["candidate"].index("speedup of gpipe_fast"), [without[3], with_all[3]]
-                memory = f"{int(peaks[0]) / int(peaks[1]):.2f}" if "0" not in peaks else NOT_SHOWN
+                is_known = all(peak.isdigit() and int(peak) for peak in peaks)
+                memory = f"{int(peaks[0]) / int(peaks[1]):.2f}" if is_known else NOT_SHOWN
                 model = part.partition("\n")[0]
                 yield [f"all fused kernels: {model} (`{path.name}`)", "", "", without[speedup], memory]
 

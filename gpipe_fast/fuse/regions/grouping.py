@@ -52,9 +52,9 @@ PLAIN = {
 
 # The share of its bytes that a region saves at least; for less, ATen's bits are kept.
 MIN_SAVED = 1 / 16
-# The bytes that a region's kernel moves at least. Below, launches take the time: on an H200, a step of tiny
-# stages took 1.26 ms with fused kernels and 1.06 without (bench/results/nvidia-h200-2026-11-28-small.md),
-# and each kernel takes seconds to compile. Tests of small shapes set the environment variable to 0.
+# The bytes that a region's kernel moves at least. Below, launches take the time, and compiling takes seconds.
+# The limit is an estimate: no GPU has compared tiny stages with and without fused kernels in rotated order
+# (`python -m bench cuda tiny-always`). Tests of small shapes set the environment variable to 0.
 MIN_REGION_BYTES, _MIN_REGION_BYTES_VARIABLE = 64 << 10, "GPIPE_FAST_MIN_REGION_BYTES"
 
 Decides = Callable[[fx.Node], bool]
