@@ -6,235 +6,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
-from typing import Any, Literal, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import switches
-from gpipe_fast._extension import Capture
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, BatchDims, CallArguments, Inputs, layer_title
-from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES as CHECKPOINT_MODES
-from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting, checkpoint_policy
-from gpipe_fast.schedule import SCHEDULES, Schedule, ScheduleChoice, bubble
+from gpipe_fast.schedule import bubble
 from gpipe_fast.user_warning import warn_user
 
-# Bytes as a number or a text, or one of these for each device; None for no limit.
-MemoryLimit = int | float | str | Sequence[int | float | str] | None
-BACKENDS = ("auto", "aten", "eager")
-TRANSPORTS = ("auto", "peer", "pinned")
-# When mini-batches on GPUs are captured as CUDA graphs.
-CAPTURES = {False: Capture.NEVER, "auto": Capture.WHERE_IT_PAYS, True: Capture.ALWAYS}
-_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"
-
-
-def checked_chunks(chunks: int | str) -> int | Literal["auto"]:
-    """Returns the number of micro-batches, or 'auto'. Converts strings, as torchgpipe does.
-
-    Raises:
-        ValueError: `chunks` is neither a positive integer nor 'auto'.
-    """
-    if chunks == "auto":
-        return "auto"
-    try:
-        number = 0 if isinstance(chunks, bool) else int(chunks)
-    except (TypeError, ValueError, OverflowError):
-        number = 0
-    if number <= 0 or (number != chunks and not isinstance(chunks, str)):
-        raise ValueError(f"number of chunks must be positive integer or 'auto', got {chunks!r}")
-    return number
-
-
-def checked_checkpoint(checkpoint: CheckpointChoice, num_stages: int | None = None) -> CheckpointSetting:
-    """Returns the checkpoint mode, the share of activations to save, or one of these for each stage.
-
-    Raises:
-        ValueError: `checkpoint` is neither one of `CHECKPOINT_MODES`, nor a number from 0 to 1, nor a list of
-            these; or the list does not have one for each stage.
-    """
-    given = checkpoint if isinstance(checkpoint, (list, tuple)) else [checkpoint]
-    each = [_checked_mode(one) for one in given]
-    if not each or None in each:
-        raise ValueError(
-            "checkpoint is not one of 'always', 'except_last', or 'never', nor 'except_attention', a number "
-            f"from 0 to 1, or a list with one of these for each stage, got {checkpoint!r}"
-        )
-    found = tuple(cast(list[str | float], each))
-    if given is not checkpoint:
-        return found[0]
-    if num_stages is not None:
-        checkpoint_policy(found, num_stages, True)  # raises if there is not one for each stage
-    return found
-
-
-def checked_capture(capture: bool | str) -> bool | str:
-    """Returns whether graphs are captured: a truth value or 'auto'.
-
-    Raises:
-        ValueError: ``capture`` is neither.
-    """
-    if capture not in (True, False, "auto"):
-        raise ValueError(
-            "capture is one of True, False, or 'auto' (only where the host's launches take about as long as "
-            f"the device's work), got {capture!r}"
-        )
-    return capture if isinstance(capture, str) else bool(capture)
-
-
-def checked_memory(memory: MemoryLimit, devices: Sequence[torch.device]) -> dict[torch.device, int] | None:
-    """Returns the bytes of each device; None if there is no limit.
-
-    Args:
-        memory: a number of bytes, a text such as ``'20GiB'``, or one of these for each device.
-        devices: the device of each stage.
-
-    Raises:
-        ValueError: ``memory`` is none of these, or not one for each device.
-    """
-    if memory is None:
-        return None
-    distinct = list(dict.fromkeys(devices))
-    each = list(memory) if isinstance(memory, (list, tuple)) else [memory] * len(distinct)
-    if len(each) != len(distinct):
-        raise ValueError(
-            f"memory has {len(each)} values, but the stages are on {len(distinct)} devices, "
-            f"{', '.join(map(str, distinct))}; pass one value for all, or one for each device"
-        )
-    return {device: _checked_bytes(value) for device, value in zip(distinct, each, strict=True)}
-
-
-def _checked_bytes(value: Any) -> int:
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)?\s*", value) if isinstance(value, str) else None
-    number = found[1] if found else value
-    try:
-        size = 0 if isinstance(number, bool) else float(number) * _UNITS[(found and found[2]) or "B"]
-    except (TypeError, ValueError, KeyError):
-        size = 0
-    if not 1 <= size < float("inf"):
-        raise ValueError(
-            f"memory must be a number of bytes or a text such as '20GiB' or '500MB', got {value!r}; offload "
-            "to the host is not possible: what does not fit is recomputed"
-        )
-    return int(size)
-
-
-def _checked_mode(value: Any) -> str | float | None:
-    """Returns the mode or the share; None if it is neither."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value) if 0 <= float(value) <= 1 else None
-    mode = str(value)
-    return mode if mode in CHECKPOINT_MODES else None
-
-
-def checked_grad_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype in which gradients are accumulated over micro-batches.
-
-    Raises:
-        ValueError: `dtype` is neither None nor ``torch.float32``.
-    """
-    if dtype is not None and dtype is not torch.float32:
-        raise ValueError(f"grad_dtype must be None or torch.float32, got {dtype!r}")
-    return dtype
-
-
-def checked_backend(backend: str) -> str:
-    """Returns the backend.
-
-    Raises:
-        ValueError: `backend` is not one of `BACKENDS`.
-    """
-    return _one_of("backend", backend, BACKENDS)
-
-
-def switched_backend(backend: str) -> str:
-    """Returns the backend, or 'eager' if capture is switched off.
-
-    Raises:
-        RuntimeError: the backend is 'aten', which allows no layer in Python.
-    """
-    if not switches.is_disabled("capture"):
-        return backend
-    if backend == "aten":
-        raise RuntimeError(
-            f"{switches.VARIABLE}=capture runs all layers in Python, and backend='aten' allows none; pass "
-            "backend='auto' to GPipe, or unset the variable"
-        )
-    return "eager"
-
-
-def checked_transport(transport: str) -> str:
-    """Returns the transport for boundary tensors between GPUs.
-
-    Raises:
-        ValueError: `transport` is not one of `TRANSPORTS`.
-    """
-    return _one_of("transport", transport, TRANSPORTS)
-
-
-def checked_schedule(schedule: ScheduleChoice) -> ScheduleChoice:
-    """Returns the schedule of a step.
-
-    Raises:
-        TypeError: `schedule` is neither a name, nor a schedule, nor a function.
-        ValueError: `schedule` is a name that is not in `SCHEDULES`.
-    """
-    if isinstance(schedule, Schedule) or (callable(schedule) and not isinstance(schedule, type)):
-        return schedule
-    if not isinstance(schedule, str):
-        raise TypeError(
-            f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, a gpipe_fast.schedule.Schedule, or "
-            f"a function of the numbers of stages and micro-batches that returns one, got {schedule!r}"
-        )
-    return _one_of("schedule", schedule, SCHEDULES)
-
-
-def _one_of(argument: str, value: str, choices: Collection[str]) -> str:
-    if value not in choices:
-        raise ValueError(f"{argument} is not one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
-
-
-def checked_threads_per_stage(threads: int | None) -> int | None:
-    """Returns the number of intra-op threads of each stage.
-
-    Raises:
-        ValueError: `threads` is neither a positive integer nor None.
-    """
-    if threads is not None and (type(threads) is not int or threads <= 0):
-        raise ValueError(f"threads_per_stage must be a positive integer or None, got {threads!r}")
-    return threads
-
-
-def checked_batch_dim(batch_dim: int | Iterable[int]) -> BatchDim:
-    """Returns the batch dimension: one for all tensors, or a tuple with one for each tensor that is split.
-
-    Raises:
-        TypeError: `batch_dim` is neither an integer nor an iterable of integers.
-        ValueError: `batch_dim` is empty.
-    """
-    try:
-        return operator.index(batch_dim)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    try:
-        dims = tuple(operator.index(dim) for dim in batch_dim)  # type: ignore[union-attr]
-    except TypeError:
-        raise TypeError(
-            "batch_dim must be an integer, or a tuple with one integer for each input tensor that is split "
-            f"into micro-batches, got {batch_dim!r}"
-        ) from None
-    if not dims:
-        raise ValueError("batch_dim is empty; pass one integer, or one for each input tensor that is split")
-    return dims
 
 
 def check_no_others(others: tuple[Any, ...]) -> None:
@@ -304,37 +89,6 @@ def _check_not_sparse(module: nn.Sequential) -> None:
                     "but parameters and buffers must be dense; register its indices and values as buffers, "
                     "or keep it as a plain attribute on the layer's device"
                 )
-
-
-def checked_balance(balance: Iterable[int], num_layers: int) -> list[int]:
-    """Returns the number of layers of each partition.
-
-    Raises:
-        TypeError: `balance` is not a list of numbers.
-        ValueError: `balance` does not sum to `num_layers`, or a partition has no layer.
-    """
-    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
-        raise TypeError(
-            f"balance must be a list with the number of layers of each stage, such as [{num_layers}] for "
-            f"one stage, got {balance!r}; to choose only the number of stages, leave balance out and pass "
-            "devices, such as ['cpu'] * 2 or ['cuda:0', 'cuda:1']"
-        )
-    sizes = list(balance)
-    if not all(isinstance(size, (Real, Tensor)) for size in sizes):
-        raise TypeError(
-            f"all balance numbers must be positive integer (balance: {sizes}); every stage needs a layer"
-        )
-    if sum(sizes) != num_layers:
-        raise ValueError(
-            f"module and sum of balance have different length (module: {num_layers}, "
-            f"sum of balance: {sum(sizes)}); balance is the number of layers of each stage, and every module "
-            "that is assigned to the model is a layer"
-        )
-    if any(size <= 0 or size != int(size) for size in sizes):
-        raise ValueError(
-            f"all balance numbers must be positive integer (balance: {sizes}); every stage needs a layer"
-        )
-    return [int(size) for size in sizes]
 
 
 def check_holds_tensor(inputs: Inputs) -> None:

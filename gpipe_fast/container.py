@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_fast.compat import torchgpipe_state_dict
-from gpipe_fast.devices import casts_of, devices_differ, moved
+from gpipe_fast.devices import casts_of
 from gpipe_fast.layers.structure import LayerSequence
+from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.unsupported import refuse_jit_script
 from gpipe_fast.weights.load import (
     Initialize,
-    Placement,
-    forget_data,
     has_meta_tensors,
     load_weights,
     make_lazy,
@@ -36,58 +33,31 @@ _DEVICES_ARE_MANAGED = (
 class Container(LayerSequence):
     """A module whose direct children are the layers of a ``Sequential``, under the same names."""
 
-    _balance: list[int]
-    _devices: list[torch.device]
-    _own_stages: Collection[int] | None = None  # the stages of this process; None if all are here
+    _runner: Runner
 
     def _register_layers(self, module: nn.Sequential) -> None:
-        """Registers the layers of a ``Sequential`` as children, uncopied, and moves them to their devices.
+        """Registers the layers of a ``Sequential`` as children, uncopied.
 
         Raises:
             ValueError: the name of a layer is an attribute of this class.
         """
         for name, _ in module.named_children():
-            if hasattr(self, name):
+            if name == "_runner" or hasattr(type(self), name) or hasattr(self, name):
                 raise ValueError(f"a layer named {name!r} would hide GPipe's own attribute; rename the layer")
         for name, layer in module.named_children():
             self.add_module(name, layer)
-        self._move_to_devices()
         self.training = module.training
 
-    def _move_to_devices(self) -> None:
-        """Moves the layers to the devices of their stages, except for tensors on the meta device."""
-        replaced = {tensor: tensor for tensor in self._own_tensors()}
-        for partition, device in self._placement():
-            if device.type == "meta":
-                forget_data(partition, replaced)
-            elif any(
-                devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())
-            ):
-                # A meta tensor has no data to move.
-                partition._apply(lambda t, to=device: t if t.is_meta else moved(t, to))
-
-    def _has_data(self) -> bool:
-        """Returns whether no parameter and no buffer is on the meta device, apart from stages elsewhere."""
-        own = (partition for partition, device in self._placement() if device.type != "meta")
-        return not any(map(has_meta_tensors, own))
-
-    def _placement(self) -> Placement:
-        meta = torch.device("meta")  # of stages in other processes, which never get memory here
-        own = range(len(self._devices)) if self._own_stages is None else self._own_stages
-        devices = [device if i in own else meta for i, device in enumerate(self._devices)]
-        return zip(self.partitions, devices, strict=True)
-
-    def _own_tensors(self) -> list[Tensor]:
-        """Returns the parameters and buffers of the stages of this process."""
-        own = (partition for partition, device in self._placement() if device.type != "meta")
-        return [t for partition in own for t in (*partition.parameters(), *partition.buffers())]
+    def _children(self) -> dict[str, nn.Module]:
+        """Returns the dictionary of the layers, which changes when a layer is replaced."""
+        return cast(dict[str, nn.Module], self._modules)
 
     def _state_elsewhere(self) -> dict[str, Any]:
         """Returns what a state dict has of stages in other processes alone."""
-        if self._own_stages is None:
+        if not self._runner.processes.is_mesh:
             return {}
-        own = set(map(id, self._own_tensors()))
-        others = (partition for partition, device in self._placement() if device.type == "meta")
+        own = set(map(id, self._runner.own_tensors()))
+        others = (partition for partition, device in self._runner.placed() if device.type == "meta")
         states = (partition.state_dict(keep_vars=True) for partition in others)
         return {name: value for state in states for name, value in state.items() if id(value) not in own}
 
@@ -137,9 +107,7 @@ class Container(LayerSequence):
         Each access creates a new view, which contains the layers themselves. Hooks that are registered on the
         view, and modules that are added to it, have no effect on the pipeline.
         """
-        layers, found = iter(self.named_children()), nn.ModuleList()
-        for size in self._balance:
-            found.append(nn.Sequential(OrderedDict(itertools.islice(layers, size))))
+        found = nn.ModuleList(self._runner.partitions())
         for container in (found, *found):
             container.training = self.training
         return found
@@ -164,7 +132,7 @@ class Container(LayerSequence):
         Raises:
             TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
         """
-        own = (device for _, device in self._placement() if device.type != "meta")
+        own = (device for _, device in self._runner.placed() if device.type != "meta")
         return super().to(**casts_of(args, kwargs, own, _DEVICES_ARE_MANAGED))
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -216,8 +184,8 @@ class Container(LayerSequence):
                 it leaves them unset; a meta tensor has hooks; or a tensor cannot be read. The message names
                 the tensors.
         """
-        found = load_weights(self, source, self._placement, strict, init)
-        self._move_to_devices()
+        found = load_weights(self, source, self._runner.placed, strict, init)
+        self._runner.move_layers()
         return found
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
@@ -236,7 +204,7 @@ class Container(LayerSequence):
         state dict need not have the tensors of other stages, which are not loaded.
         """
         found = super().load_state_dict(state_dict, strict, assign)
-        self._move_to_devices()
+        self._runner.move_layers()
         return found
 
     def _load_from_state_dict(
@@ -250,10 +218,15 @@ class Container(LayerSequence):
         """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
         torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
         if has_meta_tensors(self) and not local_metadata.get("assign_to_params_buffers"):
-            make_lazy(state_dict, prefix, self._placement())
+            make_lazy(state_dict, prefix, self._runner.placed())
         for name, value in self._state_elsewhere().items():
             state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def runner_of(model: Container) -> Runner:
+    """Returns the runner of a pipeline."""
+    return model._runner
 
 
 def _deny_changing(hint: str = "") -> NoReturn:

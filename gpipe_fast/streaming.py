@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from gpipe_fast._extension import InferenceStream
 from gpipe_fast.randomness.random import minibatch_key
 from gpipe_fast.runtime.planner import PreparedCall
+from gpipe_fast.runtime.runner import Runner
 
 
 class OpenStream(Protocol):
@@ -93,9 +94,14 @@ def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator
 class CallStream:
     """The calls of a pipeline in flight."""
 
-    def __init__(self, model: Any) -> None:
-        """Opens a stream of a `GPipe` that has layers."""
-        self._model = model
+    def __init__(self, runner: Runner, is_training: Callable[[], bool]) -> None:
+        """Opens a stream of the calls of a runner, which has layers.
+
+        Args:
+            runner: the runner.
+            is_training: returns whether the model is in train mode.
+        """
+        self._runner, self._is_training = runner, is_training
         self._native: InferenceStream | None = None
         self._calls: deque[PreparedCall] = deque()
         self._order = _KeyOrder()
@@ -113,13 +119,13 @@ class CallStream:
 
     def begin(self, batch: Any) -> None:
         """As for `OpenStream`."""
-        model = self._model
+        runner = self._runner
         args, kwargs = arguments_in(batch)
-        if not model._planner.is_settled:
+        if not runner.planner.is_settled:
             self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
-            inputs = model._checked_inputs(args, kwargs)
-            call = model._prepare_call(inputs)._replace(wait=self.wait_for_all)
+            inputs = runner.checked_inputs(args, kwargs)
+            call = runner.prepare(inputs, self._is_training())._replace(wait=self.wait_for_all)
             if self._native is None:
                 self._pipeline = call.pipeline
                 self._native = InferenceStream(call.pipeline)
@@ -136,8 +142,8 @@ class CallStream:
     @property
     def runs_python(self) -> bool:
         """Whether layers run in Python, as far as is known."""
-        planner = self._model._planner
-        return bool(planner.module_warnings.in_python) or not planner.is_settled
+        planner = self._runner.planner
+        return bool(planner.in_python) or not planner.is_settled
 
     def wait_for_all(self) -> None:
         """Waits until the calls in flight are complete, or one has failed."""
@@ -148,7 +154,7 @@ class CallStream:
         """As for `OpenStream`."""
         assert self._native is not None
         outputs, structure = self._native.pop()
-        return self._model._finish_call(self._calls.popleft(), outputs, structure)
+        return self._runner.finish(self._calls.popleft(), outputs, structure)
 
     def close(self) -> None:
         """As for `OpenStream`."""

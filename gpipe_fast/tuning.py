@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gpipe_fast.arguments import MemoryLimit, checked_memory
-from gpipe_fast.from_model.pipelined import Pipelined
+from gpipe_fast.container import runner_of
+from gpipe_fast.from_model.pipelined import Pipelined, steps_of_model
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports.memory_report import MemoryChoice, MemoryChoices
+from gpipe_fast.reports.reporting import steps_of
 from gpipe_fast.reports.steps import Tuning
+from gpipe_fast.runtime.first_balance import partitions_of
+from gpipe_fast.runtime.settings import MemoryLimit, checked_memory
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.schedule.budget import BudgetError
 from gpipe_fast.schedule.cuts import Partition
@@ -77,10 +81,10 @@ def tune(
         )
     if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be a positive number, got {seconds!r}")
-    if isinstance(model, GPipe) and model._ranks is not None:
+    if isinstance(model, GPipe) and (processes := runner_of(model).processes).is_mesh:
         raise ValueError(
             "tune stops by the clock of one process, got a pipeline with a mesh, on rank "
-            f"{model._ranks.rank} of {model._ranks.size}; call model.report(...) on all ranks, and set what "
+            f"{processes.rank} of {processes.size}; call model.report(...) on all ranks, and set what "
             "it advises on all"
         )
     if memory is not None:
@@ -96,7 +100,9 @@ def tune(
             "a model made by GPipe.from_model computes its own loss, but target, loss_fn or normalizer was "
             "passed; leave them out, and pass the model's labels"
         )
-    steps = model._steps(args, kwargs) if isinstance(model, Pipelined) else model._steps(args, kwargs, *given)
+    if isinstance(model, Pipelined):
+        return steps_of_model(model, args, kwargs).tune(seconds, progress)
+    steps = steps_of(model, args, kwargs, target, loss_fn, normalizer)
     return steps.tune(seconds, progress)
 
 
@@ -108,23 +114,25 @@ def _choices_within(
     Raises:
         ValueError: nothing fits, an argument is invalid, or the model is not in training mode.
     """
-    limits = checked_memory(memory, model._devices)
-    inputs = model._checked_inputs(args, kwargs)
-    if limits is None or not model.training or model._ranks is not None:
+    runner = runner_of(model)
+    limits = checked_memory(memory, model.devices)
+    inputs = runner.checked_inputs(args, kwargs)
+    if limits is None or not model.training or runner.processes.is_mesh:
         raise ValueError(
             f"tune with memory={memory!r} is for training in one process; call model.train(), and pass no "
             "mesh to GPipe"
         )
-    counts = [model._chunks_of(inputs.batch_size)]
+    counts = [runner.chunks_of(inputs.batch_size)]
     if model.chunks == "auto":
         counts = sorted({*counts, *(2**i for i in range(inputs.batch_size.bit_length()))})
     found: list[tuple[Partition, int]] = []
     failure: BudgetError | None = None
     with TRACING_LOCK, torch.enable_grad():
-        model._detect_changes()
+        runner.detect_changes()
         for count in counts:
             try:
-                partitions = model._partitions(inputs, count, model.schedule)
+                call = replace(runner.call_of(inputs, training=True), chunks=count)
+                partitions = partitions_of(runner, call, model.schedule)
                 found += [(own, count) for own in partitions(limits)]
             except BudgetError as error:
                 failure = error

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Pipeline
+from gpipe_fast.container import runner_of as runner_of
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import SavedFraction
@@ -65,70 +66,74 @@ def remove_faults(model: GPipe) -> None:
 
 def programs_of(model: GPipe) -> list[ProgramIR]:
     """Returns the lowered programs of all stages, for all signatures so far."""
-    lowered = [found for stage in model._planner.lowered() for found in stage.traced.lowered.values()]
+    lowered = [
+        found for stage in runner_of(model).planner.lowered() for found in stage.traced.lowered.values()
+    ]
     return [p for found in lowered for p in (found.forward, found.backward) if p is not None]
 
 
 def stages_of(model: GPipe) -> list[Stage]:
     """Returns the stages."""
-    return model._stages
+    return runner_of(model).stages
 
 
 def pipeline_of(model: GPipe) -> Pipeline:
     """Returns the C++ pipeline."""
-    return model._pipeline
+    return runner_of(model).pipeline
 
 
 def compiler_of(model: GPipe) -> Compiler:
     """Returns the compiler, which traces the stages and counts the traces."""
-    return model._planner._compiler
+    return runner_of(model).planner.compiler
 
 
 def eviction_of(model: GPipe) -> Eviction:
     """Returns the limit on the bytes of the model's plans, which counts them."""
-    return model._planner.eviction
+    return runner_of(model).planner.eviction
 
 
 def compiled_stages(model: GPipe) -> list[CompiledStage]:
     """Returns the cached compiled stages, the least recently used first."""
-    return model._planner._compiler.cached()
+    return runner_of(model).planner.compiler.cached()
 
 
 def plan_of(model: GPipe, x: Tensor) -> PlannedCall:
     """Returns the plan of a call; traces the stages if necessary, but does not run them."""
-    return model._plan(Inputs.of((x,), {}))
+    return runner_of(model).plan(Inputs.of((x,), {}), model.training)[1]
 
 
 def latest_plan(model: GPipe) -> PlannedCall:
     """Returns the plan of the latest call."""
-    assert model._planner.latest is not None
-    return model._planner.latest
+    latest = runner_of(model).planner.latest
+    assert latest is not None
+    return latest
 
 
 def stages_are_idle(model: GPipe) -> bool:
     """Returns whether no thread holds the lock of any stage."""
     with ExitStack() as held:
-        return all(own.try_lock(held) for own in model._planner._segments)
+        return all(own.try_lock(held) for own in runner_of(model).planner._segments)
 
 
 def balance_is_pending(model: GPipe) -> bool:
     """Returns whether the next call will measure the layers."""
-    return model._balance_pending
+    return runner_of(model).placement.is_pending
 
 
 def num_plans(model: GPipe) -> int:
     """Returns the number of signatures with a plan."""
-    return len(model._planner._plans)
+    return len(runner_of(model).planner._plans)
 
 
 def owned_objects(model: GPipe) -> list[object]:
     """Returns the Python objects that a pipeline owns, except its layers."""
-    return [model._planner, *model._planner._segments, *model._stages]
+    runner = runner_of(model)
+    return [runner, runner.planner, *runner.planner._segments, *runner.stages]
 
 
 def cache_sizes(model: GPipe) -> tuple[list[tuple[int, int]], int]:
     """Returns the sizes of the caches: Python and lowered segments by stage, and gradient layouts."""
-    planner = model._planner
+    planner = runner_of(model).planner
     return [(len(s._python_segments), len(s._lowered)) for s in planner._segments], len(
         planner._layout_history
     )
@@ -142,7 +147,7 @@ def template_of(compiler: Compiler) -> Template | None:
 
 def native_call(model: GPipe, x: Tensor) -> mock._Call:
     """Returns the arguments that a call passes to the C++ pipeline, which a mock replaces."""
-    with mock.patch.object(model, "_pipeline") as fallback:
+    with mock.patch.object(runner_of(model), "pipeline") as fallback:
         fallback.forward.return_value = ([x], ONE_TENSOR)
         model(x)
     return fallback.forward.call_args
@@ -170,7 +175,7 @@ def stage_locks_while_compiling(model: GPipe) -> Iterator[list[bool]]:
     found: list[bool] = []
 
     def record_free_locks() -> None:
-        for own in model._planner._segments:
+        for own in runner_of(model).planner._segments:
             with ExitStack() as held:
                 found.append(own.try_lock(held))
 

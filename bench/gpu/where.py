@@ -38,6 +38,7 @@ from bench.gpu.subjects import OURS, PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subje
 from bench.measure import Table
 from bench.peers import Step
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.lower.work import Work
 
 KERNELS, PROGRAMS_VARIABLE, PROGRAMS = "programs-per-sm", "GPIPE_FAST_PROGRAMS_PER_SM", (2, 4)
@@ -112,7 +113,7 @@ class Steps:
         """Returns the programs of a step, and how often each runs in it."""
         pipe = self.candidates[UNCAPTURED].forward
         assert isinstance(pipe, GPipe)
-        return programs_of(pipe._planner, pipe.checkpoint, self.subject.chunks)
+        return programs_of(runner_of(pipe).planner, pipe.checkpoint, self.subject.chunks)
 
 
 def copy_rate(device: str) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bench.comparison import Comparison, Opened, report_comparisons
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 
 CHECK, PYTHON, WHOLE = "check for changes", "Python part of a call", "whole call"
@@ -43,13 +44,13 @@ def parts(num_modules: int) -> dict[str, Callable[[], object]]:
         pipe(input)
         output = stub(input)
         assert torch.equal(output, pipe(input))
-        stub._pipeline = _StubPipeline([output])  # type: ignore[assignment]
+        runner_of(stub).pipeline = _StubPipeline([output])  # type: ignore[assignment]
         assert stub(input) is output
     without = torch.no_grad()
     return {
         WHOLE: without(lambda: pipe(input)),
         PYTHON: without(lambda: stub(input)),
-        CHECK: pipe._detect_changes,
+        CHECK: runner_of(pipe).detect_changes,
     }
 
 

@@ -30,6 +30,7 @@ from gpipe_fast.layers.structure import (
     call_unpacked,
     flatten,
     layer_title,
+    threads_of,
 )
 from gpipe_fast.progress import working
 from gpipe_fast.torch_private.modes import TorchDispatchMode
@@ -165,7 +166,7 @@ def profile(
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
     if threads is None:
-        threads = module._threads() if isinstance(module, LayerSequence) else torch.get_num_threads()
+        threads = threads_of(module)
     with (
         _isolated_random_state(target),
         intra_op_threads(threads),
@@ -199,7 +200,7 @@ def interpreter_seconds(module: LayerSequence, sample: Any, device: torch.device
     Raises:
         RuntimeError: a layer fails; the message names the layer.
     """
-    with _isolated_random_state(device), intra_op_threads(module._threads()):
+    with _isolated_random_state(device), intra_op_threads(threads_of(module)):
         rounds = _Rounds(_layers(module), first_microbatch(sample, 1, device), device, None, lambda *_: None)
         runs = [rounds.run_round(LayerMeasurement.interpreter_seconds) for _ in range(MIN_ROUNDS)]
     return [median(own) for own in zip(*runs, strict=True)]

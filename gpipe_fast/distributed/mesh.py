@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import _extension
 from gpipe_fast.devices import Device, checked_devices, parse_device, parse_devices
+from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import Tie
 from gpipe_fast.torch_private.modules import IGNORED_BY_DDP
 from gpipe_fast.trace.joint_graph import parameters_of
@@ -80,14 +81,12 @@ def checked_timeout(timeout: float) -> float:
     return float(timeout)
 
 
-def check_balance(balance: Sequence[int] | None, num_ranks: int, num_replicas: int) -> None:
+def check_balance(balance: Sequence[int], num_ranks: int, num_replicas: int) -> None:
     """Checks that all processes have equally many stages, and one if there are replicas.
 
     Raises:
         ValueError: they do not.
     """
-    if balance is None:
-        return
     if num_replicas > 1 and len(balance) > num_ranks:
         raise ValueError(
             f"balance has {len(balance)} stages, but with replicas along 'dp_replicate' each of the "
@@ -198,16 +197,22 @@ def uses_nccl(mesh: Mesh) -> bool:
     return "nccl" in {group._get_backend(d).name() for d in group._device_types if d.type == "cuda"}
 
 
-def check_backend(backend: str) -> None:
-    """Checks that layers may be lowered: the shapes that other processes send are known from the traces.
+def check_settings(settings: Settings) -> None:
+    """Checks that stages in several processes can have these settings.
 
     Raises:
-        ValueError: all layers are to run in Python.
+        ValueError: all layers are to run in Python, though the shapes that other processes send are known
+            from traces; or there is a memory limit.
     """
-    if backend == "eager":
+    if settings.backend == "eager":
         raise ValueError(
             "backend='eager' with a mesh is not possible: each process gets the shapes that others send from "
             "traces of all layers; pass backend='auto'"
+        )
+    if settings.memory_limit is not None:
+        raise ValueError(
+            f"memory={settings.memory_limit!r} with a mesh is not possible yet, because each process would "
+            "measure other times, and choose something else; pass checkpoint, a number for each stage"
         )
 
 

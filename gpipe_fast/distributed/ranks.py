@@ -57,13 +57,25 @@ from gpipe_fast.distributed.agreement import (
     shortened,
 )
 from gpipe_fast.distributed.clocks import Offset, offset_to_first
-from gpipe_fast.distributed.mesh import check_replicas, default_kind, grid_of, own_device, uses_nccl
+from gpipe_fast.distributed.mesh import (
+    check_balance,
+    check_not_shared,
+    check_replicas,
+    check_settings,
+    default_kind,
+    grid_of,
+    own_device,
+    ties_of,
+    uses_nccl,
+)
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.runtime.processes import Processes
+from gpipe_fast.runtime.settings import Settings
+from gpipe_fast.runtime.stage import Stage, Tie
 from gpipe_fast.torch_private.environment import default_store
 from gpipe_fast.trace.joint_graph import parameters_of
 
@@ -138,19 +150,15 @@ def _within(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-class Ranks:
+class Ranks(Processes):
     """The processes of one pipeline. Stages go round: stage s is on rank s mod P.
 
     Attributes:
-        index: the number of this process among those of a replica.
-        size: the number of processes of a replica, P.
-        replica: which of the replicas, each of which has all stages, this process belongs to.
-        num_replicas: the number of replicas.
-        rank: the number of this process, replica by replica.
         timeout: the maximum time, in seconds, to wait for another process.
         device: the device of this process's stage.
-        by_nccl: whether tensors travel by NCCL; else by gloo, through host memory.
     """
+
+    is_mesh = True
 
     def __init__(
         self,
@@ -223,9 +231,19 @@ class Ranks:
         by_nccl = device.type == "cuda" and uses_nccl(mesh)
         return cls(index, size, store, timeout, device, by_nccl, replica, len(grid))
 
-    def stages_of(self, num_stages: int) -> range:
-        """Returns the stages of this process, of all stages of a pipeline."""
-        return range(self.index, num_stages, self.size)
+    def check_settings(self, settings: Settings) -> None:
+        """As for `Processes`."""
+        check_settings(settings)
+
+    def check_balance(self, balance: Sequence[int]) -> None:
+        """As for `Processes`."""
+        check_balance(balance, self.size, self.num_replicas)
+
+    def check_partitions(self, partitions: Sequence[nn.Module]) -> list[Tie]:
+        """As for `Processes`."""
+        check_not_shared(partitions, self.size)
+        self.check_homes(partitions)
+        return ties_of(partitions)
 
     def check_homes(self, partitions: Sequence[nn.Module]) -> None:
         """Checks that each parameter belongs to stages of the same ranks as in other pipelines.
@@ -245,7 +263,7 @@ class Ranks:
                 )
 
     def note_homes(self, partitions: Sequence[nn.Module]) -> None:
-        """Notes which ranks have each parameter, after those of other ranks became meta tensors."""
+        """As for `Processes`."""
         for parameter, (_, home) in self._homes_of(partitions).items():
             self._homes[parameter] = home
 
@@ -258,30 +276,29 @@ class Ranks:
                 found[parameter] = first, home | {stage % self.size}
         return found
 
-    def check_inputs(self, found: str) -> None:
-        """Checks that the ranks of a replica, which all read elements of the inputs, find the same.
+    def refuse(self, what: str, instead: str) -> NoReturn:
+        """As for `Processes`."""
+        raise ValueError(
+            f"{what} needs all stages in one process, got rank {self.rank} of {self.size}; {instead}"
+        )
 
-        Raises:
-            RuntimeError: another rank has found something else.
-        """
-        first = self._store.compare_set(self._key(f"inputs/{self.replica}"), "", found).decode()
-        if first != found:
+    def check_inputs(self, found: Callable[[], str]) -> None:
+        """As for `Processes`."""
+        own = found()
+        first = self._store.compare_set(self._key(f"inputs/{self.replica}"), "", own).decode()
+        if first != own:
             raise RuntimeError(
                 f"rank {self.rank} calls the model with other inputs than another rank, which came first: "
-                f"they lead to {shortened(found)} here, and to {shortened(first)} there; pass the same "
+                f"they lead to {shortened(own)} here, and to {shortened(first)} there; pass the same "
                 "inputs on all ranks, with their elements"
             )
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Lets ranks that wait for this one go on waiting while the block runs, however long it takes."""
+        """As for `Processes`."""
         return self._store.at_work(self._key(f"work/{self.rank}"))
 
     def begin(self, pipeline: Pipeline, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> None:
-        """Prepares a run: checks that other ranks run the same plan, and connects to them.
-
-        Raises:
-            RuntimeError: another rank has another plan, has failed, or does not answer.
-        """
+        """As for `Processes`."""
         new = _NEW if self._digests.lookup(id(plan)) is None else ""
         waits_for: set[int] = set()
         for key, (digest, description) in self._digests_of(call, plan, stages).items():
@@ -385,7 +402,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Reports an error of the block to the other ranks, unless that has happened already."""
+        """As for `Processes`."""
         self._has_reported = False
         try:
             yield
@@ -395,11 +412,11 @@ class Ranks:
             raise
 
     def offer_losses(self, losses: Sequence[Tensor]) -> None:
-        """Tells the other ranks the losses of a run, before they know whether it has succeeded."""
+        """As for `Processes`."""
         self._offer("loss", losses)
 
     def losses(self, own: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the losses that the last rank of each replica has offered in the latest run."""
+        """As for `Processes`."""
         keys = [f"{self._number - 1}/loss/{replica}" for replica in range(self.num_replicas)]
         # A rank offers before it succeeds, and all have succeeded.
         return [
@@ -408,11 +425,9 @@ class Ranks:
         ]
 
     def sum_of_counts(self, count: float | Tensor) -> float | Tensor:
-        """Returns the sum of what the last rank of each replica passes, added up in their order.
-
-        Raises:
-            RuntimeError: a last rank has failed, or does not answer.
-        """
+        """As for `Processes`."""
+        if self.num_replicas == 1:
+            return count
         own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64, device="cpu")
         self._offer("count", [own])
         found = []
@@ -424,11 +439,7 @@ class Ranks:
         return total.to(count.device) if isinstance(count, Tensor) else total.item()
 
     def gather(self, name: str, own: Any) -> list[Any]:
-        """Returns what each rank of this replica passes, in their order; values that JSON can represent.
-
-        Raises:
-            RuntimeError: a rank has failed, or does not answer.
-        """
+        """As for `Processes`."""
         key = self._key(f"{name}/{self.rank}")
         self._store.set(key, json.dumps(own))
         self._gathered.append((self._number, key))
@@ -436,14 +447,7 @@ class Ranks:
         return [json.loads(self._wait(f"{name}/{rank}", partial(list, (rank,)))) for rank in members]
 
     def exchange(self, own: Any) -> list[tuple[Offset, Any]]:
-        """Returns what the ranks of this replica pass, in their order, each with the offset of its clock.
-
-        Args:
-            own: what this rank passes: numbers, strings, lists and dicts.
-
-        Raises:
-            RuntimeError: another rank has failed, runs something else, or does not answer.
-        """
+        """As for `Processes`."""
         self._begin(_EXCHANGE)
         text = json.dumps([self._offset(), own], separators=(",", ":"))
         text = base64.b64encode(zlib.compress(text.encode(), 1)).decode()

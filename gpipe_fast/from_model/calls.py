@@ -7,13 +7,14 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.arguments import check_module
+from gpipe_fast.devices import Device
 from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
@@ -24,17 +25,16 @@ from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record_call, surroundings
 from gpipe_fast.from_model.watch import attributes_of
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
-from gpipe_fast.lower.checkpoint import CheckpointSetting
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.module_warnings import changing_number_text
+from gpipe_fast.runtime.placement import Placement
+from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
+from gpipe_fast.runtime.runner import Runner
+from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import TRACING_LOCK
-from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.strides import bits_of, with_bits
 from gpipe_fast.training.step import Losses
 from gpipe_fast.user_warning import warn_user
-
-# Makes a pipeline of layers with a balance: `GPipe`, with the user's other options.
-MakePipeline = Callable[[nn.Sequential, list[int] | None], Any]
 
 _log = logging.getLogger("gpipe_fast")
 
@@ -77,11 +77,15 @@ class Calls:
         balance: the number of blocks, or of layers, of each partition; None to measure it.
         num_devices: how many devices there are; None for the CPU.
         loss: ``'exact'`` or ``'per-microbatch'``.
-        chunks: the number of micro-batches.
-        checkpoint: which micro-batches recompute, as of `GPipe`.
-        schedule: the order of forwards and backwards in a step.
-        make_pipeline: makes a pipeline of layers.
-        ranks: the processes of its stages; None if all are here.
+        settings: the settings of all runners.
+        devices: as for `GPipe`.
+        face: returns the `GPipe` over a runner.
+        processes: the processes of its stages.
+
+    Attributes:
+        settings: as above; other ones hold from the next call on.
+        processes: as above.
+        face: as above.
     """
 
     def __init__(
@@ -91,14 +95,12 @@ class Calls:
         balance: list[int] | None,
         num_devices: int | None,
         loss: str,
-        chunks: int | Literal["auto"],
-        checkpoint: CheckpointSetting,
-        schedule: ScheduleChoice,
-        make_pipeline: MakePipeline,
-        ranks: Ranks | None = None,
+        settings: Settings,
+        devices: Iterable[Device] | Device | None,
+        face: Callable[[Runner], Any],
+        processes: Processes = ONE_PROCESS,
     ) -> None:
-        self.loss, self.chunks, self.checkpoint, self.schedule = loss, chunks, checkpoint, schedule
-        self.threads_per_stage: int | None = None
+        self.loss, self.settings = loss, settings
         self._named = blocks
         self._measured = balance is None
         self._balance: list[int] | None = None
@@ -109,8 +111,8 @@ class Calls:
             self.set_blocks(model, named_blocks(model, blocks))
         self._needed = len(balance) if balance is not None else num_devices or 2
         self._balance = balance
-        self._make_pipeline = make_pipeline
-        self.ranks = ranks
+        self._devices, self.face = devices, face
+        self.processes = processes
         self._takes_items: bool | None = None
         self._warned_of_numbers = False
         self._forget()
@@ -137,10 +139,19 @@ class Calls:
     @property
     def num_stages(self) -> int:
         """The number of stages, as far as it is known."""
-        return len(self._programs[-1].pipeline.balance) if self._programs else self._needed
+        return len(self._programs[-1].runner.stages) if self._programs else self._needed
 
-    def new_pipeline(self, layers: nn.Sequential) -> Any:
-        """Returns a pipeline of layers, with the balance of the first one."""
+    def configure(self, **changes: Any) -> None:
+        """Changes settings; the next call reads them.
+
+        Raises:
+            TypeError: a value has a wrong type.
+            ValueError: a value is invalid.
+        """
+        self.settings = dataclasses.replace(self.settings, **changes)
+
+    def new_runner(self, layers: nn.Sequential) -> Runner:
+        """Returns a runner of layers, with the balance of the first one."""
         balance, blocks = self._balance, len(layers) - 2
         if balance is not None and sum(balance) == blocks:
             balance = list(balance)
@@ -151,17 +162,20 @@ class Calls:
                 f"balance must add up to the {blocks} blocks, or to {len(layers)} with the layers before and "
                 f"after them, got {balance}, which adds up to {sum(balance)}"
             )
-        pipeline = self._make_pipeline(layers, balance)
-        pipeline._checks_usage = False  # which inputs are split is known
-        if self.ranks is not None:
-            self._balance, self._settled = pipeline.balance, True  # nothing is measured
+        check_module(layers)
+        children = dict(layers.named_children())
+        placement = Placement.checked(children, balance, self._devices, self.processes)
+        runner = Runner(children, placement, self.settings, self.processes)
+        runner.warns_of_inputs = False  # which inputs are split is known
+        if self.processes.is_mesh:
+            self._balance, self._settled = runner.placement.balance, True  # nothing is measured
             if self._programs:
-                pipeline._share_runs(self.program.pipeline)  # and the connections to other processes
-        return pipeline
+                runner.share_pipeline(self.program.runner)
+        return runner
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to copy or pickle: without programs, which are made on demand."""
-        if self.ranks is not None:
+        if self.processes.is_mesh:
             raise TypeError(
                 "a model with a mesh cannot be copied or pickled, because its processes make it together; "
                 "save model.state_dict(), which has the tensors of the own stages"
@@ -180,22 +194,21 @@ class Calls:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        return self._run(model, args, kwargs, Program.__call__)
+        return self._run(model, args, kwargs, lambda program, given: program.call(given, model.training))
 
     def step(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *how: Any
     ) -> tuple[Losses, Any]:
         """Runs a step of a mini-batch: `Program.step` with the arguments ``how``; others as of `run`."""
         found: tuple[Losses, Any] = self._run(
-            model, args, kwargs, lambda program, given: program.step(given, *how)
+            model, args, kwargs, lambda program, given: program.step(given, model.training, *how)
         )
         return found
 
     def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        with self.reporting():
+        with self.processes.reporting():
             program, given = self.begin(model, args, kwargs)
-            if self.ranks is not None:
-                self.ranks.check_inputs(program.readings(given))
+            self.processes.check_inputs(lambda: program.readings(given))
             returned = run(program, given)
         self.end(program)
         return returned
@@ -207,32 +220,12 @@ class Calls:
             self._warned_of_numbers = True
             warn_user(changing_number_text(number))
 
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that reports an error of its block to the other processes, if any."""
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.reporting()
-
-    def check_is_whole(self, what: str, instead: str) -> None:
-        """Checks that all stages are in this process.
-
-        Args:
-            what: what needs them.
-            instead: what the user can do.
-
-        Raises:
-            ValueError: there is a mesh.
-        """
-        if self.ranks is not None:
-            raise ValueError(
-                f"{what} needs all stages in one process, got rank {self.ranks.rank} of {self.ranks.size}; "
-                f"{instead}"
-            )
-
     def elsewhere(self) -> set[int]:
         """Returns the ``id`` of each tensor that only stages in other processes have."""
         own, others = set[int](), set[int]()
-        for program in self._programs if self.ranks is not None else ():
+        for program in self._programs if self.processes.is_mesh else ():
             program.take()
-            for partition, device in program.pipeline._placement():
+            for partition, device in program.runner.placed():
                 found = others if device.type == "meta" else own
                 found.update(map(id, (*partition.parameters(), *partition.buffers())))
         return others - own
@@ -241,7 +234,7 @@ class Calls:
         """Moves what was assigned to the devices of the stages."""
         for program in self._programs:
             program.take()
-            program.pipeline._move_to_devices()
+            program.runner.move_layers()
             program.give_back()
 
     def begin(
@@ -250,23 +243,21 @@ class Calls:
         """Returns the program of a mini-batch, with the present settings, and the arguments of its call."""
         call = _CallOf(self, model, _inputs(model, args, kwargs))
         kind, program, parts = self._find(call)
-        pipeline = program.pipeline
-        pipeline.schedule = self.schedule
-        pipeline.chunks, pipeline.checkpoint = self.chunks, self.checkpoint
-        pipeline.threads_per_stage = self.threads_per_stage
-        pipeline.training = model.training
-        if self._settled and pipeline.balance != self._balance:
-            pipeline.balance = self._balance
+        runner = program.runner
+        if runner.settings is not self.settings:
+            runner.apply(self.settings)
+        if self._settled and self._balance is not None and runner.placement.balance != self._balance:
+            runner.place(self._balance, runner.placement.choice)
         return program, call.split(kind, parts)
 
     def end(self, program: Program) -> None:
         """Keeps the balance that the first call has measured."""
         if not self._settled:
-            self._balance, self._settled = program.pipeline.balance, True
+            self._balance, self._settled = list(program.runner.placement.balance), True
 
     def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the micro-batches by the plain model, one after the other, and returns what `run` does."""
-        self.check_is_whole("the plain loop", "make the model without mesh to compare with it")
+        self.processes.refuse("the plain loop", "make the model without mesh to compare with it")
         inputs = _inputs(model, args, kwargs)
         call = _CallOf(self, model, inputs)
         kind, program, parts = self._find(call)
@@ -294,7 +285,7 @@ class Calls:
             # running block may itself wait for the tracing lock, so the tracing lock is acquired last.
             with contextlib.ExitStack() as held:
                 for program in list(self._programs):
-                    for lock in program.pipeline._locks():
+                    for lock in program.runner.locks():
                         held.enter_context(lock)
                 held.enter_context(TRACING_LOCK)
                 return call.find()
@@ -378,7 +369,7 @@ class _CallOf:
             attributes_of(opened),
             tuple((p.dtype, p.requires_grad) for p in self._model.parameters()),
         )
-        more = self._device, self._whole, modes, attributes, self._calls.chunks if shapes else None
+        more = self._device, self._whole, modes, attributes, self._calls.settings.chunks if shapes else None
         return self._inputs.structure, tensors, more
 
     # What kind of call it is.
@@ -488,7 +479,7 @@ class _CallOf:
 
     def _parts(self, kind: CallKind) -> Parts:
         tensors, calls = self._inputs.tensors, self._calls
-        chunks = calls.chunks
+        chunks = calls.settings.chunks
         if chunks == "auto":
             chunks = max(1, min(4 * calls.num_stages, tensors[min(kind.split)].shape[0]))
         split = {i: tensors[i].chunk(int(chunks)) for i in kind.split}
@@ -559,7 +550,7 @@ class _CallOf:
         return self._add_path(kind, self._flow(kind, tensors, parts))
 
     def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
-        read = _read_with_data if self._calls.ranks is None else refuse_reading
+        read = _read_with_data if not self._calls.processes.is_mesh else refuse_reading
         evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
@@ -580,8 +571,8 @@ class _CallOf:
                 leaf_names(opened),
                 calls.loss,
                 output_class,
-                calls.new_pipeline,
-                calls.ranks is not None,
+                calls.new_runner,
+                calls.processes.is_mesh,
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
@@ -622,7 +613,7 @@ class _CallOf:
         return self._record(tensors, self._decide_by(tensors), opened, blocks)[0]
 
     def _decide_by(self, tensors: Sequence[Tensor]) -> Any:
-        return _decide_by(tensors, self._device, self._calls.ranks is None)
+        return _decide_by(tensors, self._device, not self._calls.processes.is_mesh)
 
     def _record(
         self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any

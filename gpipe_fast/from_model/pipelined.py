@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal
 
@@ -22,22 +23,18 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gpipe_fast.arguments import (
-    checked_checkpoint,
-    checked_chunks,
-    checked_schedule,
-    checked_threads_per_stage,
-)
-from gpipe_fast.devices import casts_of
+from gpipe_fast.devices import Device, casts_of
 from gpipe_fast.distributed.mesh import refuse_ddp
-from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.calls import Calls, MakePipeline
+from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum, unchanged
+from gpipe_fast.runtime.processes import Processes
+from gpipe_fast.runtime.runner import Runner
+from gpipe_fast.runtime.settings import Setting, Settings
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import CallStream, arguments_in, results
 from gpipe_fast.training.step import check_list, result_of
@@ -123,7 +120,10 @@ class ModelStream:
                 while self._given:
                     self._finished.append(self._finish_one())
                 self.close()
-                self._program, self._stream = program, CallStream(program.pipeline)
+                self._program, self._stream = (
+                    program,
+                    CallStream(program.runner, lambda: self._plain().training),
+                )
             self._stream.begin((program.argument(given),))
             self._calls.end(program)
         self._given.append(given)
@@ -217,11 +217,11 @@ class Pipelined(nn.Module):
                 is invalid, as for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
-        with self._calls.reporting():
+        processes = self._calls.processes
+        with processes.reporting():
             check_list(losses)
             _check_own_loss(self.plain(), kwargs, "step")
-            ranks = self._calls.ranks
-            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, ranks=ranks)
+            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, processes=processes)
             with update.after() as updates:
                 how = return_outputs, scaler, updates
                 each, output = self._calls.step(self.plain(), args, kwargs, *how)
@@ -251,7 +251,7 @@ class Pipelined(nn.Module):
             ValueError: The model does not return one loss.
             RuntimeError: As for a call.
         """
-        with self._calls.reporting(), torch.no_grad():
+        with self._calls.processes.reporting(), torch.no_grad():
             check_list(losses)
             _check_own_loss(self.plain(), kwargs, "evaluate")
             each, output = self._calls.step(self.plain(), args, kwargs, return_outputs)
@@ -277,42 +277,7 @@ class Pipelined(nn.Module):
             TypeError: As for `evaluate`.
             RuntimeError: As for a call; or the model is being recorded.
         """
-        return self._steps(args, kwargs).report(check)
-
-    def _steps(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps:
-        """Returns steps with arguments as for `report`."""
-        _check_own_loss(self.plain(), kwargs, "report")
-        self._calls.check_is_whole("a report", "make the model without mesh, which runs the same schedule")
-        is_step = torch.is_grad_enabled() and self._returns_a_loss(args, kwargs)
-
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        tensors = [x for x in given if x.requires_grad and x.is_leaf]
-
-        def run() -> None:
-            gradients = [x.grad for x in tensors]
-            if is_step:
-                self.step(*args, **kwargs)
-            else:
-                backward_of_sum(self(*args, **kwargs))
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                tensor.grad = gradient
-
-        def recording() -> Any:
-            return self.pipeline.recording()
-
-        def python_stages() -> Any:
-            return self.pipeline._stages_in_python()
-
-        batch_size = self._calls.batch_size(self.plain(), args, kwargs)
-        return Steps(self, run, recording, batch_size, is_step, python_stages=python_stages)
-
-    def _returns_a_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        with unchanged(self):
-            try:
-                self.evaluate(*args, **kwargs)
-            except ValueError:
-                return False
-        return True
+        return steps_of_model(self, args, kwargs).report(check)
 
     @uncompiled
     def stream(self, batches: Iterable[Any], *, depth: int | None = None) -> Iterator[Any]:
@@ -335,59 +300,32 @@ class Pipelined(nn.Module):
             ValueError: As for `GPipe.stream`.
             RuntimeError: From the generator: as for a call, and as for `GPipe.stream`.
         """
-        self._calls.check_is_whole("a stream", "call the model for each mini-batch under torch.no_grad()")
+        self._calls.processes.refuse("a stream", "call the model for each mini-batch under torch.no_grad()")
         return results(ModelStream(self._calls, self.plain), batches, depth, self._calls.num_stages)
 
     @property
     def pipeline(self) -> Any:
         """The `GPipe` of the latest call, for `doctor`, `recording` and so on. Its layers hold the blocks."""
-        return self._calls.program.pipeline
+        program = self._calls.program
+        if program.pipeline is None:
+            program.pipeline = self._calls.face(program.runner)
+        program.pipeline.training = self.training
+        return program.pipeline
 
-    @property
-    def chunks(self) -> int | Literal["auto"]:
-        """The number of micro-batches, or 'auto', as of `GPipe`; may be set between calls."""
-        return self._calls.chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int | Literal["auto"]) -> None:
-        self._calls.chunks = checked_chunks(chunks)
-
-    @property
-    def checkpoint(self) -> CheckpointSetting:
-        """Which micro-batches recompute, as of `GPipe`; may be set between calls."""
-        return self._calls.checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: CheckpointChoice) -> None:
-        self._calls.checkpoint = checked_checkpoint(checkpoint)
-
-    @property
-    def schedule(self) -> ScheduleChoice:
-        """The order of forwards and backwards in `step`, as of `GPipe`; may be set between calls."""
-        return self._calls.schedule
-
-    @schedule.setter
-    def schedule(self, schedule: ScheduleChoice) -> None:
-        self._calls.schedule = checked_schedule(schedule)
-
-    @property
-    def threads_per_stage(self) -> int | None:
-        """The number of intra-op threads of each stage, as of `GPipe`; may be set between calls."""
-        return self._calls.threads_per_stage
-
-    @threads_per_stage.setter
-    def threads_per_stage(self, threads: int | None) -> None:
-        self._calls.threads_per_stage = checked_threads_per_stage(threads)
+    chunks: Setting[int | Literal["auto"], int | Literal["auto"]] = Setting("_calls")
+    checkpoint: Setting[CheckpointSetting, CheckpointChoice] = Setting("_calls")
+    schedule: Setting[ScheduleChoice, ScheduleChoice] = Setting("_calls")
+    threads_per_stage: Setting[int | None, int | None] = Setting("_calls")
 
     @property
     def balance(self) -> list[int]:
         """The number of layers of each partition: what comes before the blocks, each block, and the rest."""
-        return list(self.pipeline.balance)
+        return list(self._calls.program.runner.placement.balance)
 
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
-        return list(self.pipeline.devices)
+        return list(self._calls.program.runner.placement.devices)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and (name in ("balance", "devices") or not hasattr(self, name)):
@@ -402,7 +340,7 @@ class Pipelined(nn.Module):
 
         Of a model of transformers, ``init=model._init_weights`` sets the buffers that files lack.
         """
-        return load_weights(self, source, self.pipeline._placement, strict, init)
+        return load_weights(self, source, self._calls.program.runner.placed, strict, init)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Returns a state dict as the model does. With a mesh, it has no tensors of other processes."""
@@ -425,7 +363,7 @@ class Pipelined(nn.Module):
         Then tensors of the own stages on the meta device get memory.
         """
         found = super().load_state_dict(state_dict, strict, assign)
-        if self._calls.ranks is not None:
+        if self._calls.processes.is_mesh:
             self._calls.move_to_devices()
         return found
 
@@ -440,7 +378,7 @@ class Pipelined(nn.Module):
         """Completes the state dict by the tensors of other processes, in a copy of the user's dict."""
         elsewhere = self._state_elsewhere()
         if elsewhere and not local_metadata.get("assign_to_params_buffers"):
-            make_lazy(state_dict, prefix, self.pipeline._placement())
+            make_lazy(state_dict, prefix, self._calls.program.runner.placed())
         for name, value in elsewhere.items():
             state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -481,7 +419,7 @@ class Pipelined(nn.Module):
 
     def _own_devices(self) -> set[torch.device]:
         """Returns the devices of the stages of this process."""
-        return {device for _, device in self.pipeline._placement() if device.type != "meta"}
+        return {device for _, device in self._calls.program.runner.placed() if device.type != "meta"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, (self._plain_class,), {**vars(self), STATE: self._calls, _WRAPPER: self._wrapper}
@@ -490,6 +428,43 @@ class Pipelined(nn.Module):
         self._wrapper = state.pop(_WRAPPER)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._calls = state[STATE]
+
+
+def steps_of_model(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Steps:
+    """Returns steps with arguments as for `report`."""
+    _check_own_loss(model.plain(), kwargs, "report")
+    model._calls.processes.refuse("a report", "make the model without mesh, which runs the same schedule")
+    is_step = torch.is_grad_enabled() and _returns_a_loss(model, args, kwargs)
+
+    given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    tensors = [x for x in given if x.requires_grad and x.is_leaf]
+
+    def run() -> None:
+        gradients = [x.grad for x in tensors]
+        if is_step:
+            model.step(*args, **kwargs)
+        else:
+            backward_of_sum(model(*args, **kwargs))
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+
+    def recording() -> Any:
+        return model.pipeline.recording()
+
+    def python_stages() -> Any:
+        return model._calls.program.runner.stages_in_python()
+
+    batch_size = model._calls.batch_size(model.plain(), args, kwargs)
+    return Steps(model, run, recording, batch_size, is_step, python_stages=python_stages)
+
+
+def _returns_a_loss(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    with unchanged(model):
+        try:
+            model.evaluate(*args, **kwargs)
+        except ValueError:
+            return False
+    return True
 
 
 def _check_own_loss(model: nn.Module, kwargs: Mapping[str, Any], method: str) -> None:
@@ -555,7 +530,7 @@ def pipelined(model: nn.Module, calls: Calls) -> Any:
     found: Any = _sharing(model, _pipelined_class(type(model)))
     found._calls, found._wrapper = calls, None
     vars(model)[STATE] = calls
-    if calls.ranks is not None:
+    if calls.processes.is_mesh:
         refuse_ddp(
             found,
             "pass mesh['pp'] to GPipe.from_model, and average gradients over the other dimension after the "
@@ -621,15 +596,28 @@ def make_pipelined(
     kwargs: dict[str, Any] | None,
     blocks: Blocks | None,
     balance: Iterable[int] | None,
+    devices: Iterable[Device] | Device | None,
     num_devices: int | None,
-    chunks: int | Literal["auto"],
-    checkpoint: CheckpointChoice,
-    schedule: ScheduleChoice,
+    settings: Settings,
     loss: str,
-    make_pipeline: MakePipeline,
-    ranks: Ranks | None,
+    face: Callable[[Runner], Any],
+    processes: Processes,
 ) -> Any:
-    """Returns the pipelined model; the arguments are those of `GPipe.from_model`."""
+    """Returns the pipelined model.
+
+    Args:
+        model: as for `GPipe.from_model`.
+        args: as for `GPipe.from_model`.
+        kwargs: as for `GPipe.from_model`.
+        blocks: as for `GPipe.from_model`.
+        balance: as for `GPipe.from_model`.
+        devices: as for `GPipe.from_model`.
+        num_devices: the number of devices; None for the CPU.
+        settings: the other arguments of `GPipe.from_model`.
+        loss: as for `GPipe.from_model`.
+        face: returns the `GPipe` over a runner.
+        processes: the processes of the stages.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, Pipelined):
@@ -649,15 +637,12 @@ def make_pipelined(
         )
     _refuse_hooks_of_accelerate(model)
     _refuse_quantized(model)
-    setting, schedule = checked_checkpoint(checkpoint), checked_schedule(schedule)
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
-        setting = "always"
+        settings = replace(settings, checkpoint="always")
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
     sizes = None if balance is None else list(balance)
-    chunks = checked_chunks(chunks)
-    settings = loss, chunks, setting, schedule
-    calls = Calls(model, blocks, sizes, num_devices, *settings, make_pipeline, ranks)
+    calls = Calls(model, blocks, sizes, num_devices, loss, settings, devices, face, processes)
     calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)
 

@@ -20,9 +20,10 @@ from gpipe_fast.from_model.loss_rules import Rule
 from gpipe_fast.from_model.outputs import Output, model_outputs, put_together
 from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
+from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.training.losses import Loss
-from gpipe_fast.training.step import Losses
+from gpipe_fast.training.step import Losses, Objective, run_step
 from gpipe_fast.training.update import StageUpdates
 
 
@@ -49,7 +50,8 @@ class Program:
         outputs: the tensors that the model returns.
         output_class: the class of the object that it returns, if PyTorch does not flatten it; else None.
         layers: the layers.
-        pipeline: the `GPipe` of these layers.
+        runner: the runner of these layers.
+        pipeline: the `GPipe` over it, once one is asked for.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Program:
         output_names: Sequence[str],
         loss: str,
         output_class: type | None,
-        make_pipeline: Callable[[nn.Sequential], Any],
+        make_runner: Callable[[nn.Sequential], Runner],
         is_distributed: bool = False,
     ) -> None:
         self.output_class = output_class
@@ -76,7 +78,8 @@ class Program:
         made = [*(make_layer(flow, part) for part in parts[:-1]), make_layer(flow, parts[-1], dims)]
         self.layers = [layer for layer, _ in made]
         self._owned = [owned for _, owned in made]
-        self.pipeline = make_pipeline(nn.Sequential(*self.layers))
+        self.runner = make_runner(nn.Sequential(*self.layers))
+        self.pipeline: Any = None
         self.give_back()
 
     def take(self) -> None:
@@ -89,10 +92,10 @@ class Program:
         for owned in self._owned:
             owned.give_back()
 
-    def __call__(self, given: SplitInputs) -> Any:
-        """Runs the pipeline on one mini-batch."""
+    def call(self, given: SplitInputs, training: bool) -> Any:
+        """Runs the layers on one mini-batch."""
         self._check_divisors(given)
-        found = self.pipeline(self.argument(given))
+        found = self.runner.call((self.argument(given),), {}, training)
         if self._is_distributed:
             if isinstance(found, Tensor):  # the last stage is in another process
                 return self._in_place_of_outputs(found)
@@ -141,11 +144,12 @@ class Program:
     def step(
         self,
         given: SplitInputs,
+        training: bool,
         keeps_output: bool,
         scaler: GradScaler | None = None,
         updates: StageUpdates | None = None,
     ) -> tuple[Losses, Any]:
-        """Runs forward and backward of one mini-batch; arguments as of `GPipe._step`.
+        """Runs forward and backward of one mini-batch; arguments as of `run_step`.
 
         If gradients are disabled, it runs the forward and the loss alone.
 
@@ -159,9 +163,9 @@ class Program:
         self._check_divisors(given)
         weights = self._weights(output, given)
         total = functools.partial(_element, index)
-        loss = Loss(total, (_element, index))
-        how = None, keeps_output, weights, scaler, updates
-        each, found = self.pipeline._step((self.argument(given),), {}, loss, total, *how)
+        objective = Objective(Loss(total, (_element, index)), total, None, keeps_output, weights)
+        args = (self.argument(given),)
+        each, found = run_step(self.runner, args, {}, training, objective, scaler, updates)
         return each, None if found is None else self.combined(found, given)
 
     def _loss(self) -> tuple[int, Output]:

@@ -172,20 +172,30 @@ BatchDim = int | tuple[int, ...]
 
 
 class LayerSequence(nn.Module):
-    """A module whose children are layers that run one after the other, as in a ``Sequential``."""
+    """A module whose children are layers that run one after the other, as in a ``Sequential``.
 
-    @property
-    def batch_dim(self) -> BatchDim:
-        """The dimension along which inputs are split: one for all tensors, or one for each tensor."""
-        return 0
+    Attributes:
+        balance: the number of layers of each partition.
+        devices: the device of each partition.
+        batch_dim: the dimension along which inputs are split: one for all tensors, or one for each tensor.
+        threads_per_stage: the number of intra-op threads of each stage; None for a share of the caller's.
+    """
 
-    def _threads(self) -> int:
-        """Returns the number of intra-op threads with which a layer runs."""
-        return torch.get_num_threads()
+    balance: list[int]
+    devices: list[torch.device]
+    batch_dim: BatchDim
+    threads_per_stage: int | None
 
     def __len__(self) -> int:
         """Returns the number of layers."""
         return len(self._modules)
+
+
+def threads_of(module: nn.Sequential | LayerSequence) -> int:
+    """Returns the number of intra-op threads with which a layer of a module runs."""
+    if not isinstance(module, LayerSequence):
+        return torch.get_num_threads()
+    return module.threads_per_stage or max(1, torch.get_num_threads() // max(1, len(module.balance)))
 
 
 class CallArguments(NamedTuple):

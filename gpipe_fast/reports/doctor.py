@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpipe_fast._extension import GraphReport, build_info
+from gpipe_fast.container import runner_of
 from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.availability import why_unfused
 from gpipe_fast.layers.structure import layer_title
@@ -62,7 +63,7 @@ def sections(model: GPipe | None = None) -> list[tuple[str, list[str]]]:
             ("plans", _plans(model)),
             ("CUDA graphs", graph_lines(model)),
         ]
-        fused, costs = fused_lines(model), model._planner.module_warnings.costs
+        fused, costs = fused_lines(model), runner_of(model).planner.module_warnings.costs
         found += [("fused kernels", fused)] if fused else []
         found += [("avoidable costs", costs)] if costs else []
     return found
@@ -79,13 +80,14 @@ def graph_lines(model: GPipe) -> list[str]:
     """Returns report lines on a model's captured CUDA graphs, one for each kind of call."""
     if all(device.type == "cpu" for device in model.devices):
         return []
-    if model._ranks is not None:
+    runner = runner_of(model)
+    if runner.processes.is_mesh:
         return ["nothing, because of the mesh"]
     if model.memory_limit is not None:
         return ["nothing, because graphs keep memory, which memory= limits"]
     if not model.capture:
         return ["nothing, because capture=False"]
-    reports = model._pipeline.graph_reports()
+    reports = runner.pipeline.graph_reports()
     lines = [_graph_line(report) for report in reports]
     if any(report.forward for report in reports):
         lines.append(
@@ -161,12 +163,13 @@ def _stages(model: GPipe) -> list[str]:
 def _in_python(model: GPipe) -> list[str]:
     if model.backend == "eager":
         return ["all, because backend='eager'"]
-    found = list(map(str, model._planner.module_warnings.python_layers.values()))
-    return found or (["none"] if model._planner.latest else ["unknown until the first call"])
+    planner = runner_of(model).planner
+    found = list(map(str, planner.module_warnings.python_layers.values()))
+    return found or (["none"] if planner.latest else ["unknown until the first call"])
 
 
 def _plans(model: GPipe) -> list[str]:
-    eviction = model._planner.eviction
+    eviction = runner_of(model).planner.eviction
     plans, templates = (
         f"{number / 2**20:.1f} MiB" for number in (eviction.num_bytes(), eviction.template_bytes())
     )
@@ -177,8 +180,9 @@ def _plans(model: GPipe) -> list[str]:
 
 
 def _transport(model: GPipe) -> list[str]:
-    lines = describe_connections(model._connections, model._planner.latest)
-    if lines and model._planner.latest is None:
+    runner = runner_of(model)
+    lines = describe_connections(runner.connections, runner.planner.latest)
+    if lines and runner.planner.latest is None:
         lines.append("the sizes of boundary tensors are unknown until the first call")
     return lines
 
@@ -197,7 +201,7 @@ def fused_lines(model: GPipe) -> list[str]:
 
 def replaced_by_graph(model: GPipe) -> Iterator[tuple[Stage, str, Sequence[Replaced]]]:
     """Yields each stage, each of its graphs, and what fused kernels replace in it."""
-    for compiled in model._planner.lowered():
+    for compiled in runner_of(model).planner.lowered():
         for lowered in compiled.traced.lowered.values():
             for graph, replaced in lowered.replaced.items():
                 yield compiled.stage, graph, replaced

@@ -1,9 +1,10 @@
-"""`GPipe.report`: records some steps, says where their time goes, and what would make them faster."""
+"""The methods of `GPipe` that say how it runs, and what would make it faster or smaller."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,45 +12,35 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.balance.profile import interpreter_seconds, profile
+from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
-from gpipe_fast.distributed.ranks import Ranks
-from gpipe_fast.layers.structure import Inputs, LayerSequence, call_unpacked, layer_title
+from gpipe_fast.layers.structure import Inputs, call_unpacked, layer_title
 from gpipe_fast.reports.advice import LayerCosts, Measurements
+from gpipe_fast.reports.explain import explain_call, on_absent_device
+from gpipe_fast.reports.explanation import Explanation
 from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
-from gpipe_fast.reports.recording import Recording
+from gpipe_fast.reports.recording import Recording, exchange_stages, kernel_names, record, stage_sizes
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum
-from gpipe_fast.runtime.stage_memory import StageBytes
+from gpipe_fast.runtime.compile import CompilationFailure
+from gpipe_fast.runtime.planner import failure_message
+from gpipe_fast.runtime.runner import Given, Runner
+from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
+from gpipe_fast.trace.joint_graph import parameters_of
+from gpipe_fast.training.losses import check_target, loss_of
+from gpipe_fast.training.step import Objective, targets_of, with_loss
 from gpipe_fast.unsupported import uncompiled
 
 # The seconds for which layers are measured for another balance.
 _PROFILE_SECONDS = 0.5
 
 
-class Reporting(LayerSequence):
-    """The method `report` of a pipeline."""
-
-    balance: list[int]
-    devices: list[torch.device]
-    _ranks: Ranks | None
-
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Returns a context manager that records the begin and end of every action and every wait."""
-        raise NotImplementedError
+class Reporting(Container):
+    """The methods of a pipeline that say how it runs: `report`, `memory`, `explain` and `recording`."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As for `GPipe.step`."""
-        raise NotImplementedError
-
-    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        raise NotImplementedError
-
-    def _layers_in_python(self) -> set[int]:
-        """Returns the indices of the layers that run in Python."""
-        raise NotImplementedError
-
-    def _reporting(self) -> AbstractContextManager[None]:
-        """As for `GPipe._reporting`."""
         raise NotImplementedError
 
     @uncompiled
@@ -99,8 +90,8 @@ class Reporting(LayerSequence):
             RuntimeError: As for `forward`, or as for `step`; or the model is being recorded, or a parameter
                 has a hook that would update it.
         """
-        with self._reporting():
-            return self._steps(args, kwargs, target, loss_fn, normalizer).report(check)
+        with self._runner.processes.reporting():
+            return steps_of(self, args, kwargs, target, loss_fn, normalizer).report(check)
 
     @uncompiled
     def memory(
@@ -144,7 +135,7 @@ class Reporting(LayerSequence):
                 passed with ``measure``.
             RuntimeError: As for `forward`.
         """
-        absent = None
+        runner, absent = self._runner, None
         if device is not None:
             first = absent_gpu(device)
             if measure:
@@ -152,13 +143,29 @@ class Reporting(LayerSequence):
                     f"measure=True runs the layers on their own devices, got device={str(first)!r}, too; "
                     "leave one of them out"
                 )
-            absent = [torch.device(first.type, stage) for stage in range(len(self.devices))]
-        found, unknown = self._stage_bytes(args, kwargs, target, loss_fn, normalizer, absent)
+            absent = [torch.device(first.type, stage) for stage in range(len(runner.stages))]
+        if not len(self):
+            raise ValueError("the model has no layers, so it needs no memory; pass some to GPipe")
+        if absent is not None and runner.settings.memory_limit is not None:
+            raise ValueError(
+                "device was passed, but memory holds for the model's own devices; set model.memory_limit = "
+                "None, and model.checkpoint, to predict for another device"
+            )
+        inputs, given, longer = runner.checked_inputs(args, kwargs, allow_meta=True), None, runner
+        if loss_fn is not None:
+            targets = targets_of(runner, target)
+            if targets is not None:
+                targets = targets.with_memory(runner.placement.devices[-1])
+            if not runner.processes.is_mesh:
+                check_target(loss_fn, None if targets is None else targets.tensors, "memory")
+            objective = Objective(loss_of(loss_fn, normalizer), loss_fn)
+            longer, given = with_loss(runner, inputs, self.training, objective, targets)
+        found, unknown = _predicted(longer, inputs, self.training, given, absent)
         measured = (
-            self._steps(args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
+            steps_of(self, args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
         )
         devices = absent or self.devices
-        each = zip(self._stage_parameters(), devices, strict=True)
+        each = zip(_parameters_by_stage(runner), devices, strict=True)
         return MemoryReport(
             tuple(found),
             tuple(optimizer_bytes(optimizer, own, place) for own, place in each),
@@ -167,96 +174,191 @@ class Reporting(LayerSequence):
             tuple(unknown),
         )
 
-    def _stage_bytes(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        loss_fn: Callable[..., Any] | None,
-        normalizer: Any,
-        devices: Sequence[torch.device] | None,
-    ) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
-        """Returns what each stage needs, on devices that the machine need not have, if any are given.
+    def explain(self, *args: Any, device: Device | None = None, **kwargs: Any) -> Explanation:
+        """Explains what fused kernels compute in each stage, and what they save; runs no layer.
 
-        If it is not known, also returns why, for each stage.
+        Args:
+            args: The arguments of a call, as for `forward`: a mini-batch. Only shapes, dtypes, strides and
+                ``requires_grad`` are read.
+            device: A CUDA device for which the stages are explained, as ``'cuda'``. The machine need not have
+                it. By default the model's own devices; on the CPU, nothing is fused.
+            kwargs: The keyword arguments of a call.
+
+        Returns:
+            The explanation, for the present grad mode, autocast mode and settings of the model.
+            Autocast for the CPU counts as autocast for a device that is named. ``print`` shows tables.
+
+        Raises:
+            TypeError: As for `forward`; or ``device`` is neither a name, a number nor a device.
+            ValueError: As for `forward`; or ``device`` is no CUDA device.
+            RuntimeError: A stage cannot be traced and ``backend='aten'``, or another thread runs layers.
         """
-        raise NotImplementedError
+        place = None if device is None else absent_gpu(device)
+        runner = self._runner
+        inputs = runner.checked_inputs(args, kwargs)
+        with TRACING_LOCK:
+            runner.detect_changes()
+            planner = runner.planner
+            if place is not None:
+                planner = runner.planner_for(self.balance, [place] * len(self.balance), is_absent=True)
+            call = runner.call_of(inputs, self.training)
+            # What is saved is chosen for the model's own devices, whose limits are known.
+            return explain_call(planner, runner.within_memory(runner.planner, call, self.training), place)
 
-    def _stage_parameters(self) -> list[list[Tensor]]:
-        raise NotImplementedError
+    def recording(self) -> AbstractContextManager[Recording]:
+        """Returns a context manager that records the begin and end of every action and every wait.
 
-    def _steps(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        loss_fn: Callable[..., Any] | None,
-        normalizer: Any,
-    ) -> Steps:
-        """Returns steps with arguments as for `report`."""
-        if not len(self):
-            raise ValueError("the model has no layers, so there is nothing to report; pass some to GPipe")
-        if target is not None and loss_fn is None:
-            raise ValueError(
-                "target was passed without a loss; pass loss_fn, which computes it from the target"
-            )
-        inputs = self._checked_inputs(args, kwargs)
-        loss = loss_fn if isinstance(loss_fn, torch.nn.Module) else None
+        With a mesh, all ranks record the same calls. At the end of the block they exchange what they have
+        recorded, so that each has the events of all stages, on the clock of the first rank; it raises a
+        RuntimeError if a rank has failed or does not answer within ``timeout``. If an exception leaves the
+        block, the recording has only what ran in this process.
+        """
+        runner = self._runner
 
-        def run() -> None:
-            tensors = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
-            step: Callable[..., Any] = self
-            if loss_fn is not None:
-                step = functools.partial(self.step, target=target, loss_fn=loss_fn, normalizer=normalizer)
-            found = call_unpacked(step, inputs.build(tensors))
-            if loss_fn is None:
-                backward_of_sum(found)
+        def complete(recording: Recording) -> None:
+            recording.kernels = kernel_names(runner.stages, runner.planner.lowered())
+            recording.rank_of = _rank_of(runner)
+            recording.sizes = stage_sizes(runner.stages)
 
-        def measured(num_microbatches: int) -> Measurements:
-            first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
-            return Measurements(
-                layers=lambda: self._measure_layers(first), python=lambda: self._measure_python(first)
-            )
+        own = record(runner.pipeline, complete)
+        return own if not runner.processes.is_mesh else _recording_of_all(own, runner)
 
-        is_one_call, batch_size = loss_fn is not None, inputs.batch_size
-        steps = functools.partial(Steps, self, run, self.recording, batch_size, is_one_call, loss=loss)
-        if self._ranks is not None:  # no process has all layers
-            return steps(shares_processors=False)
-        return steps(measured=measured, python_stages=self._stages_in_python)
 
-    def _stages_in_python(self) -> set[int]:
-        """Returns the stages with layers that run in Python."""
-        stages = [stage for stage, size in enumerate(self.balance) for _ in range(size)]
-        return {stages[layer] for layer in self._layers_in_python()}
+def steps_of(
+    model: Reporting,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_fn: Callable[..., Any] | None,
+    normalizer: Any,
+) -> Steps:
+    """Returns steps with arguments as for `report`."""
+    if not len(model):
+        raise ValueError("the model has no layers, so there is nothing to report; pass some to GPipe")
+    if target is not None and loss_fn is None:
+        raise ValueError("target was passed without a loss; pass loss_fn, which computes it from the target")
+    inputs = runner_of(model).checked_inputs(args, kwargs)
+    loss = loss_fn if isinstance(loss_fn, torch.nn.Module) else None
 
-    def _measure_layers(self, microbatch: Any) -> tuple[LayerCosts, list[int]] | None:
-        """Returns the costs of the layers, and the balance; None if layers cannot be measured one by one."""
-        try:
-            found = profile(
-                self,
-                microbatch,
-                self.devices[0],
-                timeout=_PROFILE_SECONDS,
-                threads=self._threads(),
-                progress=False,
-            )
-        except Exception:
-            return None
-        seconds = [each.forward_seconds + each.backward_seconds for each in found]
-        return LayerCosts(seconds, [each.boundary_bytes for each in found]), self.balance
+    def run() -> None:
+        tensors = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
+        step: Callable[..., Any] = model
+        if loss_fn is not None:
+            step = functools.partial(model.step, target=target, loss_fn=loss_fn, normalizer=normalizer)
+        found = call_unpacked(step, inputs.build(tensors))
+        if loss_fn is None:
+            backward_of_sum(found)
 
-    def _measure_python(self, microbatch: Any) -> tuple[Mapping[int, float], str] | None:
-        """Returns the time of each stage's layers in the interpreter, and the names of these layers."""
-        in_python = self._layers_in_python()
-        if not in_python:
-            return None
-        try:
-            found = interpreter_seconds(self, microbatch, self.devices[0])
-        except Exception:  # layers that cannot be measured one by one
-            return None
-        layers = [layer_title(index, layer) for index, layer in enumerate(self.children())]
-        stages = [stage for stage, size in enumerate(self.balance) for _ in range(size)]
-        seconds = dict.fromkeys((stages[layer] for layer in in_python), 0.0)
-        for layer in in_python:
-            seconds[stages[layer]] += found[layer]
-        return seconds, ", ".join(layers[layer] for layer in sorted(in_python))
+    def measured(num_microbatches: int) -> Measurements:
+        first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
+        return Measurements(
+            layers=lambda: _measure_layers(model, first), python=lambda: _measure_python(model, first)
+        )
+
+    is_one_call, batch_size = loss_fn is not None, inputs.batch_size
+    steps = functools.partial(Steps, model, run, model.recording, batch_size, is_one_call, loss=loss)
+    if runner_of(model).processes.is_mesh:  # no process has all layers
+        return steps(shares_processors=False)
+    return steps(measured=measured, python_stages=runner_of(model).stages_in_python)
+
+
+def _measure_layers(model: Reporting, microbatch: Any) -> tuple[LayerCosts, list[int]] | None:
+    """Returns the costs of the layers, and the balance; None if layers cannot be measured one by one."""
+    try:
+        found = profile(
+            model,
+            microbatch,
+            model.devices[0],
+            timeout=_PROFILE_SECONDS,
+            threads=runner_of(model).threads(),
+            progress=False,
+        )
+    except Exception:
+        return None
+    seconds = [each.forward_seconds + each.backward_seconds for each in found]
+    return LayerCosts(seconds, [each.boundary_bytes for each in found]), model.balance
+
+
+def _measure_python(model: Reporting, microbatch: Any) -> tuple[Mapping[int, float], str] | None:
+    """Returns the time of each stage's layers in the interpreter, and the names of these layers."""
+    in_python = runner_of(model).layers_in_python()
+    if not in_python:
+        return None
+    try:
+        found = interpreter_seconds(model, microbatch, model.devices[0])
+    except Exception:  # layers that cannot be measured one by one
+        return None
+    layers = [layer_title(index, layer) for index, layer in enumerate(model.children())]
+    stages = [stage for stage, size in enumerate(model.balance) for _ in range(size)]
+    seconds = dict.fromkeys((stages[layer] for layer in in_python), 0.0)
+    for layer in in_python:
+        seconds[stages[layer]] += found[layer]
+    return seconds, ", ".join(layers[layer] for layer in sorted(in_python))
+
+
+def _predicted(
+    runner: Runner,
+    inputs: Inputs,
+    training: bool,
+    given: Given | None,
+    devices: list[torch.device] | None,
+) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
+    """Returns what each stage needs; if that is not known, None and why, for each stage.
+
+    Args:
+        runner: the runner of the layers, and of the loss if there is one.
+        inputs: the inputs.
+        training: whether the model is in train mode.
+        given: what a step gives to its loss.
+        devices: the devices of the stages, which the machine need not have; None for their own.
+    """
+    with TRACING_LOCK:
+        call = runner.describe(inputs, training, given)  # may choose the balance
+        call = runner.within_memory(runner.planner, call, training)
+        if devices is None:
+            planner = runner.planner
+            plan = planner.plan(call)
+            if plan.compiled is not None:
+                return stage_bytes(runner.stages, plan.compiled, call), ()
+            return [None] * len(runner.stages), planner.unknown_stages(plan.failed_stage, plan.obstacle)
+        # All stages are traced on the first device.
+        balance = runner.placement.balance
+        planner = runner.planner_for(balance, [devices[0]] * len(devices), is_absent=True)
+        nothing = [None] * len(devices)
+        if planner.backend == "eager":
+            return nothing, planner.unknown_stages(None, "")
+        with on_absent_device(call, devices[0]) as absent:
+            absent.state.update_key()  # under these modes
+            compiled = planner.compile(absent)
+            if isinstance(compiled, CompilationFailure):
+                reason = failure_message(compiled, planner.stages)
+                return nothing, planner.unknown_stages(compiled.stage_index, reason)
+            return stage_bytes(runner.stages_of(balance, devices, is_absent=True), compiled, absent), ()
+
+
+def _parameters_by_stage(runner: Runner) -> list[list[Tensor]]:
+    """Returns the parameters of each stage; one that several stages have, only in the first of them."""
+    seen: set[Tensor] = set()
+    found: list[list[Tensor]] = []
+    for stage in runner.stages:
+        own: list[Tensor] = [p for p in dict.fromkeys(parameters_of(stage.layers)) if p not in seen]
+        seen.update(own)
+        found.append(own)
+    return found
+
+
+def _rank_of(runner: Runner) -> tuple[int, ...]:
+    """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
+    plan = runner.runners[-1].planner.latest
+    if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
+        return ()
+    return tuple(plan.schedule.rank_of[stage] for stage in range(plan.schedule.num_stages))
+
+
+@contextlib.contextmanager
+def _recording_of_all(recording: AbstractContextManager[Recording], runner: Runner) -> Iterator[Recording]:
+    processes = runner.processes
+    with processes.reporting():
+        with recording as found:
+            yield found
+        exchange_stages(found, runner.own_stages, processes.exchange, receives_in_recv=processes.by_nccl)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import switches
 from gpipe_fast.arguments import check_inputs
+from gpipe_fast.container import runner_of
 from gpipe_fast.devices import devices_differ, moved
 from gpipe_fast.layers.batchnorm import statistics_names
 from gpipe_fast.layers.skip import Key, declared, skip_scope
@@ -22,6 +23,7 @@ from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.tables import Table
 from gpipe_fast.runtime.stage import TRACING_LOCK, exact_autocast
+from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 if TYPE_CHECKING:
     from gpipe_fast.gpipe import GPipe
@@ -158,9 +160,8 @@ def verify(
         ours = _step(model, model, inputs, loss_fn)
         plain = _loop(model, inputs, num_microbatches) if is_sequence else model.plain_loop
         expected = _step(model, plain, inputs, loss_fn)
-    not_compared = (
-        {f"buffer {name}" for name in statistics_names(model)} if pipeline._deferred_batch_norm else set()
-    )
+    defers = runner_of(pipeline).settings.deferred_batch_norm
+    not_compared = {f"buffer {name}" for name in statistics_names(model)} if defers else set()
     names = [name for name in {**expected, **ours} if name not in not_compared]
     rows = [_row(name, ours.get(name), expected.get(name)) for name in names]
     tied = {f"gradient of {name}": stages for name, stages in _tied_parameters(model, pipeline).items()}
@@ -205,21 +206,20 @@ def _fixed_settings(
     model: Any, pipeline: Any, batch: int, chunks: int | Literal["auto"] | None
 ) -> Iterator[int]:
     """Fixes all settings that affect bits, for a block; yields the number of micro-batches."""
-    before = model.chunks, model.threads_per_stage, pipeline._warned_of_idle_stages, torch.get_num_threads()
+    before = model.chunks, model.threads_per_stage, torch.get_num_threads()
     cached = torch.is_autocast_cache_enabled()
     try:
         model.chunks = pipeline.chunks = model.chunks if chunks is None else chunks
-        pipeline._warned_of_idle_stages = True  # suppresses the warning, since this is not training
-        model.threads_per_stage = before[1] or max(1, before[3] // max(1, len(pipeline.balance)))
+        model.threads_per_stage = before[1] or max(1, before[2] // max(1, len(pipeline.balance)))
         torch.set_num_threads(model.threads_per_stage)
         # A weight in autocast's cache would accumulate the gradients of several micro-batches.
         torch.set_autocast_cache_enabled(False)
-        with torch.inference_mode(False):  # also enables gradients
-            yield len(torch.empty(batch).chunk(pipeline._num_chunks(batch)))
+        with torch.inference_mode(False), no_warnings_of_idle_stages():  # also enables gradients
+            yield len(torch.empty(batch).chunk(runner_of(pipeline).chunks_of(batch)))
     finally:
         torch.set_autocast_cache_enabled(cached)
-        model.chunks, model.threads_per_stage, pipeline._warned_of_idle_stages, _ = before
-        torch.set_num_threads(before[3])
+        model.chunks, model.threads_per_stage, _ = before
+        torch.set_num_threads(before[2])
 
 
 def _loop(model: GPipe, inputs: Inputs, num_microbatches: int) -> Callable[..., Any]:
@@ -421,4 +421,4 @@ def find_switch(
 
 def _forget_programs(model: GPipe) -> None:
     with TRACING_LOCK:
-        model._rebuild_stages()
+        runner_of(model).rebuild()

@@ -1,9 +1,10 @@
 """Traces equal layers of a stage once: it traces parts of the stage, and joins their graphs.
 
-Each layer that occurs several times is a part; so is each run of other layers between them::
+Each layer that occurs several times is a part; so is each run of other layers between them, and the loss of a
+step, so that calls and steps with other losses share the graphs of the layers before::
 
-    layers    embed   block 0   block 1   block 2   norm   head
-    parts     ──0──   ───1───   ───1───   ───1───   ─────2─────    three traces
+    layers    embed   block 0   block 1   block 2   norm   head   loss
+    parts     ──0──   ───1───   ───1───   ───1───   ─────2─────   ──3──    four traces
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def parts_of(stage: Stage) -> list[Stage]:
     """Returns the parts of a stage that are traced one by one; the stage itself if that does not pay.
 
     It is traced as a whole, too, if parts share parameters, whose gradients would be added in another order,
-    if they share the memory of buffers, or if a skip connection leads from one part to another.
+    if they share the memory of buffers, or if a skip connection leads from one layer to another.
     """
     if stage.options.is_absent or switches.is_disabled("equal-layers"):
         return [stage]
@@ -49,12 +50,14 @@ def parts_of(stage: Stage) -> list[Stage]:
     for index, key in enumerate(keys):
         if numbers[key] > 1:
             cuts |= {index, index + 1}
+    if stage.has_loss:
+        cuts.add(len(keys) - 1)
     parts = [stage.part(begin, end) for begin, end in itertools.pairwise(sorted(cuts))]
     share_tensors = any(
         sum(len(tensors(part)) for part in parts) != len(tensors(stage))
         for tensors in (Stage.parameters, Stage.buffers)
     )
-    if share_tensors or stage.skips or _share_memory_of_buffers(parts):
+    if share_tensors or any(skip.source >= 0 for skip in stage.skips) or _share_memory_of_buffers(parts):
         return [stage]
     return parts
 
@@ -123,12 +126,22 @@ class FakeInputs(NamedTuple):
         mode = SymbolicMode(inputs.examples(), varying)
         return cls(mode, mode.inputs, inputs.structure, inputs.skips)
 
-    def following(self, joint: JointGraph) -> FakeInputs:
-        """Returns the inputs of the layers after those of a graph, which stash and pop nothing."""
+    def of_part(self, part: Stage, joint: JointGraph | None) -> FakeInputs:
+        """Returns the inputs of a part of the stage that has these inputs.
+
+        Args:
+            part: the part; the last one pops all skip tensors.
+            joint: the graph of the part before; None for the first part.
+        """
+        skips = self.skips if part.pops else ()
+        popped = self.tensors[len(self.tensors) - sum(skips) :] if skips else []
+        if joint is None:
+            plain = self.tensors[: len(self.tensors) - sum(self.skips)]
+            return FakeInputs(self.mode, [*plain, *popped], self.structure, skips)
         nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
         values = [nodes[index].meta["val"] for index in range(len(nodes))]
         tensors = [self.mode.empty(x, x.device, index in differentiable) for index, x in enumerate(values)]
-        return FakeInputs(self.mode, tensors, joint.structure)
+        return FakeInputs(self.mode, [*tensors, *popped], joint.structure, skips)
 
     def key(self) -> Hashable:
         """Returns a key that is equal for inputs that a trace in the same mode cannot tell apart."""
@@ -172,13 +185,14 @@ def trace_stage(
     """
     parts, layouts = parts_of(stage), gradient_layouts
     joints: list[JointGraph] = []
-    boundaries = [inputs]
+    boundaries: list[FakeInputs] = []
     try:
         if len(parts) == 1:
-            return _trace_part(stage, inputs, gradient_layouts, None)
+            reused = None if switches.is_disabled("equal-layers") else known
+            return _trace_part(stage, inputs, gradient_layouts, reused)
         for part in parts:
+            boundaries.append(inputs.of_part(part, joints[-1] if joints else None))
             joints.append(_trace_part(part, boundaries[-1], (), known))
-            boundaries.append(inputs.following(joints[-1]))
         for index in reversed(range(len(parts))):
             if layouts:
                 joints[index] = _trace_part(parts[index], boundaries[index], layouts, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,19 @@ class KnownPlans:
         return {stage for _, plan in self.by_layouts.entries() for stage in plan.compiled_stages()}
 
 
+@dataclass(eq=False)
+class KeptBy:
+    """What one planner keeps.
+
+    Attributes:
+        plans: its plans.
+        segments: the segments of its stages.
+    """
+
+    plans: Cache[Any, KnownPlans]
+    segments: Sequence[Segments]
+
+
 class Eviction:
     """The limit on the bytes of one module's plans, with their programs and graphs, and of its templates.
 
@@ -43,14 +57,15 @@ class Eviction:
         num_evicted: the number of signatures evicted so far.
     """
 
-    def __init__(
-        self, limit: int, plans: Cache[Any, KnownPlans], compiler: Compiler, segments: Sequence[Segments]
-    ) -> None:
+    def __init__(self, limit: int, compiler: Compiler) -> None:
         self.limit = limit
         self.num_evicted = 0
-        self._plans = plans
         self._compiler = compiler
-        self._segments = segments
+        self._planners: list[weakref.ref[KeptBy]] = []  # in the order in which they were made
+
+    def add(self, kept: KeptBy) -> None:
+        """Counts what another planner of the compiler keeps, too, as long as the planner exists."""
+        self._planners = [each for each in self._planners if each() is not None] + [weakref.ref(kept)]
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of all plans, programs and graphs, without the templates."""
@@ -82,17 +97,17 @@ class Eviction:
         for stage in self._compiler.cached():
             if stage not in used:
                 self._forget([stage])
-                for key, known in self._plans.entries():
+                for plans, key, known in self._known():
                     if not known.segment_keys and not _has(known, latest):
-                        self._plans.pop(key, None)
+                        plans.pop(key, None)
                 return True
         return False
 
     def _forget_plan(self, latest: PlannedCall | None) -> bool:
         """Forgets the least recently used plans: those of one signature."""
-        for key, known in self._plans.entries():
+        for plans, key, known in self._known():
             if not _has(known, latest):
-                self._plans.pop(key, None)
+                plans.pop(key, None)
                 self._forget(list(known.stages() - self._used()))
                 self.num_evicted += 1
                 return True
@@ -102,11 +117,18 @@ class Eviction:
         return {stage for plan in self._all_plans() for stage in plan.compiled_stages()}
 
     def _all_plans(self) -> list[PlannedCall]:
-        return [plan for _, known in self._plans.entries() for _, plan in known.by_layouts.entries()]
+        return [plan for *_, known in self._known() for _, plan in known.by_layouts.entries()]
+
+    def _kept(self) -> list[KeptBy]:
+        return [kept for each in self._planners if (kept := each()) is not None]
+
+    def _known(self) -> list[tuple[Cache[Any, KnownPlans], Any, KnownPlans]]:
+        """Returns the plans of each signature, with the cache and the key of each."""
+        return [(kept.plans, key, known) for kept in self._kept() for key, known in kept.plans.entries()]
 
     def _forget(self, stages: Sequence[CompiledStage]) -> None:
         self._compiler.forget(stages)
-        for segments in self._segments:
+        for segments in (each for kept in self._kept() for each in kept.segments):
             segments.forget({stage.segment_key for stage in stages})
 
 

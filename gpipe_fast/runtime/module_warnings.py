@@ -42,14 +42,12 @@ class ModuleWarnings:
     """The warnings about a module, each recorded once. Holds no reference to a stage.
 
     Attributes:
-        in_python: indices, in the whole module, of layers that cannot be traced faithfully.
         pending: pending warnings, one per layer; the caller that issues them removes them.
         python_layers: why layers run in Python, by stage and layer; the layer is None for a whole stage.
         costs: all warnings about avoidable costs.
     """
 
     def __init__(self) -> None:
-        self.in_python: set[int] = set()
         self.pending: list[str] = []
         self.python_layers: dict[tuple[int, int | None], InPython] = {}
         self.costs: list[str] = []
@@ -66,7 +64,6 @@ class ModuleWarnings:
             found = InPython(where, reason, "runs in Python for inputs that it was not traced for:")
             text = str(found)
         else:
-            self.in_python.add(stage.first_layer + layer)
             found = InPython.of(index, stage, layer, reason)
             text = f"{found}; other layers are unaffected"
         _log.debug(text)

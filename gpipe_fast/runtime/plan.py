@@ -187,7 +187,7 @@ def make_plan(
                 strict=True,
             )
         ],
-        num_skips=len(stages[0].skips),
+        num_skips=len(stages[-1].skips),
         **actions,
         defers_weights=defers,
         skip_ends=_skip_ends(stages),
@@ -557,7 +557,7 @@ def _skip_ends(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     """Returns, by skip connection, the stage that stashes it, -1 if the caller gives it, and the one that
     pops it.
     """
-    found = [(-1, -1) for _ in stages[0].skips]
+    found = [(-1, -1) for _ in stages[-1].skips]
     for index, stage in enumerate(stages):
         for number in stage.stashes:
             found[number] = index, found[number][1]

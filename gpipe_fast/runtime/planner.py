@@ -21,7 +21,7 @@ from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
-from gpipe_fast.runtime.eviction import Eviction, KnownPlans
+from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
 from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings
 from gpipe_fast.runtime.plan import (
     PlannedCall,
@@ -159,40 +159,68 @@ class Planner:
 
     Attributes:
         module_warnings: warnings about layers that run in Python, and about avoidable costs.
+        in_python: the indices of layers that cannot be traced faithfully.
         latest: the plan of the latest call; None before the first.
         stages: the stages.
         backend: as for `GPipe`.
+        compiler: traces the stages.
         eviction: the limit on the bytes that the cache keeps.
         locks: the locks that are held while layers run in Python, in the order of stages.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], backend: str, python_workers: _extension.PythonWorkers
+        self,
+        stages: Sequence[Stage],
+        backend: str,
+        python_workers: _extension.PythonWorkers,
+        base: Planner | None = None,
     ) -> None:
-        self.module_warnings = ModuleWarnings()
+        """Makes a planner.
+
+        Args:
+            stages: as above.
+            backend: as above.
+            python_workers: the registry of workers that are running Python.
+            base: the planner of the same layers without the last one, which shares its compiler.
+        """
+        self.module_warnings: ModuleWarnings = ModuleWarnings() if base is None else base.module_warnings
+        self._base = base
+        self.in_python: set[int] = set()
         self.latest: PlannedCall | None = None
         self.stages = stages
         self.backend = backend
         self._has_remote_stages = own_stages_of(stages) is not None
-        self._compiler = Compiler(max_traces=None if backend == "aten" else MAX_TRACES)
+        max_traces = None if backend == "aten" else MAX_TRACES
+        self.compiler: Compiler = Compiler(max_traces=max_traces) if base is None else base.compiler
         self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
         self._lowering_pending = threading.Event()
-        locks = _locks(stages)
-        self.locks = list(dict.fromkeys(locks))
+        locks: list[threading.RLock] = _locks(stages)
+        if base is not None and (len(set(locks)) == len(stages) or len(base.locks) == 1):
+            locks = base._locks
+        self._locks: list[threading.RLock] = locks
+        self.locks: list[threading.RLock] = list(dict.fromkeys(locks))
         shared = SegmentSharedState(
-            self._compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
+            self.compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
         )
         self._segments = [
-            Segments(stage, f"stage {i}", shared, functools.partial(self.module_warnings.add, i, stage), lock)
+            Segments(
+                stage,
+                f"stage {i}",
+                shared,
+                functools.partial(self.module_warnings.add, i, stage),
+                lock,
+                self.in_python,
+            )
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
         self._plans: Cache[_PlanKey, KnownPlans] = Cache(_MAX_PLANS)
-        self.eviction = Eviction(
-            limit_bytes(p for stage in stages for p in parameters_of(stage.layers)),
-            self._plans,
-            self._compiler,
-            self._segments,
-        )
+        self._kept = KeptBy(self._plans, self._segments)
+        if base is None:
+            parameters = (p for stage in stages for p in parameters_of(stage.layers))
+            self.eviction = Eviction(limit_bytes(parameters), self.compiler)
+        else:
+            self.eviction = base.eviction
+        self.eviction.add(self._kept)
         # What calls save under limits in bytes, by call and limits; see memory_limit.py.
         self.within: Cache[Hashable, Choice] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
@@ -207,6 +235,8 @@ class Planner:
             RuntimeError: under ``backend='aten'``, a stage cannot be traced; the message names the layer and
                 the reason.
         """
+        if self._base is not None:
+            self._exchange_layers_in_python(self._base)
         if self._lowering_pending.is_set():
             self._lower_requested()
             call.state.update_key()  # captures have added guards
@@ -229,6 +259,12 @@ class Planner:
             self.eviction.run(plan)
         self._latest = key, num_changes, plan
         return plan
+
+    def _exchange_layers_in_python(self, base: Planner) -> None:
+        """Lets this planner and its base run the same layers in Python, apart from the last one here."""
+        last = self.stages[-1].first_layer + len(self.stages[-1].layers) - 1
+        self.in_python |= base.in_python
+        base.in_python |= self.in_python - {last}
 
     @property
     def is_settled(self) -> bool:
@@ -259,16 +295,13 @@ class Planner:
             schedule_of(self.stages, call.order, call.saved_fractions)  # raises before any layer is traced
         eager = self.backend == "eager"
         with contextlib.ExitStack() as held:
-            idle = eager or all(segments.try_lock(held) for segments in self._segments)
+            idle = eager or self._lock(held)
             obstacle, failed_stage = "" if idle else _BUSY, None
             compiled: list[list[CompiledStage]] | CompilationFailure | None = None
-            if idle and not eager and not self.module_warnings.in_python:
+            if idle and not eager and not self.in_python:
                 # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
-                for context in (collected(), intra_op_threads(call.threads), self._progress(call)):
-                    held.enter_context(context)
-                compiled = self._compiler.compile(
-                    self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
-                )
+                held.enter_context(collected())
+                compiled = self._compile(call)
                 if isinstance(compiled, CompilationFailure):
                     obstacle, failed_stage = self._checked_reason(compiled), compiled.stage_index
             if self._has_remote_stages and obstacle:
@@ -290,19 +323,26 @@ class Planner:
             RuntimeError: another thread is running layers; or as for `plan`.
         """
         with contextlib.ExitStack() as held:
-            if not all(segments.try_lock(held) for segments in self._segments):
+            if not self._lock(held):
                 raise RuntimeError(f"layers cannot be traced: {_BUSY}")
-            with intra_op_threads(call.threads), self._progress(call):
-                found = self._compiler.compile(
-                    self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
-                )
-                if isinstance(found, CompilationFailure):
-                    self._checked_reason(found)
-                return found
+            found = self._compile(call)
+            if isinstance(found, CompilationFailure):
+                self._checked_reason(found)
+            return found
+
+    def _compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
+        with intra_op_threads(call.threads), self._progress(call):
+            return self.compiler.compile(
+                self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
+            )
+
+    def _lock(self, held: contextlib.ExitStack) -> bool:
+        """Acquires the locks of all stages until `held` is closed; returns False if layers are running."""
+        return all(segments.try_lock(held) for segments in self._segments)
 
     def layers_in_python(self) -> set[int]:
         """Returns the indices of the layers that run in Python: always, or until they are lowered."""
-        return self.module_warnings.in_python.union(*(own.not_yet_lowered() for own in self._segments))
+        return self.in_python.union(*(own.not_yet_lowered() for own in self._segments))
 
     def unknown_stages(self, failed_stage: int | None, reason: str) -> list[str]:
         """Returns, for each stage, the reason why its bytes are not known, where layers run in Python.
@@ -325,7 +365,7 @@ class Planner:
 
     def lowered(self) -> list[CompiledStage]:
         """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
-        return self._compiler.lowered()
+        return self.compiler.lowered()
 
     @contextlib.contextmanager
     def _progress(self, call: Call) -> Iterator[None]:
@@ -335,7 +375,7 @@ class Planner:
         if number:
             inputs, outlook = f"{inputs} and the number {number}", "; each new number takes as long"
         else:
-            outlook = _outlook(self._compiler.num_sizes_to_trace(self.stages[0], call.microbatches))
+            outlook = _outlook(self.compiler.num_sizes_to_trace(self.stages[0], call.microbatches))
         what = f"the first call with inputs of {inputs} in this mode"
         with progress.first_call([len(stage.layers) for stage in self.stages], what=what, outlook=outlook):
             yield
@@ -455,6 +495,7 @@ class PreparedCall(NamedTuple):
     """A call that is ready to run.
 
     Attributes:
+        call: its description.
         plan: the plan.
         pipeline: the C++ pipeline that runs it.
         parameters: the parameters of all layers.
@@ -464,6 +505,7 @@ class PreparedCall(NamedTuple):
         wait: waits for the calls in flight.
     """
 
+    call: Call
     plan: PlannedCall
     pipeline: Pipeline
     parameters: Sequence[Tensor]

@@ -64,9 +64,11 @@ def _request_lowering(
     lowering_pending.set()
 
 
-def _report_untraceable(in_python: set[int], report: ReportUntraceable, layer: int, reason: str) -> None:
-    if layer not in in_python:
-        in_python.add(layer)
+def _report_untraceable(
+    in_python: set[int], first_layer: int, report: ReportUntraceable, layer: int, reason: str
+) -> None:
+    if first_layer + layer not in in_python:
+        in_python.add(first_layer + layer)
         report(layer, reason)
 
 
@@ -128,6 +130,7 @@ class Segments:
         shared: SegmentSharedState,
         report: ReportUntraceable,
         lock: threading.RLock,
+        in_python: set[int],
     ) -> None:
         """Makes an empty cache.
 
@@ -138,11 +141,15 @@ class Segments:
             report: called when a layer is found to be untraceable.
             lock: a lock held while layers run in Python, and while they are traced. Stages that share
                 parameters share the lock, because a backward temporarily removes the parameters' hooks.
+            in_python: the indices, in the whole model, of layers that are known to be untraceable.
         """
         self.stage = stage
         self.name = name
-        self.in_python: set[int] = set()
+        self._in_python = in_python
         self._shared = shared
+        self._report_untraceable = functools.partial(
+            _report_untraceable, in_python, stage.first_layer, report
+        )
         self._report = report
         self._lock = lock
         self._lowered: Cache[tuple[SegmentKey, SavedFraction], Segment] = Cache(CACHE_LIMIT)
@@ -166,8 +173,9 @@ class Segments:
         layers with the reason why a trace failed, run in Python. A suspect that has run without an error is
         reported, and runs in Python from then on.
         """
-        in_python = {*self.in_python, *suspects}
-        end = min((p for p in in_python if p >= layer), default=len(self.stage.layers))
+        first = self.stage.first_layer
+        in_python = {*(index - first for index in tuple(self._in_python)), *suspects}  # other threads add
+        end = min([len(self.stage.layers), *(p for p in in_python if p >= layer)])
         if end == layer:
             return self.run_in_python(
                 layer, layer + 1, saved_fraction, modes, known, reason=suspects.get(layer)
@@ -241,7 +249,7 @@ class Segments:
                 found = compiler.blamed(part, segment_key.input_specs, found)
                 assert found.layer is not None
                 begin = segment_key.first_layer - self.stage.first_layer
-                _report_untraceable(self.in_python, self._report, begin + found.layer, found.reason)
+                self._report_untraceable(begin + found.layer, found.reason)
 
     def fallback(self, origin: tuple[Stage, SegmentKey], tangents: Sequence[Tensor | None]) -> Segment:
         """Returns a segment for gradients that the segment from `origin` rejects; it recomputes everything.
@@ -326,7 +334,7 @@ class Segments:
             )
             on_tangents = functools.partial(shared.layout_history.record, segment_key)
         elif reason is not None:
-            on_success = functools.partial(_report_untraceable, self.in_python, self._report, begin, reason)
+            on_success = functools.partial(self._report_untraceable, begin, reason)
         found = self._python_segments[key] = PythonSegment(
             layers=PythonLayers(
                 part,

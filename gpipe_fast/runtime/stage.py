@@ -245,7 +245,10 @@ class Stage:
         stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
         options: the arguments of `GPipe` that hold for all stages.
         states: the known states of the model's layers.
+        has_loss: whether the last layer is the loss of a step, behind layers that calls have, too.
     """
+
+    has_loss = False
 
     def __init__(
         self,
@@ -289,7 +292,22 @@ class Stage:
         layers = self.layers[begin:end]
         part = Stage(layers, first, self.device, self.whole, self.skips, self.options, self.states)
         part.traced_device = self.traced_device
+        part.has_loss = self.has_loss and end == len(self.layers)
         return part
+
+    def with_loss(self, layer: nn.Module, skips: Sequence[Skip]) -> Stage:
+        """Returns a stage with one more layer, which shares this stage's arena.
+
+        Args:
+            layer: the loss, which is the last layer of all.
+            skips: the skip connections of the whole model with that layer.
+        """
+        layers = [*self.layers, layer]
+        found = Stage(
+            layers, self.first_layer, self.device, skips=skips, options=self.options, states=self.states
+        )
+        found.arena, found.traced_device, found.has_loss = self.arena, self.traced_device, True
+        return found
 
     def trace_on_own_device(self) -> None:
         """Lets this stage be traced for its own device, not for an equal one."""
@@ -330,7 +348,7 @@ class Stage:
 
 def given_skips(stages: Sequence[Stage]) -> list[int]:
     """Returns the numbers of the skip connections whose tensors the caller gives."""
-    return [number for number, skip in enumerate(stages[0].skips) if skip.source < 0]
+    return [number for number, skip in enumerate(stages[-1].skips) if skip.source < 0]
 
 
 def _indices(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:

@@ -84,7 +84,8 @@ def join(joints: Sequence[JointGraph], num_tensors: Sequence[tuple[int, int]]) -
 
     Args:
         joints: the graph of each part. The outputs of each are the inputs of the next, whose gradients arrive
-            in the layouts that the next part produces. No two parts share a parameter or buffer.
+            in the layouts that the next part produces. No two parts share a parameter or buffer. The last
+            part may have more inputs, which need no gradient: skip tensors that the joined graph gets.
         num_tensors: the number of parameters and of buffers of each part.
     """
     parts: list[_Part] = []
@@ -103,7 +104,8 @@ def join(joints: Sequence[JointGraph], num_tensors: Sequence[tuple[int, int]]) -
         if following is not None:
             activations = _by_index(part.outputs(GraphRole.OUTPUT))
             for port, node in following.inputs(GraphRole.INPUT):
-                following.copies[node] = activations[port.index]
+                if port.index in activations:  # else a skip tensor, which has a placeholder
+                    following.copies[node] = activations[port.index]
     for before, part in reversed(list(zip([None, *parts[:-1]], parts, strict=True))):
         part.copy_nodes(graph, root, is_backward=True)
         if before is not None:
@@ -153,8 +155,15 @@ def _placeholders(graph: fx.Graph, parts: Sequence[_Part]) -> list[PortNode]:
             if key is None:
                 key = add(part, port, node, "primals")
             part.copies[node] = key
-    for port, node in parts[0].inputs(GraphRole.INPUT):
+    inputs = parts[0].inputs(GraphRole.INPUT)
+    for port, node in inputs:
         add(parts[0], port, node, "primals")
+    if len(parts) > 1:
+        num_activations = len(parts[-2].joint.of(GraphRole.OUTPUT))
+        for port, node in parts[-1].inputs(GraphRole.INPUT):
+            if port.index >= num_activations:
+                index = len(inputs) + port.index - num_activations
+                add(parts[-1], replace(port, index=index), node, "primals")
     for port, node in parts[-1].inputs(GraphRole.TANGENT):
         add(parts[-1], port, node, "tangents")
     return found

@@ -1,9 +1,10 @@
-"""What `GPipe.step` gives its loss, checked; and the losses that it gets."""
+"""Steps: runs of the layers and a loss, and the losses that they give."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -11,56 +12,170 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.runtime.plan import StepOrder
-from gpipe_fast.training.losses import shape_of_loss
+from gpipe_fast.runtime.processes import Processes
+from gpipe_fast.runtime.runner import Given, Runner
+from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.training.losses import (
+    Loss,
+    Normalizer,
+    check_normalizer,
+    check_target,
+    key_of,
+    loss_layer,
+    loss_of,
+    shape_of_loss,
+)
 from gpipe_fast.training.update import StageUpdates
 
+# The maximum number of losses for which programs are kept.
+_MAX_LOSSES = 4
 
-class Given(NamedTuple):
-    """What a step gets besides the inputs of the first layer.
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step computes from the output of the last layer.
 
     Attributes:
-        tensors: the tensors of the target, on the last stage's device.
-        order: the order of forwards and backwards.
-        divisor: by what the sum of the losses is divided.
-        weights: by what the loss of each micro-batch is multiplied before; None for 1.
-        dim: the dimension along which losses are concatenated.
-        scaler: multiplies the loss before its backward; None for 1.
-        updates: what updates the parameters of each stage after its last backward; None for nothing.
-        offer: tells other processes the losses, the first of the outputs that it gets; None if there are
-            none, or the losses are there.
+        loss: the loss.
+        function: the function of which it was made.
+        target: what the loss is computed with besides the output.
+        keeps_output: whether the output is returned, too.
+        weights: the weight of each micro-batch's loss; None for 1.
     """
 
-    tensors: tuple[Tensor, ...]
-    order: StepOrder
-    divisor: Any
-    weights: Sequence[float] | None
-    dim: int
-    scaler: GradScaler | None = None
-    updates: StageUpdates | None = None
-    offer: Callable[[Sequence[Tensor]], None] | None = None
+    loss: Loss
+    function: Any
+    target: Any = None
+    keeps_output: bool = False
+    weights: Sequence[float] | None = None
 
-    def gradients(self, num_microbatches: int, losses: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the gradients of the loss of each micro-batch, in the order in which autograd multiplies.
+    @classmethod
+    def checked(
+        cls,
+        loss_fn: Any,
+        target: Any,
+        normalizer: Normalizer,
+        keeps_output: bool,
+        method: str,
+        processes: Processes,
+    ) -> Objective:
+        """Returns the objective for arguments as of `GPipe.step`.
 
         Args:
-            num_microbatches: the number of micro-batches.
-            losses: tensors like the loss, one for each dtype that it may have.
-        """
-        found = [self._gradient(torch.ones_like(loss)) for loss in losses]
-        if self.weights is None:
-            return [found] * num_microbatches
-        columns = [[gradient * weight for weight in self.weights] for gradient in found]
-        return list(map(list, zip(*columns, strict=True)))
+            loss_fn: as for `GPipe.step`.
+            target: as for `GPipe.step`.
+            normalizer: as for `GPipe.step`.
+            keeps_output: as above.
+            method: the name of the called method.
+            processes: the processes of the pipeline.
 
-    def _gradient(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient of the loss of a micro-batch of weight 1, given that of the scaled loss."""
-        if self.scaler is not None:
-            gradient = self.scaler.scale(gradient)
-        found: Tensor = gradient / self.divisor
-        return found.view(shape_of_loss(self.dim))
+        Raises:
+            TypeError: the loss is not a function, or has no target.
+            ValueError: its divisor is not known, 0 or not finite.
+        """
+        if not processes.is_mesh:  # else only the processes with the last stage need the target
+            check_target(loss_fn, target, method)
+        if processes.num_replicas == 1:  # else one replica may have no targets
+            check_normalizer(normalizer)
+        return cls(loss_of(loss_fn, normalizer), loss_fn, target, keeps_output)
+
+
+def run_step(
+    runner: Runner,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool,
+    objective: Objective,
+    scaler: GradScaler | None = None,
+    updates: StageUpdates | None = None,
+) -> tuple[Losses, Any]:
+    """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
+
+    Args:
+        runner: the runner of the layers.
+        args: as for `Runner.call`.
+        kwargs: as for `Runner.call`.
+        training: as for `Runner.call`.
+        objective: what to compute from the output.
+        scaler: multiplies the loss before its backward; None for 1.
+        updates: updates the parameters of each stage after its last backward; None for nothing.
+
+    Returns:
+        The losses, weighted and divided; and the output, or None.
+    """
+    if not runner.layers:
+        raise ValueError("the model has no layers, so it has no loss; pass some to GPipe")
+    loss, weights, processes = objective.loss, objective.weights, runner.processes
+    targets = targets_of(runner, objective.target)
+    inputs = runner.checked_inputs(args, kwargs)
+    longer, given = with_loss(runner, inputs, training, objective, targets)
+    target = objective.target
+    if targets is not None:
+        target = targets.structure.build(targets.tensors)  # without marks of what is not split
+    if updates is not None:
+        check_graphs(inputs.tensors, (p for layer in runner.layers for p in layer.parameters()))
+    divisor = 1.0 if loss.divisor is None else checked_divisor(loss.divisor(target))
+    offer = None
+    if processes.is_mesh and processes.has_last_stage:
+        divisor = divisor if loss.divisor is None else processes.sum_of_counts(divisor)
+
+        def offer(outputs: Sequence[Tensor]) -> None:
+            processes.offer_losses(losses_of(outputs[0], divisor, weights))
+
+    found = longer.run(
+        inputs,
+        training,
+        Given(
+            given.tensors,
+            given.order._replace(updates=updates is not None),
+            divisor,
+            weights,
+            shape_of_loss(runner.output_dim),
+            scaler,
+            None if updates is None else updates.of,
+            offer,
+        ),
+    )
+    parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)
+    if torch.is_grad_enabled():
+        torch.autograd.backward(parts, torch.ones_like(parts))
+    own = losses_of(parts, divisor, weights) if processes.has_last_stage else ()
+    return Losses.of(own, processes), output
+
+
+def targets_of(runner: Runner, target: Any) -> Inputs | None:
+    """Returns the target of a step as tensors, of which each is split like the outputs."""
+    return None if target is None else Inputs.of((target,), {}, runner.output_dim)
+
+
+def with_loss(
+    runner: Runner, inputs: Inputs, training: bool, objective: Objective, targets: Inputs | None
+) -> tuple[Runner, Given]:
+    """Returns the runner of the layers and the loss, and what a step gives it of the target.
+
+    First measures the balance, if it is not measured yet, and warns of what a call warns of.
+    """
+    schedule = runner.settings.schedule
+    with TRACING_LOCK:
+        runner.describe(inputs, training, order=StepOrder(schedule, ()))
+    runner.warn(inputs, training)
+    loss, function, dim = objective.loss, objective.function, runner.output_dim
+    structure = None if targets is None else targets.structure
+    key = loss.key, structure, objective.keeps_output, dim
+    known = runner.with_losses.pop(key, None)
+    # The variables that the former function closes over may have changed since.
+    if known is None or key_of(known[1]) != known[2]:
+        count = 0 if targets is None else len(targets.tensors)
+        longer = runner.with_layer(loss_layer(loss, structure, count, objective.keeps_output, dim))
+        # The layer calls the function; kept alive, because its address may be in the key.
+        known = longer, function, key_of(function)
+    runner.with_losses[key] = known
+    while len(runner.with_losses) > _MAX_LOSSES:
+        del runner.with_losses[next(iter(runner.with_losses))]
+    given, dims = given_of(targets, inputs.batch_size, runner.placement.devices[-1])
+    return known[0], Given(given, StepOrder(schedule, dims))
 
 
 class Losses(NamedTuple):
@@ -75,13 +190,11 @@ class Losses(NamedTuple):
     total: Tensor
 
     @classmethod
-    def of(cls, each: Sequence[Tensor], ranks: Ranks | None) -> Losses:
-        """Returns the losses of micro-batches; of several ranks, only those with the last stage pass any."""
-        if ranks is None:
-            return cls(list(each), functools.reduce(torch.add, each))
-        of_replicas = ranks.losses(each)
+    def of(cls, each: Sequence[Tensor], processes: Processes) -> Losses:
+        """Returns the losses of micro-batches, which only processes with the last stage pass."""
+        of_replicas = processes.losses(each)
         totals = [functools.reduce(torch.add, losses) for losses in of_replicas]
-        return cls(of_replicas[ranks.replica], functools.reduce(torch.add, totals))
+        return cls(of_replicas[processes.replica], functools.reduce(torch.add, totals))
 
 
 def check_list(losses: Any) -> None:

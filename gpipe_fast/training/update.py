@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gpipe_fast.distributed.ranks import Ranks
+from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.torch_private.modules import has_global_optimizer_hooks
 from gpipe_fast.torch_private.operators import foreach_norm
 
@@ -29,7 +29,7 @@ class Update(NamedTuple):
         scaler: multiplies the loss, so that small gradients do not vanish in float16; None for 1.
         max_norm: the maximum norm of all gradients together; None for no clipping.
         in_drain: whether a stage updates its parameters while other stages still run backwards.
-        ranks: the processes of the stages; None if all are here.
+        processes: the processes of the stages.
         order: the numbers of the model's parameters, of which all ranks have the same.
     """
 
@@ -37,7 +37,7 @@ class Update(NamedTuple):
     scaler: GradScaler | None
     max_norm: float | None
     in_drain: bool
-    ranks: Ranks | None
+    processes: Processes
     order: dict[Tensor, int]
 
     @contextlib.contextmanager
@@ -48,10 +48,10 @@ class Update(NamedTuple):
         of all stages, it yields None.
         """
         needs_all = self.max_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
-        if self.optimizer is None or not self.in_drain or needs_all or self.ranks is not None:
+        if self.optimizer is None or not self.in_drain or needs_all or self.processes.is_mesh:
             yield None
-            if self.optimizer is not None and needs_all and self.ranks is not None:
-                self._run_with(self.ranks, self.optimizer)
+            if self.optimizer is not None and needs_all and self.processes.is_mesh:
+                self._run_with(self.processes, self.optimizer)
             else:
                 self._run()
             return
@@ -78,8 +78,8 @@ class Update(NamedTuple):
             scaler.step(optimizer)
             scaler.update()
 
-    def _run_with(self, ranks: Ranks, optimizer: Optimizer) -> None:
-        """Updates the parameters of this rank, as `_run` does those of all ranks together."""
+    def _run_with(self, processes: Processes, optimizer: Optimizer) -> None:
+        """Updates the parameters of this process, as `_run` does those of all processes together."""
         max_norm = self.max_norm
         scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
         own = [p for p in _parameters_of(optimizer) if p.grad is not None]
@@ -89,19 +89,19 @@ class Update(NamedTuple):
             "is_finite": is_finite,
             "norms": [] if max_norm is None else self._norms(optimizer),
         }
-        of_ranks = ranks.gather("update", found)
+        of_ranks = processes.gather("update", found)
         _check_same([each["settings"] for each in of_ranks])
         if max_norm is not None:
             norms = [norm for each in of_ranks for norm in each["norms"]]
-            nn.utils.clip_grads_with_norm_(own, max_norm, _total_norm(norms, ranks.device))
+            nn.utils.clip_grads_with_norm_(own, max_norm, _total_norm(norms, processes.device))
         if scaler is None:
             optimizer.step()
             return
         is_finite = all(each["is_finite"] for each in of_ranks)
         if is_finite and own:
             scaler.step(optimizer)
-        infinite = torch.full((), float(not is_finite), device=ranks.device)
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {ranks.device: infinite}
+        infinite = torch.full((), float(not is_finite), device=processes.device)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {processes.device: infinite}
         scaler.update()
 
     def _norms(self, optimizer: Optimizer) -> list[_Norm]:
@@ -214,14 +214,14 @@ def checked_update(
     max_norm: Any,
     optimizer_in: str = "end",
     loss_fn: Any = None,
-    ranks: Ranks | None = None,
+    processes: Processes = ONE_PROCESS,
 ) -> Update:
     """Returns the update of a step; checks the arguments of `GPipe.step` before any work starts.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the optimizer needs a closure, or has no parameter of the model; ``max_norm`` is negative
-            or NaN, is passed without an optimizer, or with ``ranks`` for other parameters; or
+            or NaN, is passed without an optimizer, or with a mesh for other parameters; or
             ``optimizer_in`` is unknown, or not possible.
         RuntimeError: gradients are disabled.
     """
@@ -245,11 +245,11 @@ def checked_update(
     if in_drain:
         _check_drain(optimizer, model, loss_fn)
     order: dict[Tensor, int] = {}
-    if ranks is not None and optimizer is not None:
+    if processes.is_mesh and optimizer is not None:
         order = {parameter: number for number, parameter in enumerate(model.parameters())}
         if max_norm is not None:
             _check_numbered(optimizer, order)
-    return Update(optimizer, scaler, max_norm, in_drain, ranks, order)
+    return Update(optimizer, scaler, max_norm, in_drain, processes, order)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

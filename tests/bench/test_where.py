@@ -15,6 +15,7 @@ from bench.gpu import bare, levers, shares, where
 from bench.gpu.shares import ATTENTION, COPY, GENERATED, IDLE, OTHER, PRODUCT, Interval
 from bench.gpu.subjects import ROWS, unsupported
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.lower.alone import Spec
 from gpipe_fast.lower.work import Work
 
@@ -89,7 +90,7 @@ def stages_of_two_layers(checkpoint: str) -> tuple[GPipe, torch.Tensor]:
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_products_of_a_step_are_counted_with_their_shapes(checkpoint: str) -> None:
     pipe, _ = stages_of_two_layers(checkpoint)
-    calls = bare.bare_calls(bare.programs_of(pipe._planner, checkpoint, 4))
+    calls = bare.bare_calls(bare.programs_of(runner_of(pipe).planner, checkpoint, 4))
     forwards = 8 if checkpoint == "always" else 4  # the last layer is not needed again
     found = {(call.shapes().partition(" ")[2], call.operations()): number for call, number in calls.items()}
     assert found["16, 3x8, 8x16T, 3x16", 2 * 3 * 8 * 16] == forwards
@@ -101,7 +102,7 @@ def test_products_of_a_step_are_counted_with_their_shapes(checkpoint: str) -> No
 
 def test_the_bare_call_computes_what_the_operator_computes() -> None:
     pipe, _ = stages_of_two_layers("never")
-    for call in bare.bare_calls(bare.programs_of(pipe._planner, "never", 4)):
+    for call in bare.bare_calls(bare.programs_of(runner_of(pipe).planner, "never", 4)):
         args, kwargs = call.examples("cpu")
         accumulates = call.shapes().startswith("float32 16x8")
         if accumulates:
@@ -120,7 +121,7 @@ def test_attention_that_is_causal_counts_half_of_its_square() -> None:
 
 def test_bare_rows_add_up_and_begin_with_the_longest() -> None:
     pipe, _ = stages_of_two_layers("never")
-    calls = bare.bare_calls(bare.programs_of(pipe._planner, "never", 4))
+    calls = bare.bare_calls(bare.programs_of(runner_of(pipe).planner, "never", 4))
 
     def microseconds_of(call: bare.BareCall) -> float:
         if call.shapes().startswith("float32 16,"):

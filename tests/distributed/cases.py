@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.distributed import ranks
 from gpipe_fast.runtime.compile import Compiler
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
@@ -127,7 +128,7 @@ def same_bits_on_gpus(devices: list[str], models: list[str], schedules: list[str
 
 def _check(found: Result, expected: Result, pipe: Any, what: str) -> None:
     """Compares what this rank has."""
-    own = getattr(pipe, "pipeline", pipe)._ranks
+    own = runner_of(getattr(pipe, "pipeline", pipe)).processes
     rank, last = own.index, own.size - 1
     elsewhere = [n for n, t in (*pipe.named_parameters(), *pipe.named_buffers()) if t.is_meta]
     absent = {f"{kind} {name}" for kind in ("gradient of", "buffer") for name in elsewhere}
@@ -198,14 +199,14 @@ def failing(num_stages: int, failing_rank: int, action: str) -> list[str]:
     pipe, x = _pipe(num_stages), features(9)
     expected = step(pipe, x)
     if dist.get_rank() == failing_rank:
-        pipe._pipeline.inject_faults(1, max_delay_us=50_000, faults=[(action, 0, "ValueError")])
+        runner_of(pipe).pipeline.inject_faults(1, max_delay_us=50_000, faults=[(action, 0, "ValueError")])
     begin = time.monotonic()
     error, is_changed = changed(pipe, x)
     assert not is_changed
     errors = [error, _error_of(lambda: pipe(x).sum().backward())]
     assert time.monotonic() - begin < TIMEOUT / 2
     assert all(p.grad is None for p in pipe.parameters())
-    pipe._pipeline.inject_faults()
+    runner_of(pipe).pipeline.inject_faults()
     pipe.load_state_dict(MODELS["batch norm"][0]().state_dict())  # the forward has written buffers
     for each in (pipe, _pipe(num_stages)):
         _check(step(each, x), expected, each, "after failures")
@@ -371,7 +372,7 @@ def with_delays(seeds: int) -> int:
     pipe, x = _pipe(schedule="1f1b"), features(9)
     expected = here(step(pipe, x))
     for seed in range(seeds):
-        pipe._pipeline.inject_faults(seed * 7 + dist.get_rank(), max_delay_us=3000)
+        runner_of(pipe).pipeline.inject_faults(seed * 7 + dist.get_rank(), max_delay_us=3000)
         assert unequal(here(step(pipe, x)), expected) == []
     return seeds
 

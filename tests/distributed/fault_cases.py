@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 from examples.gpt_distributed import last_step, load, save
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.distributed.timed_store import TimedStore
 from tests.distributed.checkpoint_cases import normed
 from tests.models import features
@@ -95,9 +96,9 @@ def happening(fault: Fault, model: GPipe) -> Iterator[None]:
         with mock.patch.object(owner, name, before(getattr(owner, name))):
             yield
     else:
-        model._pipeline.inject_faults(faults=[(fault.place, fault.count, SIGNALS[fault.how].name)])
+        runner_of(model).pipeline.inject_faults(faults=[(fault.place, fault.count, SIGNALS[fault.how].name)])
         yield
-        model._pipeline.inject_faults()
+        runner_of(model).pipeline.inject_faults()
 
 
 def train(folder: Path, fault: Fault | None = None, timeout: float = 20.0) -> tuple[dict[int, float], str]:

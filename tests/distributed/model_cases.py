@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from tests.distributed.cases import TIMEOUT, _check, _error_of, here
 from tests.models.test_from_model import gpt2
 from tests.reference import SEED, Result, restored
@@ -104,7 +105,7 @@ def trained(model: Any) -> Any:
 
 
 def is_last(model: Any) -> bool:
-    ranks = model.pipeline._ranks
+    ranks = runner_of(model.pipeline).processes
     return ranks is None or ranks.index == ranks.size - 1
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.recording import Event, Recording
 from tests.distributed.cases import MODELS, TIMEOUT, _error_of
 from tests.models import features
@@ -111,9 +112,9 @@ def failing_in_a_recording() -> list[str]:
     def failing_once() -> None:
         with pipe.recording() as recording:
             if is_odd:
-                pipe._pipeline.inject_faults(faults=[("1F0", 0, "ValueError")])
+                runner_of(pipe).pipeline.inject_faults(faults=[("1F0", 0, "ValueError")])
             _error_of(lambda: step(pipe))
-            pipe._pipeline.inject_faults()
+            runner_of(pipe).pipeline.inject_faults()
             step(pipe)
         recording.report()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from tests.contracts.contract_1_same_bits.test_grad_dtype import Cast
 from tests.distributed import cases
 from tests.distributed.cases import MODELS, TIMEOUT, _check, _error_of, loss_of
@@ -40,8 +41,8 @@ def alone(make: Callable[[], nn.Sequential], balance: list[int], **options: Any)
 
 def place_of(pipe: GPipe) -> tuple[int, int]:
     """Returns the replica of this process, and the number of replicas."""
-    assert pipe._ranks is not None
-    return pipe._ranks.replica, pipe._ranks.num_replicas
+    processes = runner_of(pipe).processes
+    return processes.replica, processes.num_replicas
 
 
 def batch_of(name: str, replica: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.arguments import TRANSPORTS
+from gpipe_fast.runtime.settings import TRANSPORTS
 from tests.fake_cuda.fake_devices import caller_streams, load, mark
 from tests.fake_cuda.train_models import CHUNKS, MAX_DELAY_US, batch_of, layers_of
 from tests.internals import inject_delays, inject_failure

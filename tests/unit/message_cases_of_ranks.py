@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import threading
@@ -35,6 +36,7 @@ from gpipe_fast.reports.network import RankInfo
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.training.update import _check_same
+from tests.internals import runner_of, stages_of
 from tests.unit.message_cases import WHILE_LAYERS_RUN, case, features, mlp, run_command, under
 from tests.unit.message_cases_of_models import Model, two_blocks, with_function_between
 from tests.untraceable import FunctionLayer
@@ -89,9 +91,9 @@ def other_arguments() -> None:
     with mock.patch.object(Ranks, "_connect"):
         for chunks, own in zip((2, 4), ranks(), strict=True):
             each = pipe(mesh=own, chunks=chunks)
-            inputs = each._checked_inputs((features(),), {})
-            call = each._prepare_call(inputs)
-            own.begin(call.pipeline, each._call_of(inputs, None), call.plan, each._stages)
+            runner = runner_of(each)
+            call = runner.prepare(runner.checked_inputs((features(),), {}), training=True)
+            own.begin(call.pipeline, call.call, call.plan, runner.stages)
 
 
 def outside() -> None:
@@ -121,7 +123,7 @@ def other_start() -> None:
         with torch.no_grad():
             layers[0].weight += replica
         own = Ranks(0, 2, store, 0.2, replica=replica, num_replicas=2)
-        own._check_equal(pipe(*layers, mesh=own)._stages[0])
+        own._check_equal(stages_of(pipe(*layers, mesh=own))[0])
 
 
 def other_failed() -> None:
@@ -169,7 +171,7 @@ def branch_on_bias(model: Any, x: Tensor) -> Tensor:
 
 def other_inputs() -> None:
     for number, own in enumerate(ranks()):
-        own.check_inputs(f"{number} targets")
+        own.check_inputs(functools.partial("{} targets".format, number))
 
 
 def backward_and_recording() -> None:

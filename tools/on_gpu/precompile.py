@@ -20,10 +20,12 @@ import torch
 from bench.gpu.bare import programs_of
 from bench.gpu.subjects import ROWS, STAGES, Subject, unsupported
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.fuse.cubin import FOLDER_VARIABLE
 from gpipe_fast.fuse.cubins import CompileFailure, cubins, sources_of
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.steps import Launch
+from gpipe_fast.runtime.runner import Runner
 from tools.on_gpu.cases import BATCH, CHUNKS, MODELS
 
 FOLDER = Path(__file__).parents[2] / "build" / "gpu" / "triton"
@@ -36,8 +38,8 @@ def launches(subject: Subject) -> Iterator[KernelLaunch]:
     balance, devices = subject.balance(len(model)), ["cpu"] * STAGES
     pipe = GPipe(model, balance, devices=devices, chunks=subject.chunks, checkpoint=subject.checkpoint)
     dtype = subject.dtype if subject.vocab is None else torch.long
-    planner = pipe._absent_planner(torch.device("cuda"))
-    with mock.patch.object(GPipe, "_absent_planner", return_value=planner):
+    planner = runner_of(pipe).planner_for(balance, [torch.device("cuda")] * STAGES, is_absent=True)
+    with mock.patch.object(Runner, "planner_for", return_value=planner):
         pipe.memory(torch.zeros((subject.batch, *subject.sample), dtype=dtype, device="meta"), device="cuda")
     for program, _ in programs_of(planner, subject.checkpoint, subject.chunks):
         yield from (step.launch for step in program.steps if isinstance(step, Launch))

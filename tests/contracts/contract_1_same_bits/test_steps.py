@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 import gpipe_fast
 from gpipe_fast import GPipe, replicate
+from gpipe_fast.container import runner_of
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
 from tests.contracts.contract_1_same_bits.test_skip_connections import AddSkip, StashInput
+from tests.internals import balance_is_pending
 from tests.reference import SEED, unequal
 from tests.unit.schedule import test_schedule_csv
 
@@ -319,7 +321,7 @@ def test_inputs_of_a_dtype_that_autocast_does_not_concatenate() -> None:
 def test_the_balance_is_measured_by_the_first_step() -> None:
     pipe = GPipe(layers(), devices=["cpu"] * 2, chunks=2)
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
-    assert not pipe._balance_pending
+    assert not balance_is_pending(pipe)
     assert sum(pipe.balance) == 8
 
 
@@ -328,7 +330,7 @@ def test_functions_made_in_each_call_share_programs() -> None:
     for _ in range(3):
         pipe.step(X, target=Y, loss_fn=nn.CrossEntropyLoss())
         pipe.step(X, target=Y, loss_fn=lambda a, b: F.cross_entropy(a, b, reduction="sum"), normalizer=8)
-    assert len(pipe._trainers) == 2
+    assert len(runner_of(pipe).with_losses) == 2
 
 
 def test_settings_and_layers_may_change_between_steps() -> None:

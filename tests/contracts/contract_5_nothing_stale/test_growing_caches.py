@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.streaming import CallStream
 from tests.reference import collect, gradient_like, unequal
 from tests.untraceable import WIDTH, without_warnings
@@ -276,7 +277,7 @@ def test_a_layer_that_reads_the_longer_table_later_is_no_error_in_a_stream() -> 
     with torch.no_grad(), without_warnings():
         for _ in range(2):
             pipe(torch.randn(2, 3, WIDTH))
-        calls = CallStream(pipe)
+        calls = CallStream(runner_of(pipe), lambda: pipe.training)
         gate.is_open.clear()
         gate.is_reached.clear()
         calls.begin(torch.randn(2, 5, WIDTH))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.training.losses import key_of
 
 pytestmark = [
@@ -245,7 +246,7 @@ def test_a_loss_that_is_made_anew_in_each_step_is_not_traced_anew() -> None:
     _, pipe, x = pipeline()
     for _ in range(3):
         pipe.step(x, loss_fn=mutual_recursion(2.0), normalizer=1)
-    assert len(pipe._trainers) == 1
+    assert len(runner_of(pipe).with_losses) == 1
 
 
 def halve_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.schedule import SCHEDULES
 from tests.contracts.contract_1_same_bits.test_step_updates import STEP, pipeline, sgd
 from tests.contracts.contract_1_same_bits.test_step_updates import X as INPUT
 from tests.contracts.contract_1_same_bits.test_steps import X, Y, layers
+from tests.internals import pipeline_of
 from tests.reference import SEED, unequal
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
@@ -34,8 +36,8 @@ def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
-    ((trainer, *_),) = pipe._trainers.values()
-    actions = [str(action) for row in trainer._planner.latest.schedule.stages for action in row]
+    ((longer, *_),) = runner_of(pipe).with_losses.values()
+    actions = [str(action) for row in longer.planner.latest.schedule.stages for action in row]
 
     def everything() -> dict[str, Tensor]:
         found = {name: t.detach() for name, t in (*pipe.named_parameters(), *pipe.named_buffers())}
@@ -45,11 +47,11 @@ def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
 
     before = {name: t.clone() for name, t in everything().items()}
     for _ in range(num_faults):
-        trainer._pipeline.inject_faults(faults=[(draw.choice(actions), 0, "RuntimeError")])
+        longer.pipeline.inject_faults(faults=[(draw.choice(actions), 0, "RuntimeError")])
         with pytest.raises(RuntimeError, match="injected"):
             pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
         assert unequal(everything(), before) == []
-    trainer._pipeline.inject_faults()
+    longer.pipeline.inject_faults()
     pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
     assert unequal(everything(), before) != []
 
@@ -89,9 +91,9 @@ def test_an_optimizer_that_raises_leaves_the_gradients() -> None:
 def test_an_evaluation_that_fails_changes_nothing(backend: str) -> None:
     pipe = pipeline(backend=backend)
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
-    pipe._pipeline.inject_faults(faults=[("1F2", 0, "RuntimeError")])
+    pipeline_of(pipe).inject_faults(faults=[("1F2", 0, "RuntimeError")])
     with pytest.raises(RuntimeError, match="injected"):
         pipe.evaluate(INPUT, **STEP)
-    pipe._pipeline.inject_faults()
+    pipeline_of(pipe).inject_faults()
     assert unequal(dict(pipe.state_dict()), before) == []
     pipe.evaluate(INPUT, **STEP)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.reports.recording import Recording
 from gpipe_fast.schedule import fill_drain
 from tests.internals import native_call, pipeline_of
@@ -139,7 +140,7 @@ def test_a_whole_step_needs_no_gil(schedule: str) -> None:
     chunks = M // 4
     pipe = GPipe(nn.Sequential(*layers()), [2, 2, 2, 2], chunks=chunks, schedule=schedule)
     pipe.step(tokens(chunks), loss_fn=Tensor.sum, normalizer=1)
-    ((trainer, *_),) = pipe._trainers.values()
+    ((longer, *_),) = runner_of(pipe).with_losses.values()
     calls: list[Any] = []
 
     class Recorder:
@@ -147,7 +148,7 @@ def test_a_whole_step_needs_no_gil(schedule: str) -> None:
             calls.append(args)
             return pipeline_of(pipe).step(*args)
 
-    with mock.patch.object(trainer, "_pipeline", Recorder()):
+    with mock.patch.object(longer, "pipeline", Recorder()):
         pipe.step(tokens(chunks), loss_fn=Tensor.sum, normalizer=1)
     recording = record_without_gil(pipe, lambda: pipeline_of(pipe).step(*calls[0]))
     assert len(recording.latest) > 8 * chunks

@@ -16,6 +16,7 @@ from gpipe_fast.distributed.mesh import grid_of
 from gpipe_fast.distributed.ranks import Ranks, edges_of, nccl_group
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
 from tests.distributed.launch import needs_gloo
+from tests.internals import stages_of
 from tests.models import mlp
 
 pytestmark = needs_gloo
@@ -88,16 +89,16 @@ def test_edges_connect_neighbours_and_the_ends_of_skips() -> None:
     neighbours = {(0, 1), (1, 0), (1, 2), (2, 1)}
     skips = {
         (i, j)
-        for i, a in enumerate(pipe._stages)
-        for j, b in enumerate(pipe._stages)
+        for i, a in enumerate(stages_of(pipe))
+        for j, b in enumerate(stages_of(pipe))
         for n in a.stashes
         if n in b.pops
     }
     assert (0, 2) in skips
     edges = neighbours | skips | {(b, a) for a, b in skips}
-    assert edges_of(pipe._stages, 3) == edges
+    assert edges_of(stages_of(pipe), 3) == edges
     # With stages 0 and 2 in one process, tensors between these stay there.
-    assert edges_of(pipe._stages, 2) == edges - {(0, 2), (2, 0)}
+    assert edges_of(stages_of(pipe), 2) == edges - {(0, 2), (2, 0)}
 
 
 def test_dimensions_of_a_mesh() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, replicate
+from gpipe_fast.runtime.runner import Runner
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X = torch.randn(6, 4)
@@ -291,6 +292,6 @@ def test_the_device_map_of_transformers_exists_for_several_gpus(monkeypatch: pyt
     assert not hasattr(model, "hf_device_map")
     gpus = [torch.device("cuda", index) for index in range(2)]
     placement = list(zip(model.pipeline.partitions, gpus, strict=True))
-    monkeypatch.setattr(type(model.pipeline), "_placement", lambda pipeline: placement)
+    monkeypatch.setattr(Runner, "placed", lambda runner: placement)
     assert model.hf_device_map.keys() == {"", "blocks.0", "blocks.1", "blocks.2"}
     assert not hasattr(model.plain(), "hf_device_map")

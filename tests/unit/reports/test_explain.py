@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bench.models.gpt import blocks
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from tools.stages import SMALL, STAGES
 
 pytest.importorskip("triton")
@@ -70,7 +71,8 @@ def test_the_model_is_unchanged() -> None:
     model(x).sum().backward()
     tensors = [*model.parameters(), *model.buffers()]
     ids, values = [id(t) for t in tensors], copy.deepcopy([(t.detach(), t.grad) for t in tensors])
-    state, plan, python = torch.get_rng_state(), model._planner.latest, dict(model._planner._plans)
+    planner = runner_of(model).planner
+    state, plan, python = torch.get_rng_state(), planner.latest, dict(planner._plans)
     model.explain(x, device="cuda")
     model.explain(x)
     assert [id(t) for t in (*model.parameters(), *model.buffers())] == ids
@@ -79,8 +81,8 @@ def test_the_model_is_unchanged() -> None:
         assert torch.equal(tensor, value)
         assert gradient is None if tensor.grad is None else torch.equal(tensor.grad, gradient)
     assert torch.equal(torch.get_rng_state(), state)
-    assert model._planner.latest is plan
-    assert dict(model._planner._plans) == python
+    assert planner.latest is plan
+    assert dict(planner._plans) == python
     model(x).sum().backward()  # and it still runs
 
 

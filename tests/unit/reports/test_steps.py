@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.schedule import Kind
+from tests.internals import pipeline_of
 from tests.models import features
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
@@ -78,7 +79,7 @@ def test_settings_are_restored_if_a_step_fails() -> None:
         pipe.report(features(), target=features(), loss_fn=fail_with_other_chunks, normalizer=1)
     assert pipe.chunks == 4
     assert all(torch.equal(a, b) for a, b in zip(state(pipe), before, strict=True))
-    assert not pipe._pipeline.recorded()
+    assert not pipeline_of(pipe).recorded()
 
 
 def test_a_report_changes_no_loss_no_numbers_of_numpy_and_no_later_warning() -> None:

@@ -1,0 +1,638 @@
+"""The runner: runs the calls of one sequence of layers, and keeps what it made for them.
+
+`GPipe` is the face over one runner; the models of `from_model` have one for each kind of call. For a loss, a
+runner makes another one, of the same layers and the loss, which shares what is expensive::
+
+    GPipe ──▶ Runner ───── with_layer(loss) ────▶ Runner of the layers and a loss
+               │    ╲                            ╱   │
+             Planner  ╲    stages but the last  ╱  Planner        plans of calls, and of steps
+               │        ▶     Compiler     ◀        │             captures and traces
+               └────────▶     Pipeline     ◀────────┘             in C++ (csrc/pipeline/pipeline.h)
+
+The path of a call, from top to bottom::
+
+    call(args, kwargs)
+      checked_inputs     errors about the arguments
+      prepare
+        describe         detects changes of the layers; in the first call, chooses the balance
+        Planner.plan     the programs, from the cache or newly made (gpipe_fast/runtime/planner.py)
+      Pipeline.forward or Pipeline.step, in C++
+      finish             warnings, and the nesting of the outputs
+
+A step (gpipe_fast/training/step.py) calls `run` of the runner with the loss. `GPipe.prepare` stops after
+`plan`; `GPipe.stream` prepares the next call before the one before has finished.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from gpipe_fast._extension import Pipeline, PythonWorkers
+from gpipe_fast.arguments import (
+    check_inputs,
+    check_signature,
+    warn_idle_stages,
+    warn_sequence_first,
+    warn_square_input,
+)
+from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_warning
+from gpipe_fast.fuse import left_out
+from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
+from gpipe_fast.layers.skip import skips_of, verify_skippables
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.runtime.connections import connections_of
+from gpipe_fast.runtime.exit_and_fork import open_pipeline
+from gpipe_fast.runtime.first_balance import balance_by_time, balance_within_memory
+from gpipe_fast.runtime.memory_limit import choice_within
+from gpipe_fast.runtime.placement import Placement, resolve_balance
+from gpipe_fast.runtime.plan import PlannedCall, StepOrder
+from gpipe_fast.runtime.planner import Call, Planner, PreparedCall
+from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
+from gpipe_fast.runtime.settings import CAPTURES, Settings, switched_backend
+from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, StageOptions
+from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.trace.layer_states import LayerStates
+from gpipe_fast.unsupported import global_hook, has_observers, without_observers
+from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
+from gpipe_fast.weights.load import forget_data, has_meta_tensors
+
+# Settings for which stages are made anew.
+_COMPILED = "backend", "deferred_batch_norm", "fuse", "grad_dtype", "transport"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step gets besides the inputs of the first layer.
+
+    Attributes:
+        tensors: the tensors of the target, on the last stage's device.
+        order: the order of forwards and backwards.
+        divisor: by what the sum of the losses is divided.
+        weights: by what the loss of each micro-batch is multiplied before; None for 1.
+        shape: the shape of the loss of a micro-batch.
+        scaler: multiplies the loss before its backward; None for 1.
+        updates: for the parameters of all layers, returns what updates those of a stage after its last
+            backward; None for nothing.
+        offer: tells other processes the losses, the first of the outputs that it gets; None if there are
+            none, or the losses are there.
+    """
+
+    tensors: tuple[Tensor, ...]
+    order: StepOrder
+    divisor: Any = 1.0
+    weights: Sequence[float] | None = None
+    shape: Sequence[int] = (1,)
+    scaler: GradScaler | None = None
+    updates: Callable[[Sequence[Tensor]], Callable[[int, Sequence[int]], None]] | None = None
+    offer: Callable[[Sequence[Tensor]], None] | None = None
+
+    def gradients(self, num_microbatches: int, losses: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the gradients of the loss of each micro-batch, in the order in which autograd multiplies.
+
+        Args:
+            num_microbatches: the number of micro-batches.
+            losses: tensors like the loss, one for each dtype that it may have.
+        """
+        found = [self._gradient(torch.ones_like(loss)) for loss in losses]
+        if self.weights is None:
+            return [found] * num_microbatches
+        columns = [[gradient * weight for weight in self.weights] for gradient in found]
+        return list(map(list, zip(*columns, strict=True)))
+
+    def _gradient(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of the loss of a micro-batch of weight 1, given that of the scaled loss."""
+        if self.scaler is not None:
+            gradient = self.scaler.scale(gradient)
+        found: Tensor = gradient / self.divisor
+        return found.view(*self.shape)
+
+
+class Runner:
+    """Runs the calls of one sequence of layers.
+
+    Attributes:
+        children: the layers by name; the dictionary of the module that has them, which may change.
+        placement: the number of layers of each stage, and its device.
+        settings: what calls read besides.
+        processes: the processes that have the stages.
+        stages: the stages.
+        connections: the pairs of stages that exchange tensors.
+        planner: makes the plans of calls.
+        pipeline: runs the plans, in C++.
+        python_workers: the registry of workers that are running Python.
+        state: detects changes of the layers.
+        warns_of_inputs: whether the next call warns of inputs that are probably split by mistake.
+        warns_of_idle_stages: whether calls warn, once, of too few micro-batches.
+        with_losses: the runners with a loss, each with the function of which it was made and that one's key,
+            by what they depend on besides the stages. They last until the stages are made anew.
+    """
+
+    def __init__(
+        self,
+        children: dict[str, nn.Module],
+        placement: Placement,
+        settings: Settings,
+        processes: Processes = ONE_PROCESS,
+    ) -> None:
+        """Makes a runner, and moves the layers to their devices; if a check fails, nothing has changed.
+
+        Args:
+            children: as above.
+            placement: as above.
+            settings: as above.
+            processes: as above.
+
+        Raises:
+            ValueError: layers cannot be where they should be, or settings do not fit the stages.
+        """
+        self.children, self.placement = children, placement
+        self.settings, self.processes = settings, processes
+        processes.check_settings(settings)
+        processes.check_balance(placement.balance)
+        partitions = self.partitions()
+        self._ties = processes.check_partitions(partitions)
+        settings.check_for(placement.devices)
+        if settings.deferred_batch_norm:
+            check_can_defer(children.items())
+        connections_of(placement.balance, placement.devices, self.layers, settings.transport)
+        self.move_layers()
+        processes.note_homes(partitions)
+        if settings.deferred_batch_norm:
+            enable_deferral(self.layers)
+        self.warns_of_inputs, self.warns_of_idle_stages = True, True
+        self.with_losses: dict[Hashable, tuple[Runner, Any, Hashable]] = {}
+        self.python_workers = PythonWorkers()
+        self.pipeline = self._open_pipeline()
+        self.rebuild()
+
+    # The layers, and where they are.
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers, in order."""
+        return [*self.children.values()]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yields all modules of all layers."""
+        for layer in self.layers:
+            yield from layer.modules()
+
+    def partitions(self) -> list[nn.Sequential]:
+        """Returns the layers of each stage, under their names."""
+        return self.placement.partitions(self.children)
+
+    @property
+    def own_stages(self) -> range:
+        """The stages of this process."""
+        return self.processes.stages_of(len(self.placement.balance))
+
+    def placed(self) -> list[tuple[nn.Sequential, torch.device]]:
+        """Returns the layers of each stage and its device: meta for those in other processes."""
+        own, meta = self.own_stages, torch.device("meta")
+        devices = [device if i in own else meta for i, device in enumerate(self.placement.devices)]
+        return list(zip(self.partitions(), devices, strict=True))
+
+    def own_tensors(self) -> list[Tensor]:
+        """Returns the parameters and buffers of the stages of this process."""
+        own = (partition for partition, device in self.placed() if device.type != "meta")
+        return [t for partition in own for t in (*partition.parameters(), *partition.buffers())]
+
+    def move_layers(self) -> None:
+        """Moves the layers to the devices of their stages, except for tensors on the meta device."""
+        replaced = {tensor: tensor for tensor in self.own_tensors()}
+        for partition, device in self.placed():
+            if device.type == "meta":
+                forget_data(partition, replaced)
+            elif any(
+                devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())
+            ):
+                # A meta tensor has no data to move.
+                partition._apply(lambda t, to=device: t if t.is_meta else moved(t, to))
+
+    def place(self, balance: Iterable[int], devices: Iterable[Device] | Device | None) -> None:
+        """Repartitions the layers and moves them. Raises errors before it changes anything.
+
+        Raises:
+            ValueError: the balance does not fit, or there is a mesh.
+            IndexError: there are fewer devices than partitions.
+            RuntimeError: stages would be moved while the model is recorded.
+        """
+        if self.processes.is_mesh:
+            raise ValueError(
+                "with a mesh, layers stay in the processes that they are in, got the balance "
+                f"{list(balance)}; make a new GPipe with it, and load the state dict"
+            )
+        with TRACING_LOCK:
+            found = Placement.checked(self.children, balance, devices)
+            connections_of(found.balance, found.devices, self.layers, self.settings.transport)
+            as_before = found.devices == self.placement.devices
+            if not as_before and self.pipeline.recorded():
+                raise RuntimeError(
+                    "stages cannot be added, removed or moved while the model is recorded, got devices "
+                    f"{list(map(str, found.devices))}; leave the model.recording() block first"
+                )
+            self.placement = found
+            self.move_layers()
+            if not as_before:
+                self.pipeline = self._open_pipeline()
+            self.rebuild()
+
+    def take_balance(self, balance: list[int]) -> None:
+        """Repartitions the layers on the same devices; if that fails, they are as before."""
+        before = self.placement
+        if balance == before.balance:
+            self.placement = before._replace(is_pending=False)
+            return
+        self.placement = before._replace(balance=balance, is_pending=False)
+        try:
+            self.move_layers()
+            self.rebuild()
+        except BaseException:
+            self.placement = before
+            self.move_layers()
+            raise
+        self.detect_changes()
+
+    # The stages, which another placement, setting or layer makes anew.
+
+    def rebuild(self) -> None:
+        """Makes the stages anew, and forgets all programs."""
+        placement, layers = self.placement, self.layers
+        verify_skippables(nn.Sequential(OrderedDict(self.children)))
+        self.stages = self.stages_of(placement.balance, placement.devices)
+        self.connections = connections_of(
+            placement.balance, placement.devices, layers, self.settings.transport
+        )
+        if self.processes.is_mesh:
+            self.connections = [replace(each, route="process group") for each in self.connections]
+        self.planner = Planner(self.stages, self._backend, self.python_workers)
+        self._planner_under_hooks: Planner | None = None
+        self.with_losses.clear()
+        self._begin_state()
+        self.pipeline.forget_graphs()
+
+    def _begin_state(self) -> None:
+        states = self.stages[0].states if self.stages else LayerStates()
+        self.state = ModuleState(states, self.planner.in_python)
+
+    @property
+    def _backend(self) -> str:
+        return switched_backend("aten" if self.processes.is_mesh else self.settings.backend)
+
+    def stages_of(
+        self, balance: list[int], devices: list[torch.device], is_absent: bool = False
+    ) -> list[Stage]:
+        """Returns stages of the layers: this runner's, or others, to compare them.
+
+        Args:
+            balance: the number of layers of each stage.
+            devices: the device of each stage.
+            is_absent: whether the stages are only traced, for devices that the machine need not have.
+        """
+        settings = self.settings
+        options = StageOptions(
+            settings.deferred_batch_norm,
+            settings.grad_dtype,
+            settings.fuse,
+            is_absent,
+            ties=() if is_absent else self._ties,
+            by_nccl=self.processes.by_nccl,
+            devices=() if is_absent else tuple(devices),
+        )
+        own = range(len(balance)) if is_absent else self.processes.stages_of(len(balance))
+        return Placement(balance, devices, None).stages(self.layers, own, options, LayerStates())
+
+    def planner_for(
+        self, balance: list[int], devices: list[torch.device], is_absent: bool = False
+    ) -> Planner:
+        """Returns a planner for other stages of the layers; arguments as for `stages_of`."""
+        stages = self.stages_of(balance, devices, is_absent)
+        return Planner(stages, switched_backend(self.settings.backend), self.python_workers)
+
+    def with_layer(self, layer: nn.Module) -> Runner:
+        """Returns a runner of the same layers and one more, in the last stage, until `rebuild`.
+
+        It has the settings of this runner, its compiler and its pipeline, so layers are captured and traced
+        once for both.
+        """
+        return _LongerRunner(self, layer)
+
+    def state_to_copy(self) -> tuple[Any, ...]:
+        """Returns the arguments, but the layers, that make a runner like this one.
+
+        Raises:
+            TypeError: there is a mesh.
+        """
+        if self.processes.is_mesh:
+            raise TypeError(
+                "a GPipe with a mesh cannot be copied or pickled, because its processes make it together; "
+                "save model.state_dict(), which has the tensors of the own stage"
+            )
+        return self.placement, self.settings, self.processes
+
+    def _open_pipeline(self) -> Pipeline:
+        devices = self.placement.devices
+        pipeline = open_pipeline(max(1, len(devices)), self.python_workers, self.settings.transport)
+        pipeline.set_capture(CAPTURES[self.capture])
+        silence_stream_warning(devices)
+        return pipeline
+
+    def share_pipeline(self, other: Runner) -> None:
+        """Makes the pipeline that of another runner, which has as many stages, with its connections."""
+        self.python_workers, self.pipeline = other.python_workers, other.pipeline
+        self.rebuild()
+
+    # Settings.
+
+    @property
+    def capture(self) -> bool | str:
+        """Whether mini-batches on GPUs are captured as CUDA graphs: as set, where they can be."""
+        can_capture = not self.processes.is_mesh and self.settings.memory_limit is None
+        return self.settings.capture if can_capture else False
+
+    def configure(self, **changes: Any) -> None:
+        """Changes settings; the next call reads them. Raises errors before it changes anything.
+
+        Raises:
+            TypeError: a value has a wrong type.
+            ValueError: a value is invalid, or not possible with a mesh or a memory limit.
+        """
+        if changes.get("capture"):
+            self._check_can_capture(changes["capture"])
+        self.apply(replace(self.settings, **changes))
+
+    def apply(self, settings: Settings) -> None:
+        """Takes other settings, as `configure` does."""
+        placement, before = self.placement, self.settings
+        settings.check_for(placement.devices)
+        self.processes.check_settings(settings)
+        if settings.transport != before.transport:
+            connections_of(placement.balance, placement.devices, self.layers, settings.transport)
+        for runner in self.runners:
+            runner.settings = settings
+        if any(getattr(settings, name) != getattr(before, name) for name in _COMPILED):
+            with TRACING_LOCK:
+                if settings.transport != before.transport:
+                    self.pipeline = self._open_pipeline()
+                self.rebuild()
+        self.pipeline.set_capture(CAPTURES[self.capture])
+
+    def _check_can_capture(self, capture: Any) -> None:
+        if self.processes.is_mesh:
+            raise ValueError(
+                f"capture={capture!r} with a mesh is not possible, because processes exchange tensors during "
+                "a mini-batch; leave it, or make the model without mesh"
+            )
+        if self.settings.memory_limit is not None:
+            raise ValueError(
+                f"capture={capture!r} with memory={self.settings.memory_limit!r} is not possible, because "
+                "graphs keep their memory between steps; leave it, or pass checkpoint instead of memory"
+            )
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension along which outputs are concatenated."""
+        dim = self.settings.batch_dim
+        return dim if isinstance(dim, int) else dim[0]
+
+    def chunks_of(self, batch_size: int) -> int:
+        """Returns the number of micro-batches of a mini-batch."""
+        chunks = self.settings.chunks
+        return max(1, min(4 * len(self.stages), batch_size)) if chunks == "auto" else chunks
+
+    def threads(self) -> int:
+        """Returns the number of intra-op threads of each stage of this process."""
+        number = len(self.own_stages)
+        return self.settings.threads_per_stage or max(1, torch.get_num_threads() // max(1, number))
+
+    # A call.
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+        """Runs one mini-batch; see `GPipe.forward`.
+
+        Args:
+            args: positional arguments of the first layer.
+            kwargs: its keyword arguments.
+            training: whether the model is in train mode.
+        """
+        with self.processes.reporting():
+            return self.run(self.checked_inputs(args, kwargs), training)
+
+    def checked_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], allow_meta: bool = False
+    ) -> Inputs:
+        """Returns the checked arguments of a call, with zeros for meta tensors if those are allowed."""
+        if not args and kwargs.keys() == {"input"}:
+            args, kwargs = (kwargs["input"],), {}
+        inputs = Inputs.of(args, kwargs, self.settings.batch_dim)
+        devices = self.placement.devices
+        if allow_meta:
+            inputs = inputs.with_memory(devices[0])
+        check_inputs(inputs, devices)
+        if kwargs or len(args) != 1:
+            check_signature(self.layers[0], args, kwargs)
+        return inputs
+
+    def run(self, inputs: Inputs, training: bool, given: Given | None = None) -> Any:
+        """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
+        call = self.prepare(inputs, training, given)
+        plan, tensors = call.plan, (call.parameters, call.buffers)
+        self.processes.begin(call.pipeline, call.call, plan, self.stages)
+        if given is None:
+            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, call.key())
+        else:
+            gradients = []
+            if torch.is_grad_enabled():
+                losses = plan.possible_losses(self.stages[-1])
+                gradients = given.gradients(plan.schedule.num_microbatches, losses)
+            key = call.key()
+            update = None if given.updates is None else given.updates(call.parameters)
+            outputs, structure = call.pipeline.step(
+                plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer
+            )
+        return self.finish(call, outputs, structure)
+
+    def prepare(self, inputs: Inputs, training: bool, given: Given | None = None) -> PreparedCall:
+        """Returns the call for these inputs, the present layers and the present settings."""
+        with TRACING_LOCK:
+            with self.processes.compiling():
+                call, plan = self.plan(inputs, training, given)
+            state = self.state if self.planner.in_python else None
+            parts = self.state.parameters, self.state.buffers
+            prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)
+            if state is not None:
+                state.watch()
+        self.warn(inputs, training)
+        return prepared
+
+    def finish(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
+        """Returns what a call returns, after the checks and warnings that follow its run."""
+        call.check_unchanged()
+        self.warn_of_layers()
+        return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
+
+    def plan(self, inputs: Inputs, training: bool, given: Given | None = None) -> tuple[Call, PlannedCall]:
+        """Returns the description of a call, and its plan. The caller holds the tracing lock."""
+
+        def plan(hook: str | None = None) -> tuple[Call, PlannedCall]:
+            call = self.describe(inputs, training, given)
+            planner = self.planner if hook is None else self._planner_for_hook(hook)
+            call = self.within_memory(planner, call, training)
+            return call, planner.plan(call)
+
+        is_observed = has_observers(inputs.tensors, self.modules)
+        return without_observers(plan, global_hook()) if is_observed else plan()
+
+    def describe(
+        self, inputs: Inputs, training: bool, given: Given | None = None, order: StepOrder | None = None
+    ) -> Call:
+        """Returns the description of a call, for the present layers and settings.
+
+        Args:
+            inputs: the inputs.
+            training: as for `call`.
+            given: what a step gives to its loss.
+            order: the order in which a step will run them, for a choice of the balance.
+        """
+        self.detect_changes()
+        placement = self.placement
+        if placement.is_pending and inputs.batch_size and not any(map(has_meta_tensors, self._own_layers())):
+            limits = self.settings.limits(placement.devices)
+            if limits is None:
+                self.take_balance(balance_by_time(self, inputs) or placement.balance)
+            elif training and torch.is_grad_enabled():
+                call = replace(self.call_of(inputs, training), order=order)
+                self.take_balance(balance_within_memory(self, limits, call))
+        return self.call_of(inputs, training, given)
+
+    def _own_layers(self) -> Iterable[nn.Module]:
+        return (partition for partition, device in self.placed() if device.type != "meta")
+
+    def call_of(self, inputs: Inputs, training: bool, given: Given | None = None) -> Call:
+        """As for `describe`, if nothing has changed since."""
+        chunks, number = self.chunks_of(inputs.batch_size), len(self.stages)
+        checkpoint = self.settings.checkpoint_of(number, training and torch.is_grad_enabled())
+        call = Call(inputs, chunks, self.threads(), checkpoint, self.state)
+        return call if given is None else replace(call, given=given.tensors, order=given.order)
+
+    def detect_changes(self) -> None:
+        """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
+        layers: Collection[nn.Module] = self.children.values()
+        if self.state.update(layers) and self.settings.deferred_batch_norm:
+            self._begin_state()
+            enable_deferral(layers)  # includes batch norms that were added since
+            self.state.update(layers)
+        self._follow_layers()
+
+    def _follow_layers(self) -> None:
+        if [layer for stage in self.stages for layer in stage.layers] != self.state.layers:
+            balance = resolve_balance(self.state.layers, self.placement.balance)
+            self.placement = self.placement._replace(balance=balance)
+            self.rebuild()
+            self.state.update(self.children.values())
+
+    def within_memory(self, planner: Planner, call: Call, training: bool) -> Call:
+        """Returns a call that saves as much as the memory allows, if there is a limit."""
+        limits = self.settings.limits(self.placement.devices)
+        if limits is None or not (training and torch.is_grad_enabled()):
+            return call
+        return choice_within(planner, call, limits).applied_to(call)
+
+    def _planner_for_hook(self, hook: str) -> Planner:
+        """Returns the planner that runs all layers in Python, so that global module hooks are called."""
+        backend, is_mesh = self.settings.backend, self.processes.is_mesh
+        if backend == "aten" or is_mesh:
+            cause = "a mesh" if is_mesh else "backend='aten'"
+            raise RuntimeError(
+                f"the global module hook {hook} needs layers in Python, and {cause} allows none; "
+                "remove the hook, or pass backend='auto' to GPipe without a mesh"
+            )
+        if self._planner_under_hooks is None:
+            self._planner_under_hooks = Planner(self.stages, "eager", self.python_workers)
+            if backend != "eager":
+                self.planner.module_warnings.pending.append(
+                    f"all layers run in Python while the global module hook {hook} is registered; to run "
+                    "layers as C++ programs, remove it, or register it only on the layers that need it"
+                )
+        return self._planner_under_hooks
+
+    # Warnings, after the plan of a call.
+
+    def warn(self, inputs: Inputs, training: bool) -> None:
+        """Warns of probable mistakes in the use of the pipeline, each once."""
+        if self.warns_of_inputs:
+            self.warns_of_inputs = False
+            warn_sequence_first([stage.layers for stage in self.stages], inputs.dims)
+            warn_square_input(inputs)
+        number, chunks = len(self.stages), self.chunks_of(inputs.batch_size)
+        is_few = number > 1 and chunks < 4 * number and training
+        if is_few and self.warns_of_idle_stages and warns_of_idle_stages():
+            self.warns_of_idle_stages = False
+            warn_idle_stages(number, chunks, inputs.batch_size)
+        self.warn_of_layers()
+
+    def warn_of_layers(self) -> None:
+        """Warns of layers in Python and of missing kernels, each once."""
+        for pending in (self.planner.module_warnings.pending, left_out.pending):
+            while pending:
+                warn_user(pending.pop(0))
+
+    # What reports read.
+
+    @property
+    def runners(self) -> list[Runner]:
+        """This runner and those with a loss, the latest last."""
+        return [self, *(runner for runner, *_ in self.with_losses.values())]
+
+    def layers_in_python(self) -> set[int]:
+        """Returns the indices of the layers that run in Python, in calls or in steps."""
+        number = len(self.layers)
+        return {layer for each in self.runners for layer in each.planner.in_python if layer < number}
+
+    def stages_in_python(self) -> set[int]:
+        """Returns the stages with layers that run in Python."""
+        stages = [i for i, size in enumerate(self.placement.balance) for _ in range(size)]
+        return {stages[layer] for layer in self.layers_in_python()}
+
+    def locks(self) -> list[Any]:
+        """Returns the locks that are held while layers run in Python, in calls and in steps."""
+        return list(dict.fromkeys(lock for each in self.runners for lock in each.planner.locks))
+
+
+class _LongerRunner(Runner):
+    """A runner of another one's layers and one more, as long as that one has the same stages."""
+
+    def __init__(self, base: Runner, layer: nn.Module) -> None:
+        names = ("loss", "loss_of_step", "_")
+        name = next(name for name in names if name not in base.children)
+        # Not the runner itself, which refers to this one: nobody would free the two at once.
+        self._others, self._layer = base.children, {name: layer}
+        self.settings = base.settings
+        self.warns_of_inputs = self.warns_of_idle_stages = False
+        self.processes, self.python_workers, self.pipeline = (
+            base.processes,
+            base.python_workers,
+            base.pipeline,
+        )
+        *balance, last = base.placement.balance
+        self.placement = base.placement._replace(balance=[*balance, last + 1])
+        self.with_losses = {}
+        self.stages = [*base.stages[:-1], base.stages[-1].with_loss(layer, skips_of(self.layers))]
+        self.planner = Planner(self.stages, self._backend, self.python_workers, base.planner)
+        self._planner_under_hooks = None
+        self._begin_state()
+
+    @property
+    def children(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        """As for `Runner`."""
+        return self._others | self._layer
+
+    def _follow_layers(self) -> None:
+        """Does nothing: the other runner has detected changes of its layers before."""

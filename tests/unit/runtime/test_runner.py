@@ -1,0 +1,198 @@
+"""The runner: layers are captured and traced once for all that uses them, and settings act or raise."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
+from gpipe_fast.runtime import equal_layers
+from gpipe_fast.trace import capture_layers
+from tests.untraceable import FunctionLayer, branch_on_data, without_warnings
+
+X, Y = torch.randn(8, 6), torch.randint(0, 6, (8,))
+
+
+class Block(nn.Module):
+    """A block that is large enough to be traced alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Block(), Block(), nn.Dropout(0.0), nn.Linear(6, 6))
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """Counts, by the layer's ``id``, captures and traces inside the block; losses are left out."""
+    captures, traces = Counter[int](), Counter[int]()
+
+    def capture(layer: nn.Module, *args: Any) -> Any:
+        captures[id(layer)] += type(layer).__name__ != "Loss"
+        return real_capture(layer, *args)
+
+    def trace(traced: Sequence[nn.Module], *args: Any) -> Any:
+        traces.update(id(layer) for layer in traced if type(layer).__name__ != "Loss")
+        return real_trace(traced, *args)
+
+    real_capture, real_trace = capture_layers.capture, equal_layers.trace
+    with (
+        mock.patch.object(capture_layers, "capture", capture),
+        mock.patch.object(equal_layers, "trace", trace),
+    ):
+        yield captures, traces
+
+
+def sum_of_squares(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def all_uses(pipe: GPipe) -> list[Callable[[], object]]:
+    """Returns calls of all kinds with gradients: they have the same programs but for the loss."""
+    return [
+        lambda: pipe(X).square().sum().backward(),
+        lambda: pipe.step(X, target=Y, loss_fn=F.cross_entropy),
+        lambda: pipe.step(X, target=Y, loss_fn=F.cross_entropy, return_outputs=True),
+        lambda: pipe.step(X, target=Y, loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1)),
+        lambda: pipe.step(X, target=X, loss_fn=F.mse_loss),
+        lambda: pipe.step(X, loss_fn=sum_of_squares, normalizer=8),
+        lambda: pipe.memory(X, target=Y, loss_fn=F.cross_entropy),
+    ]
+
+
+@pytest.mark.parametrize("balance", [[6], [3, 3], [1, 2, 2, 1]])
+@pytest.mark.parametrize("first", range(3))
+def test_layers_are_captured_and_traced_once_for_calls_and_steps(balance: list[int], first: int) -> None:
+    pipe = GPipe(layers(), balance, chunks=2)
+    uses = all_uses(pipe)
+    with counted() as (captures, traces):
+        for use in uses[first:] + uses[:first]:
+            use()
+        assert max(captures.values()) == 1
+        assert max(traces.values()) == 1
+        numbers = captures.total(), traces.total()
+    with counted() as (captures, traces), torch.no_grad():  # other operators, so other graphs
+        pipe(X)
+        before = captures.total(), traces.total()
+        pipe.evaluate(X, target=Y, loss_fn=F.cross_entropy)
+        list(pipe.stream([X, X]))
+        assert (captures.total(), traces.total()) == before
+    assert before <= numbers
+
+
+def test_a_layer_in_python_is_found_once_for_calls_and_steps() -> None:
+    for step_first in (False, True):
+        pipe = GPipe(
+            nn.Sequential(Block(), FunctionLayer(branch_on_data, nn.Linear(6, 6)), nn.Linear(6, 6)),
+            [1, 2],
+            chunks=2,
+        )
+        uses = all_uses(pipe)[:4]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for use in uses[::-1] if step_first else uses:
+                use()
+            for use in uses:  # what ran in Python in the calls before is lowered
+                use()
+        assert len([each for each in warned if "runs in Python" in str(each.message)]) == 1
+        assert runner_of(pipe).layers_in_python() == {1}
+        with counted() as (captures, _):
+            for use in uses:
+                use()
+        assert not captures.total()
+
+
+def test_a_loss_in_python_leaves_calls_lowered() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if output.sum().item() > 1e9:
+            return output.sum()
+        return F.cross_entropy(output, target, reduction="sum")
+
+    pipe = GPipe(layers(), [3, 3], chunks=2)
+    with without_warnings():
+        for _ in range(2):
+            found = pipe.step(X, target=Y, loss_fn=loss, normalizer=8)
+    pipe(X)
+    assert runner_of(pipe).layers_in_python() == set()
+    expected = pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_deleted_pipeline_with_losses_is_freed_by_reference_counts_alone(backend: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pipe = GPipe(layers(), [3, 3], chunks=2, backend=backend)
+        with without_warnings():
+            for use in all_uses(pipe)[:5]:
+                use()
+        del use
+        runners = runner_of(pipe).runners
+        assert len(runners) == 5
+        references = [weakref.ref(thing) for each in runners for thing in (each, each.planner)]
+        del pipe, runners
+        assert [ref() for ref in references] == [None] * len(references)
+    finally:
+        gc.enable()
+
+
+def test_settings_that_programs_depend_on_act_between_calls() -> None:
+    pipe = GPipe(layers(), [3, 3], chunks=2)
+    pipe(X)
+    compiler = runner_of(pipe).planner.compiler
+    for name, value in (("backend", "aten"), ("grad_dtype", torch.float32), ("transport", "pinned")):
+        setattr(pipe, name, value)
+        assert getattr(pipe, name) == value
+        assert runner_of(pipe).planner.compiler is not compiler
+    pipe[1].forward = functools.partial(branch_on_data, nn.Identity())
+    with pytest.raises(RuntimeError, match="cannot be traced"):
+        pipe(X)
+    pipe.backend = "eager"
+    with without_warnings():
+        pipe(X)
+    for name in ("backend", "transport"):
+        before = getattr(pipe, name)
+        with pytest.raises(ValueError, match=f"{name} is not one of"):
+            setattr(pipe, name, "fast")
+        assert getattr(pipe, name) == before
+
+
+def test_a_step_between_a_call_and_its_backward_leaves_both_right() -> None:
+    pipe, plain = GPipe(layers(), [3, 3], chunks=2), layers()
+    output = pipe(X)
+    loss = pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    output.square().sum().backward()
+    halves = X.chunk(2)
+    losses = [
+        F.cross_entropy(plain(half), y, reduction="sum") for half, y in zip(halves, Y.chunk(2), strict=True)
+    ]
+    for part in reversed(losses):
+        (part / 8).backward()
+    for part in reversed([plain(half).square().sum() for half in halves]):
+        part.backward()
+    assert torch.equal(loss, torch.stack([x / 8 for x in losses]).sum())
+    for ours, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(ours.grad, expected.grad)
