@@ -260,23 +260,18 @@ std::vector<bool> MiniBatch::reached() const {
 void MiniBatch::enter_stage(int32_t stage, const std::function<void()>& run_actions) {
   const Stream::Guard current(transport_->work(stage));
   thread_state_->run(run_actions);
-  if (!channels_ || is_remote(stage) || --unfinished_stages_ > 0) return;
-  try {
-    sum_ties();
-    sum_replicas(stage);
-    channels_->flush();
-  } catch (const Aborted&) {
-    throw Cancelled();
-  }
+  if (remote_) remote_->end_stage(stage);
 }
 
-// If transfers are on a device, an abort ends them all.
-int64_t MiniBatch::cancelled_by(int64_t rank) const {
-  return channels_ && channels_->is_on_device() ? Cancellation::kEverything : rank;
+void MiniBatch::begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions) {
+  const RemoteStages::Owned owned{*plan_, *transport_, stages_, skips_};
+  remote_ = std::make_unique<RemoteStages>(owned, std::move(channels), actions);
 }
+
+int64_t MiniBatch::cancelled_by(int64_t rank) const { return remote_ ? remote_->cancelled_by(rank) : rank; }
 
 void MiniBatch::cancel_from(int64_t rank) {
-  if (channels_) channels_->abort_from(rank);
+  if (remote_) remote_->cancel_from(rank);
 }
 
 void MiniBatch::run(const Action& action, CancellationToken& token) {
@@ -287,8 +282,7 @@ void MiniBatch::run(const Action& action, CancellationToken& token) {
     begins_[action.stage] = StreamEvent(transport_->work(action.stage));
   }
   try {
-    if (channels_ && channels_->is_on_device() && !is_remote(action.stage))
-      begin_receives_before(action.rank);
+    if (remote_) remote_->before(action);
     run_action(action, token);
   } catch (...) {
     transport_->survive_failures();
@@ -358,14 +352,14 @@ void MiniBatch::run_action(const Action& action, CancellationToken& token) {
     case ActionKind::backward_weights:
       return backward(action, token);
     case ActionKind::send_forward: {
-      if (is_remote(action.stage) || is_remote(action.stage + 1)) return exchange(action);
+      if (remote_ && remote_->exchange(action)) return;
       MicroBatchState& next = stages_[action.stage + 1].microbatch_states[m];
       send(microbatch_state.outputs.tensors, action.stage, action.stage + 1, Direction::forward, next);
       next.received = std::move(microbatch_state.outputs);
       return;
     }
     case ActionKind::send_backward: {
-      if (is_remote(action.stage) || is_remote(action.stage - 1)) return exchange(action);
+      if (remote_ && remote_->exchange(action)) return;
       MicroBatchState& before = stages_[action.stage - 1].microbatch_states[m];
       send(microbatch_state.input_gradients, action.stage, action.stage - 1, Direction::backward, before);
       before.tangents = std::move(microbatch_state.input_gradients);
@@ -373,8 +367,7 @@ void MiniBatch::run_action(const Action& action, CancellationToken& token) {
     }
     case ActionKind::recv_forward:
     case ActionKind::recv_backward:
-      if (is_remote(action.kind == ActionKind::recv_forward ? action.stage - 1 : action.stage + 1))
-        exchange(action);
+      if (remote_) remote_->exchange(action);
       transport_->receive(action.stage,
                           microbatch_state.copy_done);  // the sender has stored the tensors here
       return;
@@ -432,7 +425,7 @@ void MiniBatch::forward(const Action& action, CancellationToken& token) {
   StageState& stage = stages_[action.stage];
   MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
-  take_arriving(microbatch_state.arriving_skips, action, &Skip::tensor);
+  if (remote_) remote_->take_skips(action);
   Boundary value = std::move(microbatch_state.received);
   for (int64_t layer = 0; layer < plan.num_layers; layer = microbatch_state.contexts.back().segment->end) {
     const auto segment =

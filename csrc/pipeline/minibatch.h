@@ -18,6 +18,7 @@
 #include "pipeline/device_clock.h"
 #include "pipeline/microbatches.h"
 #include "pipeline/plan.h"
+#include "pipeline/remote_stages.h"
 #include "pipeline/stage_state.h"
 #include "pipeline/thread_state.h"
 #include "transport/channels.h"
@@ -34,8 +35,6 @@
 #include <vector>
 
 namespace gpipe_fast {
-
-class LoweredSegment;
 
 // Call begin_forward(), run the forward actions on the engine, and call end_forward(); then the same for the
 // backward. Only layers in Python need the GIL.
@@ -122,7 +121,7 @@ class MiniBatch final : public Work {
   // before a run; if all stages are here, never.
   void begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions);
   // Call after a failed run: the channels cannot be used any more.
-  void end_exchange() { channels_.reset(); }
+  void end_exchange() { remote_.reset(); }
 
   void enter_stage(int32_t stage, const std::function<void()>& run_actions) override;
   void run(const Action& action, CancellationToken& token) override;
@@ -161,54 +160,11 @@ class MiniBatch final : public Work {
   Tensors run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters);
   void update_parameters(int32_t stage);
 
-  // What follows is for stages in different processes; see minibatch_remote.cpp.
-  const LoweredSegment& segment_of(int32_t stage, int32_t microbatch) const;
-  // Returns whether a stage is in another process.
-  bool is_remote(int32_t stage) const { return channels_ && !channels_->has(stage); }
-  // Runs a SEND between two processes: sends from a stage here, or receives what another stage sends to it. Runs a
-  // RECV: if transfers are on a device, makes the stage wait for the tensors.
-  void exchange(const Action& action);
-  void send_outputs(const Action& action);
-  void send_gradients(const Action& action);
-  // Begins to receive what an action and the next ones of its kind and stage receive.
-  void receive_ahead(const Action& action);
-  // If transfers are on a device: begins to receive, on all stages here, what SENDs of lower ranks send.
-  void begin_receives_before(int64_t rank);
-  // Begin to receive the boundary of a micro-batch, or its gradients, and skip tensors: from one stage, or from all
-  // unless that has begun.
-  void begin_inputs(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender);
-  void begin_gradients(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender);
-  void receive_inputs(const Action& action, int32_t receiver);
-  void receive_gradients(const Action& action, int32_t receiver);
-  // Begins to receive skip tensors from the stages at one end of their skip connections, or from one of these.
-  void receive_skips(std::vector<ArrivingSkip> skips, int32_t std::pair<int32_t, int32_t>::* end,
-                     std::optional<int32_t> sender, int32_t receiver,
-                     std::vector<ArrivingSkip>& arriving) const;
-  // Sends a tensor that the stage's work stream computes, and frees it unless others refer to it.
-  void send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const;
-  at::Tensor begin_receive(const Layout& layout, int32_t sender, int32_t receiver, Direction direction,
-                           Arrivals& arrivals) const;
-  // Waits for tensors. Returns the stream event after which the stage can read them.
-  StreamEvent wait_for(const Arrivals& arrivals, int32_t receiver, Direction direction, int64_t rank) const;
-  // Waits for skip tensors or gradients, and stores them with the micro-batch.
-  void take_arriving(std::vector<ArrivingSkip>& arriving, const Action& action,
-                     at::Tensor Skip::* destination);
-  // Sums the gradients of parameters that stages in other processes share; each process computes the same sum.
-  void sum_ties();
-  // Sums the stage's gradients over its replicas, or averages them after a backward of the caller's own loss; see
-  // minibatch_replicas.cpp.
-  void sum_replicas(int32_t stage);
-  // Gives the gradients of the outputs the layouts that the segment was lowered for.
-  void conform_gradients(const Action& action, Tensors& tangents) const;
-
   bool is_used_elsewhere(int64_t parameter, size_t stage) const;
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<const Transport> transport_;
-  std::shared_ptr<Channels> channels_;          // null if all stages are in this process
-  const Actions* actions_ = nullptr;            // of the current run, if there are channels
-  size_t next_receive_ = 0;                     // the first of the actions' receives that has not begun
-  std::atomic<int32_t> unfinished_stages_ = 0;  // of this process, in the current run, if there are channels
+  std::unique_ptr<RemoteStages> remote_;  // of the current run; null if all stages are in this process
   std::vector<Stream> caller_streams_;
   size_t num_parameters_;
   std::shared_ptr<const void> memory_owner_;  // keeps alive the graph memory that holds its tensors

@@ -177,7 +177,7 @@ void MiniBatch::backward_inputs(const Action& action, bool with_parameters, Canc
   MicroBatchState& microbatch_state = stage.microbatch_states[action.microbatch];
   Skips& skips = skips_[action.microbatch];
   Tensors tangents = std::move(microbatch_state.tangents);
-  take_arriving(microbatch_state.arriving_skip_gradients, action, &Skip::gradient);
+  if (remote_) remote_->take_skip_gradients(action);
   for (size_t i = microbatch_state.contexts.size(); i-- > 0;) {
     SegmentContext& context = microbatch_state.contexts[i];
     fetch_skips(context.segment->stashes, skips, action.stage);
@@ -197,7 +197,7 @@ Tensors MiniBatch::run_segment_backward(const SegmentCall& call, Tensors tangent
     return {};
   }
   if (context.segment->is_lowered()) make_strided(tangents);
-  if (channels_) conform_gradients(call.action, tangents);
+  if (remote_) remote_->conform_gradients(call.action, tangents);
   if (!context.segment->accepts_gradients(tangents)) {
     call.stage.backward.open.reset();
     const StagePlan& plan = plan_->stages[call.stage.index];

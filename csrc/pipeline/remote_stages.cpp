@@ -1,4 +1,4 @@
-// The transfers of a mini-batch whose stages are in different processes.
+// The transfers between stages in different processes.
 //
 // A process has the chains of its own stages only. It receives what others send in the layouts for which the own stages'
 // segments were lowered. Skip tensors and their gradients follow the boundary of their micro-batch, those for near stages
@@ -23,10 +23,12 @@
 //   process of stage 0          0F1    0SEND_F1          0RECV_B0   0B0
 //   process of stage 1          1B0       |    1SEND_B0                    1RECV_F1
 //                                         +- begins to receive F1 before 1SEND_B0
+#include "pipeline/remote_stages.h"
+
 #include "check.h"
 #include "device/failure.h"
+#include "engine/slots.h"
 #include "pipeline/lowered_segment.h"
-#include "pipeline/minibatch.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
@@ -75,46 +77,29 @@ void conform(const LoweredSegment& segment, Tensors& tangents) {
 
 }  // namespace
 
-void MiniBatch::begin_exchange(std::shared_ptr<Channels> channels, const Actions& actions) {
-  channels_ = std::move(channels);
-  actions_ = &actions;
-  next_receive_ = 0;
-  unfinished_stages_ = 0;
-  for (const StageState& stage : stages_) unfinished_stages_ += is_remote(stage.index) ? 0 : 1;
+RemoteStages::RemoteStages(const Owned& owned, std::shared_ptr<Channels> channels, const Actions& actions)
+    : owned_(owned), channels_(std::move(channels)), actions_(actions) {
+  for (const StageState& stage : owned_.stages) unfinished_stages_ += is_remote(stage.index) ? 0 : 1;
 }
 
-const LoweredSegment& MiniBatch::segment_of(int32_t stage, int32_t microbatch) const {
-  return dynamic_cast<const LoweredSegment&>(*plan_->stages[stage].chains.at(microbatch).front());
+const LoweredSegment& RemoteStages::segment_of(int32_t stage, int32_t microbatch) const {
+  return dynamic_cast<const LoweredSegment&>(*owned_.plan.stages[stage].chains.at(microbatch).front());
 }
 
-void MiniBatch::exchange(const Action& action) {
-  // On a device, the stage's RECV waits for the tensors; else the worker of the sending stage does, in the SEND.
-  const bool receives = is_remote(action.stage) != channels_->is_on_device();
-  try {
-    if (receives && !channels_->is_on_device()) receive_ahead(action);
-    switch (action.kind) {
-      case ActionKind::send_forward:
-        if (!is_remote(action.stage)) return send_outputs(action);
-        if (receives) receive_inputs(action, action.stage + 1);
-        return;
-      case ActionKind::send_backward:
-        if (!is_remote(action.stage)) return send_gradients(action);
-        if (receives) receive_gradients(action, action.stage - 1);
-        return;
-      case ActionKind::recv_forward:
-        if (receives) receive_inputs(action, action.stage);
-        return;
-      default:  // recv_backward
-        if (receives) receive_gradients(action, action.stage);
-    }
-  } catch (const Aborted&) {
-    throw Cancelled();
-  }
+MicroBatchState& RemoteStages::state_of(int32_t stage, int32_t microbatch) const {
+  return owned_.stages[stage].microbatch_states[microbatch];
 }
 
-void MiniBatch::begin_receives_before(int64_t rank) {
-  const std::vector<Receive>& receives = actions_->receives();
-  for (; next_receive_ < receives.size() && receives[next_receive_].rank < rank; ++next_receive_) {
+// If transfers are on a device, an abort ends them all.
+int64_t RemoteStages::cancelled_by(int64_t rank) const {
+  return channels_->is_on_device() ? Cancellation::kEverything : rank;
+}
+
+// If transfers are on a device: begins to receive, on all stages here, what SENDs of lower ranks send.
+void RemoteStages::before(const Action& action) {
+  if (!channels_->is_on_device() || is_remote(action.stage)) return;
+  const std::vector<Receive>& receives = actions_.receives();
+  for (; next_receive_ < receives.size() && receives[next_receive_].rank < action.rank; ++next_receive_) {
     const Receive& each = receives[next_receive_];
     if (each.kind == ActionKind::send_forward) {
       begin_inputs(each.microbatch, each.receiver, each.sender);
@@ -124,9 +109,62 @@ void MiniBatch::begin_receives_before(int64_t rank) {
   }
 }
 
-void MiniBatch::send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const {
-  const Stream& out = transport_->out(sender);
-  out.wait(StreamEvent(transport_->work(sender)));
+bool RemoteStages::exchange(const Action& action) {
+  const bool to_next = action.kind == ActionKind::send_forward || action.kind == ActionKind::recv_backward;
+  if (!is_remote(action.stage) && !is_remote(to_next ? action.stage + 1 : action.stage - 1)) return false;
+  // On a device, the stage's RECV waits for the tensors; else the worker of the sending stage does, in the SEND.
+  const bool receives = is_remote(action.stage) != channels_->is_on_device();
+  try {
+    if (receives && !channels_->is_on_device()) receive_ahead(action);
+    switch (action.kind) {
+      case ActionKind::send_forward:
+        if (!is_remote(action.stage)) {
+          send_outputs(action);
+        } else if (receives) {
+          receive_inputs(action, action.stage + 1);
+        }
+        break;
+      case ActionKind::send_backward:
+        if (!is_remote(action.stage)) {
+          send_gradients(action);
+        } else if (receives) {
+          receive_gradients(action, action.stage - 1);
+        }
+        break;
+      case ActionKind::recv_forward:
+        if (receives) receive_inputs(action, action.stage);
+        break;
+      default:  // recv_backward
+        if (receives) receive_gradients(action, action.stage);
+    }
+  } catch (const Aborted&) {
+    throw Cancelled();
+  }
+  return true;
+}
+
+void RemoteStages::end_stage(int32_t stage) {
+  if (is_remote(stage) || --unfinished_stages_ > 0) return;
+  try {
+    sum_ties();
+    sum_replicas(stage);
+    channels_->flush();
+  } catch (const Aborted&) {
+    throw Cancelled();
+  }
+}
+
+void RemoteStages::take_skips(const Action& action) {
+  take_arriving(state_of(action.stage, action.microbatch).arriving_skips, action, &Skip::tensor);
+}
+
+void RemoteStages::take_skip_gradients(const Action& action) {
+  take_arriving(state_of(action.stage, action.microbatch).arriving_skip_gradients, action, &Skip::gradient);
+}
+
+void RemoteStages::send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int64_t rank) const {
+  const Stream& out = owned_.transport.out(sender);
+  out.wait(StreamEvent(owned_.transport.work(sender)));
   {
     const Stream::Guard current(out);
     channels_->send(tensor, sender, receiver, rank);
@@ -136,30 +174,31 @@ void MiniBatch::send_to(int32_t sender, int32_t receiver, at::Tensor tensor, int
   free_shared(sent);
 }
 
-void MiniBatch::send_outputs(const Action& action) {
+void RemoteStages::send_outputs(const Action& action) {
   const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
-  MicroBatchState& state = stages_[action.stage].microbatch_states[action.microbatch];
+  MicroBatchState& state = state_of(action.stage, action.microbatch);
   for (at::Tensor& tensor : state.outputs.tensors)
     send_to(action.stage, action.stage + 1, std::exchange(tensor, {}), action.rank);
   state.outputs = {};
-  for (int64_t index : nearest_first(segment.stashes, action.stage, plan_->skip_ends, &SkipEnds::second)) {
-    at::Tensor& tensor = skips_[action.microbatch].at(index).tensor;
-    const int32_t receiver = plan_->skip_ends.at(index).second;
+  for (int64_t index :
+       nearest_first(segment.stashes, action.stage, owned_.plan.skip_ends, &SkipEnds::second)) {
+    at::Tensor& tensor = owned_.skips[action.microbatch].at(index).tensor;
+    const int32_t receiver = owned_.plan.skip_ends.at(index).second;
     if (tensor.defined() && is_remote(receiver))
       send_to(action.stage, receiver, std::exchange(tensor, {}), action.rank);
   }
 }
 
-void MiniBatch::send_gradients(const Action& action) {
+void RemoteStages::send_gradients(const Action& action) {
   const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
-  MicroBatchState& state = stages_[action.stage].microbatch_states[action.microbatch];
+  MicroBatchState& state = state_of(action.stage, action.microbatch);
   for (at::Tensor& tensor : state.input_gradients) {
     if (tensor.defined()) send_to(action.stage, action.stage - 1, std::exchange(tensor, {}), action.rank);
   }
   state.input_gradients.clear();
-  for (int64_t index : nearest_first(segment.pops, action.stage, plan_->skip_ends, &SkipEnds::first)) {
-    at::Tensor& tensor = skips_[action.microbatch].at(index).gradient;
-    const int32_t receiver = plan_->skip_ends.at(index).first;
+  for (int64_t index : nearest_first(segment.pops, action.stage, owned_.plan.skip_ends, &SkipEnds::first)) {
+    at::Tensor& tensor = owned_.skips[action.microbatch].at(index).gradient;
+    const int32_t receiver = owned_.plan.skip_ends.at(index).first;
     if (tensor.defined() && is_remote(receiver))
       send_to(action.stage, receiver, std::exchange(tensor, {}), action.rank);
   }
@@ -167,27 +206,27 @@ void MiniBatch::send_gradients(const Action& action) {
 
 // Allocated on the in stream, which waits for nothing but these transfers, so that a device can receive ahead of the
 // stage's work.
-at::Tensor MiniBatch::begin_receive(const Layout& layout, int32_t sender, int32_t receiver,
-                                    Direction direction, Arrivals& arrivals) const {
-  const Stream::Guard current(transport_->in(receiver, direction));
-  at::Tensor tensor = layout.empty(transport_->work(receiver).device());
+at::Tensor RemoteStages::begin_receive(const Layout& layout, int32_t sender, int32_t receiver,
+                                       Direction direction, Arrivals& arrivals) const {
+  const Stream::Guard current(owned_.transport.in(receiver, direction));
+  at::Tensor tensor = layout.empty(owned_.transport.work(receiver).device());
   if (auto arrival = channels_->receive(tensor, sender, receiver)) arrivals.push_back(std::move(arrival));
-  transport_->work(receiver).record_use(tensor);
+  owned_.transport.work(receiver).record_use(tensor);
   return tensor;
 }
 
-StreamEvent MiniBatch::wait_for(const Arrivals& arrivals, int32_t receiver, Direction direction,
-                                int64_t rank) const {
+StreamEvent RemoteStages::wait_for(const Arrivals& arrivals, int32_t receiver, Direction direction,
+                                   int64_t rank) const {
   // A transfer on a device waits for the in stream, which must not wait for an earlier transfer.
   const Stream& stream =
-      channels_->is_on_device() ? transport_->work(receiver) : transport_->in(receiver, direction);
+      channels_->is_on_device() ? owned_.transport.work(receiver) : owned_.transport.in(receiver, direction);
   const Stream::Guard current(stream);
   for (const auto& arrival : arrivals) arrival->wait(rank);
   return StreamEvent(stream);
 }
 
-void MiniBatch::receive_ahead(const Action& action) {
-  const std::vector<Action>& own = actions_->of(action.stage);
+void RemoteStages::receive_ahead(const Action& action) {
+  const std::vector<Action>& own = actions_.of(action.stage);
   auto next = std::lower_bound(own.begin(), own.end(), action.rank,
                                [](const Action& each, int64_t rank) { return each.rank < rank; });
   for (int left = 1 + kReceivesAhead; next != own.end() && left > 0; ++next) {
@@ -201,15 +240,15 @@ void MiniBatch::receive_ahead(const Action& action) {
   }
 }
 
-void MiniBatch::receive_inputs(const Action& action, int32_t receiver) {
-  MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
+void RemoteStages::receive_inputs(const Action& action, int32_t receiver) {
+  MicroBatchState& state = state_of(receiver, action.microbatch);
   const Arrivals arrivals = *std::exchange(state.arriving_inputs, {});
   state.copy_done = wait_for(arrivals, receiver, Direction::forward, action.rank);
 }
 
-void MiniBatch::begin_inputs(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
+void RemoteStages::begin_inputs(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
   const LoweredSegment& segment = segment_of(receiver, microbatch);
-  MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
+  MicroBatchState& state = state_of(receiver, microbatch);
   const BoundaryForm& form = *segment.input_form;
   const bool from_neighbour = sender.value_or(receiver - 1) == receiver - 1;
   if (from_neighbour) {
@@ -230,15 +269,15 @@ void MiniBatch::begin_inputs(int32_t microbatch, int32_t receiver, std::optional
   receive_skips(std::move(skips), &SkipEnds::first, sender, receiver, state.arriving_skips);
 }
 
-void MiniBatch::receive_gradients(const Action& action, int32_t receiver) {
-  MicroBatchState& state = stages_[receiver].microbatch_states[action.microbatch];
+void RemoteStages::receive_gradients(const Action& action, int32_t receiver) {
+  MicroBatchState& state = state_of(receiver, action.microbatch);
   const Arrivals arrivals = *std::exchange(state.arriving_gradients, {});
   state.copy_done = wait_for(arrivals, receiver, Direction::backward, action.rank);
 }
 
-void MiniBatch::begin_gradients(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
+void RemoteStages::begin_gradients(int32_t microbatch, int32_t receiver, std::optional<int32_t> sender) {
   const LoweredSegment& segment = segment_of(receiver, microbatch);
-  MicroBatchState& state = stages_[receiver].microbatch_states[microbatch];
+  MicroBatchState& state = state_of(receiver, microbatch);
   const BoundaryForm& form = *segment.output_form;
   const bool from_neighbour = sender.value_or(receiver + 1) == receiver + 1;
   if (from_neighbour) {
@@ -259,13 +298,13 @@ void MiniBatch::begin_gradients(int32_t microbatch, int32_t receiver, std::optio
   receive_skips(std::move(skips), &SkipEnds::second, sender, receiver, state.arriving_skip_gradients);
 }
 
-void MiniBatch::receive_skips(std::vector<ArrivingSkip> skips, int32_t SkipEnds::* end,
-                              std::optional<int32_t> sender, int32_t receiver,
-                              std::vector<ArrivingSkip>& arriving) const {
+void RemoteStages::receive_skips(std::vector<ArrivingSkip> skips, int32_t SkipEnds::* end,
+                                 std::optional<int32_t> sender, int32_t receiver,
+                                 std::vector<ArrivingSkip>& arriving) const {
   std::sort(skips.begin(), skips.end(),
             [](const ArrivingSkip& a, const ArrivingSkip& b) { return a.index < b.index; });
   for (ArrivingSkip& skip : skips) {
-    const int32_t from = plan_->skip_ends.at(skip.index).*end;
+    const int32_t from = owned_.plan.skip_ends.at(skip.index).*end;
     // The skip tensors that the caller gives are here.
     if (!skip.layout || from < 0 || !is_remote(from) || from != sender.value_or(from)) continue;
     skip.tensor = begin_receive(*skip.layout, from, receiver, Direction::skip, skip.arrivals);
@@ -273,13 +312,13 @@ void MiniBatch::receive_skips(std::vector<ArrivingSkip> skips, int32_t SkipEnds:
   }
 }
 
-void MiniBatch::take_arriving(std::vector<ArrivingSkip>& arriving, const Action& action,
-                              at::Tensor Skip::* destination) {
+void RemoteStages::take_arriving(std::vector<ArrivingSkip>& arriving, const Action& action,
+                                 at::Tensor Skip::* destination) {
   try {
     for (ArrivingSkip& arrived : arriving) {
-      transport_->receive(action.stage,
-                          wait_for(arrived.arrivals, action.stage, Direction::skip, action.rank));
-      Skip& skip = skips_[action.microbatch].at(arrived.index);
+      owned_.transport.receive(action.stage,
+                               wait_for(arrived.arrivals, action.stage, Direction::skip, action.rank));
+      Skip& skip = owned_.skips[action.microbatch].at(arrived.index);
       skip.*destination = std::move(arrived.tensor);
       skip.stage = action.stage;
       if (destination == &Skip::tensor) skip.needs_gradient = arrived.needs_gradient;
@@ -290,22 +329,22 @@ void MiniBatch::take_arriving(std::vector<ArrivingSkip>& arriving, const Action&
   arriving.clear();
 }
 
-void MiniBatch::sum_ties() {
+void RemoteStages::sum_ties() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const Tie& tie : plan_->ties) {
-    if (stages_[tie.own.front().first].backward.gradients.empty()) return;  // a forward alone
+  for (const Tie& tie : owned_.plan.ties) {
+    if (owned_.stages[tie.own.front().first].backward.gradients.empty()) return;  // a forward alone
     // In the order of a backward, the last stage first, as in end_backward().
     std::map<int32_t, at::Tensor, std::greater<>> by_stage;
     const auto& [first, position] = tie.own.front();
-    const Stream& work = transport_->work(first);
+    const Stream& work = owned_.transport.work(first);
     const Stream::Guard current(work);
     try {
       for (const auto& [stage, index] : tie.own) {
-        at::Tensor gradient = std::exchange(stages_[stage].backward.gradients.at(index), {});
-        work.wait(StreamEvent(transport_->work(stage)));
+        at::Tensor gradient = std::exchange(owned_.stages[stage].backward.gradients.at(index), {});
+        work.wait(StreamEvent(owned_.transport.work(stage)));
         work.record_use(gradient);
         by_stage[stage] = gradient.resolve_conj().contiguous();
-        transport_->work(stage).wait(StreamEvent(work));  // a send waits for its stage's stream
+        owned_.transport.work(stage).wait(StreamEvent(work));  // a send waits for its stage's stream
       }
       const Layout layout = Layout::of(by_stage[first]);
       // All processes begin these transfers in the same order: by sender, then by receiver.
@@ -322,17 +361,17 @@ void MiniBatch::sum_ties() {
           send_to(sender, receiver, by_stage[sender], kAfterAllActions);
         }
       }
-      transport_->receive(first, wait_for(arrivals, first, Direction::skip, kAfterAllActions));
-      at::Tensor& sum = stages_[first].backward.gradients.at(position);
+      owned_.transport.receive(first, wait_for(arrivals, first, Direction::skip, kAfterAllActions));
+      at::Tensor& sum = owned_.stages[first].backward.gradients.at(position);
       for (const auto& [stage, part] : by_stage) sum = sum.defined() ? at::add(sum, part) : part;
     } catch (...) {
-      transport_->survive_failures();
+      owned_.transport.survive_failures();
       throw;
     }
   }
 }
 
-void MiniBatch::conform_gradients(const Action& action, Tensors& tangents) const {
+void RemoteStages::conform_gradients(const Action& action, Tensors& tangents) const {
   const LoweredSegment& segment = segment_of(action.stage, action.microbatch);
   if (!segment.accepts_gradients(tangents)) conform(segment, tangents);
 }

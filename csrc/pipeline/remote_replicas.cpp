@@ -9,7 +9,7 @@
 //
 // A gradient that stages share has a bucket of its own, because the order of additions depends on the position in a
 // bucket, and all of them need the same bits.
-#include "pipeline/minibatch.h"
+#include "pipeline/remote_stages.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -63,16 +63,16 @@ at::Tensor part_of(const at::Tensor& bucket, int64_t offset, const at::Tensor& p
 
 }  // namespace
 
-void MiniBatch::sum_replicas(int32_t index) {
-  StageState& stage = stages_[index];
+void RemoteStages::sum_replicas(int32_t index) {
+  StageState& stage = owned_.stages[index];
   Tensors& gradients = stage.backward.gradients;
   const int32_t num_replicas = channels_->num_replicas();
   if (num_replicas == 1 || gradients.empty()) return;
-  const Actions& actions = plan_->step ? *plan_->step : *plan_->backward;
+  const Actions& actions = owned_.plan.step ? *owned_.plan.step : *owned_.plan.backward;
   if (stage.latest_rank != actions.of(index).back().rank) return;  // the rest was cancelled
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<int64_t> tied;
-  for (const Tie& tie : plan_->ties) tied.push_back(tie.own.front().second);
+  for (const Tie& tie : owned_.plan.ties) tied.push_back(tie.own.front().second);
   stage.release_programs();  // which refer to the gradients
   std::vector<std::shared_ptr<Channels::Arrival>> sums;
   for (const Bucket& bucket : buckets_of(gradients, tied)) {
@@ -84,7 +84,7 @@ void MiniBatch::sum_replicas(int32_t index) {
       gradients[position] = std::move(part);
       offset += gradients[position].numel();
     }
-    if (!plan_->step) all.div_(num_replicas);  // before the sum, which could overflow
+    if (!owned_.plan.step) all.div_(num_replicas);  // before the sum, which could overflow
     sums.push_back(channels_->sum_replicas(all.is_complex() ? at::view_as_real(all) : all, kAfterAllActions));
   }
   for (const auto& sum : sums) sum->wait(kAfterAllActions);
