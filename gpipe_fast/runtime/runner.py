@@ -47,7 +47,7 @@ from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
-from gpipe_fast.runtime.connections import connections_of
+from gpipe_fast.runtime.connections import Connection, connections_of
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.first_balance import balance_by_time, balance_within_memory
 from gpipe_fast.runtime.memory_limit import choice_within
@@ -123,7 +123,6 @@ class Runner:
         settings: what calls read besides.
         processes: the processes that have the stages.
         stages: the stages.
-        connections: the pairs of stages that exchange tensors.
         planner: makes the plans of calls.
         pipeline: runs the plans, in C++.
         python_workers: the registry of workers that are running Python.
@@ -161,7 +160,7 @@ class Runner:
         settings.check_for(placement.devices)
         if settings.deferred_batch_norm:
             check_can_defer(children.items())
-        connections_of(placement.balance, placement.devices, self.layers, settings.transport)
+        self._check_connections(placement, settings.transport)
         self.move_layers()
         processes.note_homes(partitions)
         if settings.deferred_batch_norm:
@@ -231,7 +230,7 @@ class Runner:
             )
         with TRACING_LOCK:
             found = Placement.checked(self.children, balance, devices)
-            connections_of(found.balance, found.devices, self.layers, self.settings.transport)
+            self._check_connections(found, self.settings.transport)
             as_before = found.devices == self.placement.devices
             if not as_before and self.pipeline.recorded():
                 raise RuntimeError(
@@ -264,14 +263,8 @@ class Runner:
 
     def rebuild(self) -> None:
         """Makes the stages anew, and forgets all programs."""
-        placement, layers = self.placement, self.layers
         verify_skippables(nn.Sequential(OrderedDict(self.children)))
-        self.stages = self.stages_of(placement.balance, placement.devices)
-        self.connections = connections_of(
-            placement.balance, placement.devices, layers, self.settings.transport
-        )
-        if self.processes.is_mesh:
-            self.connections = [replace(each, route="process group") for each in self.connections]
+        self.stages = self.stages_of(self.placement.balance, self.placement.devices)
         self.planner = Planner(self.stages, self._backend, self.python_workers)
         self._planner_under_hooks: Planner | None = None
         self.with_losses.clear()
@@ -370,11 +363,11 @@ class Runner:
 
     def apply(self, settings: Settings) -> None:
         """Takes other settings, as `configure` does."""
-        placement, before = self.placement, self.settings
-        settings.check_for(placement.devices)
+        before = self.settings
+        settings.check_for(self.placement.devices)
         self.processes.check_settings(settings)
         if settings.transport != before.transport:
-            connections_of(placement.balance, placement.devices, self.layers, settings.transport)
+            self._check_connections(self.placement, settings.transport)
         for runner in self.runners:
             runner.settings = settings
         if any(getattr(settings, name) != getattr(before, name) for name in _COMPILED):
@@ -585,6 +578,17 @@ class Runner:
                 warn_user(pending.pop(0))
 
     # What reports read.
+
+    @property
+    def connections(self) -> list[Connection]:
+        """The pairs of stages that exchange tensors."""
+        found = self._check_connections(self.placement, self.settings.transport)
+        if not self.processes.is_mesh:
+            return found
+        return [replace(each, route="process group") for each in found]
+
+    def _check_connections(self, placement: Placement, transport: str) -> list[Connection]:
+        return connections_of(placement.balance, placement.devices, self.layers, transport)
 
     @property
     def runners(self) -> list[Runner]:
