@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +30,11 @@ from gpipe_fast.lower.checkpoint import (
 from gpipe_fast.reports import page, picture
 from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
-from gpipe_fast.reports.events import Event, kept_after
+from gpipe_fast.reports.events import kept_after
 from gpipe_fast.reports.tables import Printed, Table, mib, ms, plain
 from gpipe_fast.reports.timeline import Timeline, timeline, trace_events
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule, bubble
-from gpipe_fast.schedule.simulation import peaks
+from gpipe_fast.schedule.memory import peaks
 
 _FORMATS = (".html", ".svg", ".png", ".json")
 
@@ -373,55 +373,52 @@ def with_growth(
         checkpoint: the checkpoint mode.
         schedule: returns the schedule of a number of micro-batches.
     """
-    present = report.num_microbatches
-    stages = range(len(report.stages))
-    events = [event for phase in report.phases for event in phase.events.values()]
-    boundary = [_most(events, stage, Kind.F, lambda event: event.boundary_bytes) for stage in stages]
-    saved = [_most(events, stage, Kind.F, lambda event: event.saved_bytes) for stage in stages]
-    # What is kept in addition between a backward's two halves, of micro-batches that recompute and of others.
+    present, stages = report.num_microbatches, range(len(report.stages))
     policy = checkpoint_policy(checkpoint, len(stages), training=True)
-    now = policy.recomputed(present)
-    halves = {
-        again: [
-            _most(own, i, Kind.I, _kept) - _most(own, i, Kind.F, _kept) if own else 0
-            for i in stages
-            for own in [[e for e in events if ((i, e.action.microbatch) in now) == again]]
-        ]
-        for again in (True, False)
-    }
-    if not any(boundary) and not any(saved):  # Python layers: what autograd keeps is unknown
+    recorded = [_recorded(report, stage, policy.recomputed(present)) for stage in stages]
+    if not any(own.boundary or own.saved for own in recorded):  # what autograd keeps for Python is unknown
         return report
     found = []
     for count in sorted({-(-batch_size // -(-batch_size // max(1, int(f * present)))) for f in _FACTORS}):
         size = -(-batch_size // count) / -(-batch_size // present)  # of a micro-batch, relative
-        shares = [policy.saved_fractions(i, count) for i in stages]
-
-        def kept(
-            stage: int, m: int, size: float = size, shares: list[list[SavedFraction]] = shares
-        ) -> tuple[float, float]:
-            # saved is what the micro-batches that save most keep; those that save attention save equally
-            saves = [1.0 if share == SAVE_ATTENTION else share for share in shares[stage]]
-            first = boundary[stage] + (saved[stage] * saves[m] / max(saves) if saves[m] else 0)
-            return size * first, size * max(0, halves[has_recompute(shares[stage][m])][stage])
-
+        kept = [own.kept(policy.saved_fractions(i, count), size) for i, own in enumerate(recorded)]
         most = peaks(schedule(count), kept)
+        whole = [present * own.boundary + size * own.saved for own in recorded]
         scratch = [size * own.scratch for own in report.memory]
-        inputs = [present * own for own in boundary]
-        found.append(
-            Growth(
-                count,
-                int(max(map(sum, zip(most, scratch, strict=True)))),
-                int(max(a + size * b + c for a, b, c in zip(inputs, saved, scratch, strict=True))),
-            )
-        )
+        sums = (int(max(map(sum, zip(own, scratch, strict=True)))) for own in (most, whole))
+        found.append(Growth(count, *sums))
     return replace(report, growth=tuple(found))
 
 
-def _most(events: Sequence[Event], stage: int, kind: Kind, size: Callable[[Event], int]) -> int:
-    """Returns the maximum that a stage keeps of a micro-batch after an action of a kind; 0 without one."""
-    own = (event for event in events if event.action.stage == stage and event.action.kind is kind)
-    return max(map(size, own), default=0)
+class _Recorded(NamedTuple):
+    """What a stage keeps of a micro-batch after its forward, in bytes; the names are those of `Event`.
+
+    `more` is what it keeps in addition between a backward's two halves, by whether it recomputes.
+    """
+
+    boundary: int
+    saved: int
+    more: dict[bool, int]
+
+    def kept(self, shares: Sequence[SavedFraction], size: float) -> list[tuple[float, float]]:
+        """Returns what `peaks` asks for, given the saved fraction of each micro-batch and their size."""
+        # `saved` is what the micro-batches that save most keep; those that save attention save equally.
+        saves = [1.0 if share == SAVE_ATTENTION else share for share in shares]
+        most = max(saves) or 1.0
+        return [
+            (size * (self.boundary + self.saved * own / most), size * self.more[has_recompute(share)])
+            for own, share in zip(saves, shares, strict=True)
+        ]
 
 
-def _kept(event: Event) -> int:
-    return event.boundary_bytes + event.saved_bytes
+def _recorded(report: Report, stage: int, recomputed: Container[tuple[int, int]]) -> _Recorded:
+    most: defaultdict[tuple[Kind, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for phase in report.phases:
+        for (of, kind, m), event in phase.events.items():
+            if of == stage:
+                sizes = event.boundary_bytes, event.saved_bytes, event.boundary_bytes + event.saved_bytes
+                key = kind, (stage, m) in recomputed
+                most[key] = [*map(max, most[key], sizes)]
+    boundary, saved, _ = map(max, most[Kind.F, False], most[Kind.F, True])
+    more = {again: max(0, most[Kind.I, again][2] - most[Kind.F, again][2]) for again in (False, True)}
+    return _Recorded(boundary, saved, more)

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, product
 from math import ceil, floor
 from typing import Any, NamedTuple
 
 from gpipe_fast.schedule.actions import COMPUTE, Action, Kind
+from gpipe_fast.schedule.memory import Changes, keeps, moments, peak_of
 from gpipe_fast.schedule.schedule import Schedule
-from gpipe_fast.schedule.simulation import Simulation, peak_of
+from gpipe_fast.schedule.simulation import Simulation
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ class Budget:
     ) -> None:
         self.costs, self.sizes, self._schedule_of = costs, sizes, schedule_of
         everything = schedule_of(frozenset(product(range(len(costs)), range(len(sizes)))))
-        self._actions = [[action for action in row if action.kind in COMPUTE] for row in everything.stages]
+        computed = ([action for action in row if action.kind in COMPUTE] for row in everything.stages)
+        self._moments = [moments(actions, stage) for stage, actions in enumerate(computed)]
+        self._changes = cache(self._changes_of)  # of few rungs and sizes, in many choices
         self._known_bytes: dict[tuple[int, tuple[int, ...]], float] = {}
         # For each stage, the classes of micro-batches.
         self._classes = [
@@ -262,22 +266,19 @@ class Budget:
 
     def _bytes(self, stage: int, row: Sequence[int]) -> float:
         """Returns the bytes of a stage."""
-        key = stage, tuple(row)
+        key, own = (stage, tuple(row)), self.costs[stage]
         if key not in self._known_bytes:
-            own = self.costs[stage]
-            self._known_bytes[key] = sum(own.fixed.values()) + self._needed(stage, row)
+            staying = max(own.rungs[rung].scratch for rung in row) if own.scratch_stays else 0.0
+            changes = [self._changes(stage, rung, size) for rung, size in zip(row, self.sizes, strict=True)]
+            needed = staying + sum(peak_of(self._moments[stage], changes, {}).values())
+            self._known_bytes[key] = sum(own.fixed.values()) + needed
         return self._known_bytes[key]
 
-    def _needed(self, stage: int, row: Sequence[int]) -> float:
-        """Returns the most that a stage needs for micro-batches at a time."""
+    def _changes_of(self, stage: int, rung: int, size: float) -> Changes:
         own = self.costs[stage]
-        rungs = [own.rungs[rung] for rung in row]
-        staying = max(rung.scratch for rung in rungs) if own.scratch_stays else 0.0
-        return staying + peak_of(
-            self._actions[stage],
-            lambda m: ((own.boundary + rungs[m].saved) * self.sizes[m], 0.0),
-            lambda m: 0.0 if own.scratch_stays else rungs[m].scratch,
-        )
+        chosen = own.rungs[rung]
+        running = 0.0 if own.scratch_stays else chosen.scratch
+        return keeps((own.boundary + chosen.saved) * size, running=running)
 
 
 def _mib(size: float, rounded: Callable[[float], int] = round) -> str:

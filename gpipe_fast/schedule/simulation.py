@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from gpipe_fast.schedule.actions import RECEIVES, TRANSFERS, Action, Kind, tick
+from gpipe_fast.schedule.memory import peaks
 from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.schedules import ScheduleChoice, schedule_for
 
@@ -85,7 +86,8 @@ class Simulation:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """For each stage, the maximum number of micro-batches between their forward and their backward."""
-        return tuple(int(peak) for peak in peaks(self.schedule, lambda stage, microbatch: (1, 0)))
+        kept = [[(1, 0)] * self.schedule.num_microbatches] * self.schedule.num_stages
+        return tuple(map(int, peaks(self.schedule, kept)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as numbers, strings, lists and dicts, for JSON."""
@@ -205,13 +207,10 @@ def simulate(
         entered = send.stage + 1 if send.kind is Kind.SEND_F else send.stage
         return latency + boundary_bytes[entered] / bandwidth
 
-    def kept_bytes(stage: int, microbatch: int) -> tuple[float, float]:
-        boundary, activations = each["boundary_bytes"][stage], each["activation_bytes"][stage]
-        return (boundary, activations) if microbatch in recomputed else (boundary + activations, 0.0)
-
+    pairs = list(zip(each["boundary_bytes"], each["activation_bytes"], strict=True))
+    kept = [[(a, b) if m in recomputed else (a + b, 0.0) for m in range(num_microbatches)] for a, b in pairs]
     found = Simulation.of(made, seconds, transit)
-    asked = any(each["boundary_bytes"] + each["activation_bytes"])
-    peak_bytes = peaks(made, kept_bytes) if asked else ()
+    peak_bytes = peaks(made, kept) if any(map(any, pairs)) else ()
     return replace(found, peak_bytes=tuple(peak_bytes))
 
 
@@ -246,43 +245,3 @@ def recomputed_by(checkpoint: str, num_microbatches: int) -> range:
     if checkpoint not in counts:
         raise ValueError(f"checkpoint must be one of {list(counts)}, got {checkpoint!r}")
     return range(counts[checkpoint])
-
-
-def peaks(schedule: Schedule, kept: Callable[[int, int], tuple[float, float]]) -> list[float]:
-    """Returns, for each stage, the maximum that it keeps for backwards.
-
-    Args:
-        schedule: the schedule.
-        kept: returns what a micro-batch keeps on a stage from its forward on, and what more from the begin of
-            its backward on.
-    """
-    return [peak_of(actions, partial(kept, stage)) for stage, actions in enumerate(schedule.stages)]
-
-
-def peak_of(
-    actions: Sequence[Action],
-    kept: Callable[[int], tuple[float, float]],
-    running: Callable[[int], float] = lambda microbatch: 0.0,
-) -> float:
-    """Returns the maximum that a stage keeps for backwards.
-
-    Args:
-        actions: those of the stage.
-        kept: as for `peaks`, for the stage.
-        running: what each action of a micro-batch's backward needs while it runs.
-    """
-    total = peak = 0.0
-    begun: set[int] = set()
-    last = {action.microbatch: action for action in actions if action.kind in (Kind.B, Kind.W)}
-    for action in actions:
-        m = action.microbatch
-        first, more = kept(m)
-        if action.kind is Kind.F:
-            total += first
-        elif action.kind in (Kind.R, Kind.B, Kind.I) and m not in begun:
-            begun.add(m)
-            total += more
-        peak = max(peak, total if action.kind is Kind.F else total + running(m))
-        if last.get(m) is action:
-            total -= first + more
-    return peak
