@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from gpipe_fast.runtime.compiled import CompiledStage, LoweredStage
 from gpipe_fast.runtime.plan import needs_backward, planned_schedule
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
-from gpipe_fast.schedule import Action, Kind, Schedule
+from gpipe_fast.schedule import Kind, Schedule
+from gpipe_fast.schedule.memory import Change, Event, Moment, moments, peak_of
 from gpipe_fast.strides import span
-from gpipe_fast.trace.joint_graph import GraphRole, parameters_of
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, parameters_of
 
 _BLOCK = 512  # bytes; kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
 _Actions = Set[tuple[int, Kind]]  # of a stage, all of a kind
@@ -60,71 +61,52 @@ class StageBytes(NamedTuple):
         return sum(self)
 
 
-class _BackwardSizes(NamedTuple):
-    """The bytes of a backward or of a half of it, beside the gradients that it returns.
-
-    Attributes:
-        early: the most that it allocates at a time until it needs a gradient, less what it has freed. An R is
-            this part.
-        opened: what that part leaves allocated.
-        most: the most that it allocates at a time afterwards, less what it has freed.
-        stays: what it leaves allocated for the other half, which frees it: there, the number is negative.
-        freed: what it frees of what is saved.
-    """
-
-    early: int = 0
-    opened: int = 0
-    most: int = 0
-    stays: int = 0
-    freed: int = 0
-
-
 class _Sizes(NamedTuple):
     """The bytes of a micro-batch in a stage.
 
+    Tensors that cross have dicts by connection: a skip connection's number, or, for what goes from a stage to
+    the next one, a negative number (see `_plain`).
+
     Attributes:
-        boundary: its plain inputs, as they arrive.
-        popped: by skip connection, what it pops.
+        inputs: what arrives.
+        outputs: what it sends or stashes, without what is saved or `placed`.
+        tangents: the gradients of outputs, which arrive.
+        gradients: the gradients of inputs, which it sends, or which wait to be fetched.
         saved: what its forward saves.
         buffers: the part of `saved` that is in buffers which the forward writes.
         read_buffers: the part of `buffers` that the backward reads.
         held: what is kept in addition between the two halves of its backward.
         unread: the share of its inputs, of what is saved and of the gradients that arrive which is freed
             between them.
-        outputs: its plain outputs, without what is saved or stashed, too, or `placed`.
         result: its plain outputs, which the caller gets from the last stage, without those that are `placed`.
         placed: the outputs that are written into the memory of the whole mini-batch's output.
-        stashed: by skip connection, what it stashes, without what is saved, too.
-        tangents: the gradients of plain outputs, which arrive.
-        stash_gradients: by skip connection, the gradient of what it stashed, which it fetches.
-        gradients: the gradients of plain inputs, which it sends.
-        pop_gradients: by skip connection, the gradient of what it popped, which waits to be fetched.
         scratch: the scratch memory that stays between runs of its programs.
         forward: the most that its forward allocates at a time.
         freed: what its backward frees of what is saved, while it runs.
-        backwards: what its backward (B) or its halves (I, W) need, each for a later micro-batch and for the
-            first, which makes the gradients of parameters.
+        backwards: the programs' own changes in R, B, I and W, each for a later micro-batch and for the first,
+            which makes the gradients of parameters.
     """
 
-    boundary: int
-    popped: dict[int, int]
+    inputs: dict[int, int]
+    outputs: dict[int, int]
+    tangents: dict[int, int]
+    gradients: dict[int, int]
     saved: int
     buffers: int
     read_buffers: int
     held: int
     unread: tuple[float, float, float]
-    outputs: int
     result: int
     placed: int
-    stashed: dict[int, int]
-    tangents: int
-    stash_gradients: dict[int, int]
-    gradients: int
-    pop_gradients: dict[int, int]
     scratch: int
     forward: int
     freed: int
-    backwards: dict[tuple[Kind, bool], _BackwardSizes]
+    backwards: dict[tuple[Kind, bool], list[Change]]
+
+
+def _plain(index: int) -> int:
+    """Returns the connection from a stage to the next one."""
+    return -index - 2
 
 
 def stage_bytes(
@@ -142,61 +124,64 @@ def stage_bytes(
     is_step = training and call.order is not None
     schedule = planned_schedule(stages, call.saved_fractions, training, call.order, call.slots)
     defers = is_step and schedule.defers_weights
-    aligned = _aligned(compiled[0][-1]) if not is_step and call.inputs.dims.outputs == 0 else frozenset[int]()
+    is_joined = not is_step and call.inputs.dims.outputs == 0
+    aligned = [frozenset[int]()] * (len(stages) - 1) + [_aligned(compiled[0][-1], is_joined)]
     sizes_of = cache(_sizes)  # nearly all micro-batches are alike
     sizes = [
         [
-            sizes_of(
-                compiled[0 if m < number - 1 else -1][i],
-                own[m],
-                defers,
-                aligned if i == len(stages) - 1 else frozenset(),
-            )
+            sizes_of(i, compiled[0 if m < number - 1 else -1][i], own[m], defers, aligned[i])
             for m in range(number)
         ]
         for i, own in enumerate(call.saved_fractions)
     ]
     if not training:
         sizes = [[own._replace(saved=own.saved - own.buffers) for own in row] for row in sizes]
-    fixed = []
+    joined = [action.microbatch for action in schedule.stages[-1] if action.kind is Kind.F][-1]
+    found = []
     for index, own in enumerate(stages):
         parameters = parameters_of(own.layers)
         reached = {parameters[i] for i in compiled[0][index].parameters_with_gradients()}
+        gradients = gradient_bytes(own, reached)
+        changes = [_changes(stages, row, index, gradients) for row in zip(*sizes, strict=True)]
+        _add_whole(changes, changes[joined], sizes, index, is_step)
         scratch = max(each.scratch for each in sizes[index])
-        sums = parameter_bytes(own), buffer_bytes(own), gradient_bytes(own, reached)
-        fixed.append(StageBytes(*sums, boundary=0, saved=0, intermediates=scratch, under_way=0, waiting=0))
-    found = []
-    for index in range(len(stages)):
-        ends = [
-            [_Walk(stages, schedule, is_step, sizes, fixed, waiting).peak(index, *each) for each in choices]
-            for waiting, choices in zip((False, True), _early_and_late(stages, index), strict=True)
-        ]
-        least = min(ends[0], key=lambda end: end.total)
-        most = max(ends[1], key=lambda end: end.total)
-        found.append(least._replace(waiting=most.total - least.total))
+        fixed = StageBytes(parameter_bytes(own), buffer_bytes(own), 0, 0, 0, scratch, 0, 0)._asdict()
+        least, most = (
+            [StageBytes(*map(int, peak_of(walk, changes, fixed).values())) for walk in walks]
+            for walks in _extremes(stages, schedule, index, holds=not defers)
+        )
+        end = min(least, key=lambda each: each.total)
+        found.append(end._replace(waiting=max(each.total for each in most) - end.total))
     return found
 
 
-def _early_and_late(
-    stages: Sequence[Stage], index: int
-) -> tuple[list[tuple[_Actions, _Actions]], list[tuple[_Actions, _Actions]]]:
-    """Returns which actions of other stages are early, and which late: when a stage needs least, and most.
+def _extremes(
+    stages: Sequence[Stage], schedule: Schedule, index: int, holds: bool
+) -> tuple[list[list[Moment]], list[list[Moment]]]:
+    """Returns the `moments` of orders in some of which a stage needs least, and of others, most.
 
     A stage needs least if others fetch from it early and send to it late. Both are not always possible, since
-    a stage that sends a gradient early has fetched what it pops. So several choices are compared.
+    a stage that sends a gradient early has fetched what it pops. So several choices are compared. It needs
+    most if what it has copied to another device stays until it sends the next tensor.
     """
-    own = stages[index]
-    popping = {s for s, other in enumerate(stages) if set(other.pops) & set(own.stashes)}
-    stashing = {s for s, other in enumerate(stages) if set(other.stashes) & set(own.pops)}
-    pops: _Actions = {(s, Kind.F) for s in popping}
-    stashes: _Actions = {(s, kind) for s in stashing for kind in (Kind.B, Kind.I)}
-    sent: _Actions = {(index - 1, Kind.SEND_F)}
-    returned: _Actions = {(index + 1, Kind.SEND_B)}
-    nothing, sends = frozenset[tuple[int, Kind]](), sent | returned
-    if not popping and not stashing:
-        return [(nothing, nothing)], [(sends, nothing)]
-    least = [(early, sends) for early in (nothing, pops, stashes, pops | stashes)]
-    return least, [(early, nothing) for early in (nothing, sent, returned, sends)]
+    own, last, nothing = stages[index], len(stages) - 1, frozenset[tuple[int, Kind]]()
+    popping = [s for s, other in enumerate(stages) if set(other.pops) & set(own.stashes)]
+    stashing = [s for s, other in enumerate(stages) if set(other.stashes) & set(own.pops)]
+    pops = frozenset((s, Kind.F) for s in popping)
+    stashes = frozenset((s, kind) for s in stashing for kind in (Kind.B, Kind.I))
+    sent, returned = frozenset({(index - 1, Kind.SEND_F)}), frozenset({(index + 1, Kind.SEND_B)})
+    receivers = {Kind.SEND_F: stages[min(index + 1, last)], Kind.SEND_B: stages[max(index - 1, 0)]}
+    copied = {kind for kind, other in receivers.items() if other.device != own.device}
+
+    def walk(early: _Actions, late: _Actions, waiting: Set[Kind]) -> list[Moment]:
+        order = schedule.order_around(index, lambda a: a[:2] in early, lambda a: a[:2] in late)
+        return moments(order, index, waiting, holds)
+
+    fetches = dict.fromkeys((nothing, pops, stashes, pops | stashes))
+    sends = (nothing, sent, returned, sent | returned) if pops or stashes else (sent | returned,)
+    return [walk(early, sent | returned, set()) for early in fetches], [
+        walk(early, nothing, copied) for early in sends
+    ]
 
 
 def parameter_bytes(stage: Stage) -> int:
@@ -221,178 +206,75 @@ def block_bytes(size: int, device: torch.device) -> int:
     return -(-size // _BLOCK) * _BLOCK if device.type == "cuda" else size
 
 
-class _Walk:
-    """A walk over the actions of a schedule, which notes what stages need.
+def _changes(
+    stages: Sequence[Stage], row: Sequence[_Sizes], index: int, gradients: int
+) -> dict[Event, list[Change]]:
+    """Returns what a micro-batch changes on a stage.
 
     Args:
         stages: the stages.
-        schedule: the schedule.
-        is_step: whether forwards and backwards are one run.
-        sizes: for each stage, the bytes of each micro-batch.
-        fixed: what each stage needs at all times; the gradients only from its first backward on.
-        waiting: whether a tensor stays after its copy until the next one is sent; else it is freed at once.
+        row: the bytes of the micro-batch in each stage.
+        index: the stage.
+        gradients: the bytes of the gradients of the stage's parameters.
     """
+    own, found = row[index], defaultdict[Event, list[Change]](list)
+    kept = {"boundary": 0, "saved": own.saved, "under_way": 0}
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        is_step: bool,
-        sizes: Sequence[Sequence[_Sizes]],
-        fixed: Sequence[StageBytes],
-        waiting: bool,
-    ) -> None:
-        self._stages, self._sizes = stages, sizes
-        self._schedule, self._is_step = schedule, is_step
-        self._gradients = [own.gradients for own in fixed]
-        self._now = [own._replace(gradients=0) for own in fixed]
-        self._most = list(self._now)
-        self._stash_of = {number: s for s, own in enumerate(stages) for number in own.stashes}
-        self._pop_of = {number: s for s, own in enumerate(stages) for number in own.pops}
-        self._waiting = waiting
-        self._sent: dict[tuple[int, Kind], int] = {}
-        self._begun: set[int] = set()  # stages that have run an R, and not yet its B or I
-        # For each stage between the halves of a backward: bytes of gradients that it has sent, and keeps.
-        self._open: dict[int, int] = {}
+    def add(place: int, kind: Kind, part: str, size: int) -> None:
+        found[place, kind, False].append(Change(part, size))
 
-    def peak(self, stage: int, early: _Actions, late: _Actions) -> StageBytes:
-        """Returns what a stage needs when it needs most, if some actions of others are early or late."""
-        order = self._schedule.order_around(stage, lambda a: a[:2] in early, lambda a: a[:2] in late)
-        last = {(a.stage, a.microbatch): a for a in order if a.kind in (Kind.B, Kind.W)}
-        forwards = 0
-        for action in order:
-            self._take(action)
-            if last.get((action.stage, action.microbatch)) is action:
-                self._end(*action)
-            forwards += action.kind is Kind.F
-            if action.kind is Kind.F and forwards == len(self._sizes) * len(self._sizes[0]):
-                self._join()
-        return self._most[stage]
+    for other, theirs in enumerate(row):
+        place, copies = other - index, stages[other].device != stages[index].device
+        for n in own.inputs.keys() & theirs.outputs:
+            size = (own.inputs if copies else theirs.outputs)[n]
+            add(*((-1, Kind.SEND_F) if n < 0 else (0, Kind.F)), "boundary", size)
+            kept["boundary"] += size
+            for end in [(0, Kind.SEND_B)] if n < 0 else [(place, Kind.B), (place, Kind.I)]:
+                add(*end, "under_way", -own.gradients[n])
+        for n in own.outputs.keys() & theirs.inputs:
+            add(*((0, Kind.SEND_F) if n < 0 else (place, Kind.F)), "under_way", -own.outputs[n])
+            add(*((1, Kind.SEND_B) if n < 0 else (0, Kind.RECV_B)), "under_way", own.tangents[n])
+            kept["under_way"] += own.tangents[n]
+    found[0, Kind.F, False] += [
+        Change("intermediates", 0, own.forward),
+        Change("saved", own.saved),
+        Change("under_way", sum(own.outputs.values())),
+    ]
+    unread = {part: round(share * kept[part]) for part, share in zip(kept, own.unread, strict=True)}
+    made = [Change("under_way", sum(own.gradients.values()))]
+    # What the programs have freed is not freed again; frees come first, so that no sum exceeds what is there.
+    whole = [*(Change(part, -size) for part, size in kept.items()), Change("saved", own.freed)]
+    early = [Change("saved", own.held), *made, *(Change(part, -size) for part, size in unread.items())]
+    late = [*whole, *(Change(part, size) for part, size in unread.items()), Change("saved", -own.held)]
+    after = {Kind.R: [], Kind.B: made + whole, Kind.I: early, Kind.W: late}
+    for (kind, is_first), changes in own.backwards.items():
+        summed = [Change("gradients", gradients)] if is_first and kind in (Kind.B, Kind.W) else []
+        found[0, kind, is_first] = [*changes, *summed, *after[kind]]
+    return found
 
-    def _take(self, action: Action) -> None:
-        stage, kind, m = action
-        own = self._sizes[stage][m]
-        if kind is Kind.F:
-            for number in own.popped:
-                before = self._stash_of.get(number, stage)
-                self._add(before, under_way=-self._sizes[before][m].stashed.get(number, 0))
-                self._add(stage, boundary=self._popped(stage, m, number))
-            if m == 0:
-                self._add(stage, under_way=sum(each.placed for each in self._sizes[stage]))
-            self._add(stage, intermediates=own.forward)
-            self._add(stage, intermediates=-own.forward)
-            # A micro-batch keeps the buffers that it reads: copies of the module's, or what the one before
-            # has written. So the latest ones come in addition.
-            latest = own.buffers if m == 0 else 0
-            self._add(stage, saved=own.saved + latest, under_way=own.outputs + sum(own.stashed.values()))
-        elif kind is Kind.SEND_F:
-            self._leave(stage, stage + 1, kind, own.outputs)
-            copies = self._copies(stage, stage + 1)
-            self._add(stage + 1, boundary=self._sizes[stage + 1][m].boundary if copies else own.outputs)
-        elif kind is Kind.SEND_B:
-            self._leave(stage, stage - 1, kind, own.gradients)
-            self._add(stage - 1, under_way=self._sizes[stage - 1][m].tangents)
-        elif kind is Kind.R:
-            self._begin_backward(stage, self._backward_sizes(stage, m, Kind.I))
-        elif kind in (Kind.B, Kind.I, Kind.W):
-            part = self._backward_sizes(stage, m, kind)
-            is_first = self._now[stage].gradients == 0
-            if kind is not Kind.W:
-                for number, size in own.stash_gradients.items():
-                    after = self._pop_of.get(number, stage)
-                    self._add(stage, under_way=size)
-                    self._free_gradients(after, self._sizes[after][m].pop_gradients.get(number, 0))
-            self._begin_backward(stage, part)
-            self._begun.discard(stage)
-            self._add(stage, intermediates=part.most - part.opened)
-            self._add(stage, intermediates=part.stays - part.most, saved=-part.freed)
-            if is_first and kind is not Kind.I:
-                self._add(stage, gradients=self._gradients[stage])
-            if kind is not Kind.W:
-                self._add(stage, saved=own.held if kind is Kind.I else 0)
-                self._add(stage, under_way=own.gradients + sum(own.pop_gradients.values()))
-            if kind is Kind.I:
-                self._free(stage, m, own.unread)
-                if not (self._is_step and self._schedule.defers_weights):
-                    self._open[stage] = 0
-            else:
-                self._free_gradients(stage, self._open.pop(stage, 0))
 
-    def _backward_sizes(self, stage: int, m: int, kind: Kind) -> _BackwardSizes:
-        is_first = self._now[stage].gradients == 0
-        return self._sizes[stage][m].backwards.get((kind, is_first), _BackwardSizes())
+def _add_whole(
+    changes: Sequence[dict[Event, list[Change]]],
+    joined: dict[Event, list[Change]],
+    sizes: Sequence[Sequence[_Sizes]],
+    index: int,
+    is_step: bool,
+) -> None:
+    """Adds what a stage changes for the whole mini-batch, in its first forward and after the last one.
 
-    def _begin_backward(self, stage: int, part: _BackwardSizes) -> None:
-        """Adds what a backward allocates before it needs a gradient, unless an R has done so."""
-        if stage not in self._begun:
-            self._add(stage, intermediates=part.early)
-            self._add(stage, intermediates=part.opened - part.early)
-            self._begun.add(stage)
-
-    def _free(self, stage: int, m: int, shares: tuple[float, float, float]) -> None:
-        """Frees a share of what a backward reads: inputs, saved tensors, gradients that have arrived."""
-        own = self._sizes[stage][m]
-        boundary = sum(self._popped(stage, m, number) for number in own.popped)
-        if stage > 0:
-            copies = self._copies(stage - 1, stage)
-            boundary += own.boundary if copies else self._sizes[stage - 1][m].outputs
-        received = own.tangents if stage < len(self._stages) - 1 else 0
-        received += sum(own.stash_gradients.values())
-        sizes = (
-            round(share * size) for share, size in zip(shares, (boundary, own.saved, received), strict=True)
-        )
-        self._add(
-            stage, **dict(zip(("boundary", "saved", "under_way"), (-size for size in sizes), strict=True))
-        )
-
-    def _end(self, stage: int, kind: Kind, m: int) -> None:
-        """Frees what is kept until the end of a backward."""
-        own = self._sizes[stage][m]
-        boundary, saved, received = own.unread if kind is Kind.W else (0.0, 0.0, 0.0)
-        freed = own.freed / max(1, own.saved)
-        self._free(stage, m, (1 - boundary, 1 - saved - freed, 1 - received))
-        self._add(stage, saved=-own.held)
-
-    def _join(self) -> None:
-        """Concatenates the outputs of the last stage, and frees them; the caller has the result.
-
-        Outside of a step, the forward ends, and the module's buffers take the latest values.
-        """
-        if not self._is_step:
-            self._add(-1, under_way=sum(own.result for own in self._sizes[-1]))
-            for stage, sizes in enumerate(self._sizes):
-                self._add(stage, saved=sizes[-1].read_buffers - sizes[-1].buffers)
-        self._add(-1, under_way=-sum(own.outputs for own in self._sizes[-1]))
-
-    def _leave(self, stage: int, receiver: int, kind: Kind, size: int) -> None:
-        """Frees what a stage has sent."""
-        key = stage, kind
-        self._add(stage, under_way=-self._sent.get(key, 0))
-        self._sent[key] = size if self._waiting and self._copies(stage, receiver) else 0
-        if not self._sent[key]:
-            self._free_gradients(stage, size)
-
-    def _free_gradients(self, stage: int, size: int) -> None:
-        """Frees gradients that a stage has sent; notes them between its I and W, which keep them."""
-        if stage in self._open:
-            self._open[stage] += size
-        else:
-            self._add(stage, under_way=-size)
-
-    def _popped(self, stage: int, m: int, number: int) -> int:
-        """Returns the bytes of what a stage pops: of its copy, if there is one."""
-        before = self._stash_of.get(number, stage)
-        own = self._sizes[stage][m].popped[number]
-        return own if self._copies(before, stage) else self._sizes[before][m].stashed.get(number, 0)
-
-    def _copies(self, stage: int, other: int) -> bool:
-        return self._stages[stage].device != self._stages[other].device
-
-    def _add(self, stage: int, **changes: int) -> None:
-        before = self._now[stage]
-        now = before._replace(**{name: getattr(before, name) + more for name, more in changes.items()})
-        self._now[stage] = now
-        self._most[stage] = max(self._most[stage], now, key=sum)
+    The last one is in the changes `joined`. The last stage then concatenates its outputs, and frees them; the
+    caller has the result. Outside of a step, the module's buffers take the latest values.
+    """
+    own, last = sizes[index], len(sizes) - 1
+    first, end = changes[0][0, Kind.F, False], joined[last - index, Kind.F, False]
+    first.insert(0, Change("under_way", sum(each.placed for each in own)))
+    # A micro-batch keeps the buffers that it reads: copies of the module's, or what the one before has
+    # written. So the latest ones come in addition.
+    first.append(Change("saved", own[0].buffers))
+    if not is_step:
+        end.append(Change("under_way", sum(each.result for each in own if index == last)))
+        end.append(Change("saved", own[-1].read_buffers - own[-1].buffers))
+    end.append(Change("under_way", -sum(each.outputs.get(_plain(last), 0) for each in own)))
 
 
 def scratch_bytes(lowered: LoweredStage, gradients: int, device: torch.device) -> int:
@@ -409,8 +291,8 @@ def scratch_bytes(lowered: LoweredStage, gradients: int, device: torch.device) -
     found = _peak(lowered.forward, False, device) - _value_bytes(lowered.forward, results, device)
     for each in programs[1:]:
         freed = _freed(lowered, device) if each is lowered.backward and lowered.weights is None else {}
-        sizes = _peak(each, False, device, freed), _peak(each, True, device, freed) - gradients
-        found = max(found, *sizes)
+        runs = [_peak(each, is_first, device, freed=freed) for is_first in (False, True)]
+        found = max(found, runs[0], runs[1] - gradients)
     return found + _staying_bytes(programs, device)
 
 
@@ -419,86 +301,91 @@ def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
     return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0
 
 
-def _aligned(compiled: CompiledStage) -> frozenset[int]:
-    """Returns the outputs whose micro-batches are aligned, as slices of one tensor must be."""
+def _aligned(compiled: CompiledStage, is_joined: bool) -> frozenset[int]:
+    """Returns the outputs that are joined and whose micro-batches are aligned, as slices must be."""
     alignment = ALIGNMENTS.get(compiled.stage.device.type, ALIGNMENT)
-    specs = compiled.outputs.tensors
+    specs = compiled.outputs.tensors if is_joined else ()
     sizes = [span(spec.shape, spec.strides) * spec.dtype.itemsize for spec in specs]
     return frozenset(i for i, size in enumerate(sizes) if size % alignment == 0)
 
 
-def _sizes(compiled: CompiledStage, fraction: SavedFraction, defers: bool, aligned: frozenset[int]) -> _Sizes:
+def _sizes(
+    index: int, compiled: CompiledStage, fraction: SavedFraction, defers: bool, aligned: frozenset[int]
+) -> _Sizes:
     lowered, device = compiled.traced.lower(fraction, defers), compiled.stage.device
     forward, backward = lowered.forward, lowered.backward
     programs = [each for each in (forward, backward, lowered.weights) if each is not None]
     plain, popped = compiled.inputs.split_skips()
     out, stashed = compiled.outputs.split_skips()
-    pops = [n for n, s in zip(compiled.stage.pops, popped, strict=True) if s is not None]
-    stashes = [n for n, s in zip(compiled.stage.stashes, stashed, strict=True) if s is not None]
+    pops, stashes = (
+        zip(compiled.stage.pops, popped, strict=True),
+        zip(compiled.stage.stashes, stashed, strict=True),
+    )
+    takes = [_plain(index - 1), *(n for n, spec in pops if spec is not None)]
+    sends = [_plain(index), *(n for n, spec in stashes if spec is not None)]
     written = _results(forward, GraphRole.BUFFER)
     saved = _results(forward, GraphRole.SAVED) | written
     ports = zip(forward.outputs, forward.placeable(), strict=True)
     joined = {p.index for p, can_place in ports if can_place and p.role is GraphRole.OUTPUT} & aligned
     placed = _results(forward, GraphRole.OUTPUT, joined)
-    sent, stashed_bytes = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved | placed)
-    made, pop_gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
     freed = {} if lowered.weights is not None else _freed(lowered, device)
     arriving = compiled.traced.ports.of(GraphRole.TANGENT)  # strided as the next stage computes them
     tangents = [
         spec_bytes([TensorSpec.of(arriving[i], True)], device) if i in arriving else 0
         for i in range(len(compiled.outputs.tensors))
     ]
+    inputs = [plain.tensors, *([spec] for spec in popped if spec is not None)]
+    outputs = _result_bytes(forward, GraphRole.OUTPUT, compiled.outputs, device, saved | placed)
+    gradients = _result_bytes(backward, GraphRole.INPUT_GRADIENT, compiled.inputs, device)
     return _Sizes(
-        spec_bytes(plain.tensors, device),
-        dict(zip(pops, (spec_bytes([spec], device) for spec in popped if spec is not None), strict=True)),
+        {n: spec_bytes(specs, device) for n, specs in zip(takes, inputs, strict=True)},
+        dict(zip(sends, outputs, strict=True)),
+        dict(zip(sends, [sum(tangents[: out.num_plain]), *tangents[out.num_plain :]], strict=True)),
+        dict(zip(takes, gradients, strict=True)),
         _value_bytes(forward, saved, device),
         _value_bytes(forward, written, device),
         _value_bytes(forward, written & _results(forward, GraphRole.SAVED), device),
         0 if backward is None else _value_bytes(backward, _results(backward, GraphRole.HELD), device),
         _unread(lowered, device),
-        sent,
         spec_bytes([spec for i, spec in enumerate(out.tensors) if i not in joined], device),
         _value_bytes(forward, placed, device),
-        dict(zip(stashes, stashed_bytes, strict=True)),
-        sum(tangents[: out.num_plain]),
-        dict(zip(stashes, tangents[out.num_plain :], strict=True)),
-        made,
-        dict(zip(pops, pop_gradients, strict=True)),
         _staying_bytes(programs, device),
         _peak(forward, False, device, placed=placed),
         sum(freed.values()),
         {
             (kind, is_first): part
             for is_first in (False, True)
-            for kind, part in _backward_sizes(lowered, is_first, device, freed).items()
+            for kind, part in _backward_changes(lowered, is_first, device, freed).items()
         },
     )
 
 
-def _backward_sizes(
+def _backward_changes(
     lowered: LoweredStage, is_first: bool, device: torch.device, freed: Mapping[int, int]
-) -> dict[Kind, _BackwardSizes]:
-    """Returns what a backward and its halves need: two programs, or the parts of one."""
-    if lowered.backward is None:
-        return {}
-    if lowered.weights is not None:
-        programs = {Kind.I: lowered.backward, Kind.W: lowered.weights}
-        found = {}
-        for kind, each in programs.items():
-            early, results, rest = _course(each, is_first, device, {})
-            found[kind] = _BackwardSizes(*early, max(results[0], rest[0]))
-        return found
+) -> dict[Kind, list[Change]]:
+    """Returns the changes by a backward and by its halves: two programs, or the parts of one."""
     program = lowered.backward
-    early, results, rest = _course(program, is_first, device, freed)
+    if program is None:
+        return {}
+
+    def run(left: int, most: int) -> Change:
+        return Change("intermediates", left, most)
+
+    (early, opened), results, rest = _course(program, is_first, device, freed)
+    begin, whole = run(opened, early), run(-opened, max(results[0], rest[0]) - opened)
+    if lowered.weights is not None:
+        late, *parts = _course(lowered.weights, is_first, device)
+        weights = run(-late[1], max(most for most, _ in parts) - late[1])
+        return {Kind.R: [begin], Kind.I: [whole], Kind.W: [run(late[1], late[0]), weights]}
     released = {step.value for step in program.steps[: program.parts[1]] if isinstance(step, Release)}
-    first = sum(size for value, size in freed.items() if value in released)
+    first, every = sum(size for value, size in freed.items() if value in released), sum(freed.values())
     returned = _value_bytes(program, _results(program, GraphRole.INPUT_GRADIENT), device)
     stays = results[1] + first - returned
-    every = sum(freed.values())
     return {
-        Kind.B: _BackwardSizes(*early, max(results[0], rest[0]), 0, every),
-        Kind.I: _BackwardSizes(*early, results[0], stays, first),
-        Kind.W: _BackwardSizes(0, 0, rest[0] + first - returned - stays, -stays, every - first),
+        Kind.R: [begin],
+        Kind.B: [whole, Change("saved", -every)],
+        Kind.I: [run(-opened, results[0] - opened), Change("saved", -first), run(stays, stays)],
+        Kind.W: [run(-stays, rest[0] + first - returned - stays), Change("saved", first - every)],
     }
 
 
@@ -507,21 +394,32 @@ def _unread(lowered: LoweredStage, device: torch.device) -> tuple[float, float, 
     first, second = lowered.backward, lowered.weights
     if first is None or second is None:
         return 0.0, 0.0, 0.0
-    shares = []
-    for role in (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT):
+
+    def share(role: GraphRole) -> float:
         read, later = _input_bytes(first, role, device), _input_bytes(second, role, device)
         every = {**_input_bytes(lowered.forward, role, device), **read, **later}
-        shares.append(
-            sum(size for port, size in every.items() if port not in later) / (sum(every.values()) or 1)
-        )
-    return shares[0], shares[1], shares[2]
+        return sum(size for port, size in every.items() if port not in later) / (sum(every.values()) or 1)
+
+    return share(GraphRole.INPUT), share(GraphRole.SAVED), share(GraphRole.TANGENT)
 
 
 def _input_bytes(program: ProgramIR, role: GraphRole, device: torch.device) -> dict[int, int]:
     """Returns the bytes of the inputs of a role, by index."""
-    inputs = (i for i, value in enumerate(program.values) if value.storage is StorageKind.INPUT)
-    pairs = zip(program.inputs, inputs, strict=True)
-    return {port.index: _value_bytes(program, [i], device) for port, i in pairs if port.role is role}
+    return {
+        port.index: _value_bytes(program, [i], device) for port, i in _inputs(program) if port.role is role
+    }
+
+
+def _inputs(program: ProgramIR) -> Iterable[tuple[GraphPort, int]]:
+    """Returns the inputs of a program, and their values."""
+    values = (i for i, value in enumerate(program.values) if value.storage is StorageKind.INPUT)
+    return zip(program.inputs, values, strict=True)
+
+
+def _base(program: ProgramIR, index: int) -> int:
+    """Returns the value in whose memory a value is."""
+    value = program.values[index]
+    return value.index if value.storage is StorageKind.VIEW else index
 
 
 def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None = None) -> set[int]:
@@ -534,8 +432,7 @@ def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None
     """
     found = set()
     for port, index in zip(program.outputs, program.results, strict=True):
-        value = program.values[index]
-        base = value.index if value.storage is StorageKind.VIEW else index
+        base = _base(program, index)
         is_own = program.values[base].storage in (StorageKind.FRESH, StorageKind.RESULT)
         if is_own and port.role is role and (indices is None or port.index in indices):
             found.add(base)
@@ -548,7 +445,7 @@ def _result_bytes(
     boundary: BoundarySpec,
     device: torch.device,
     counted: Set[int] = frozenset(),
-) -> tuple[int, list[int]]:
+) -> list[int]:
     """Returns the bytes of the plain results of a role, and of the results of each skip connection.
 
     A skip connection's tensors are freed last, so memory that they share with plain results is theirs.
@@ -561,13 +458,11 @@ def _result_bytes(
         counted: values that are counted elsewhere.
     """
     if program is None:
-        return 0, [0] * sum(boundary.skips)
+        return [0] * (1 + sum(boundary.skips))
     found = [_results(program, role, {i}) - counted for i in range(len(boundary.tensors))]
     plain, skips = found[: boundary.num_plain], found[boundary.num_plain :]
-    shared = set[int]().union(*skips)
-    return _value_bytes(program, set[int]().union(*plain) - shared, device), [
-        _value_bytes(program, own, device) for own in skips
-    ]
+    every = [set[int]().union(*plain).difference(*skips), *skips]
+    return [_value_bytes(program, own, device) for own in every]
 
 
 def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
@@ -578,48 +473,31 @@ def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
     forward, backward = lowered.forward, lowered.backward
     if backward is None:
         return {}
+    ports = zip(forward.outputs, forward.results, strict=True)
+    base_of = {port.index: _base(forward, i) for port, i in ports if port.role is GraphRole.SAVED}
+    users = Counter(base_of.values())
     own = _results(forward, GraphRole.SAVED) - _results(forward, GraphRole.OUTPUT)
     own -= _results(forward, GraphRole.BUFFER)
-    base_of = {}
-    for port, index in zip(forward.outputs, forward.results, strict=True):
-        value = forward.values[index]
-        if port.role is GraphRole.SAVED:
-            base_of[port.index] = value.index if value.storage is StorageKind.VIEW else index
-    inputs = (i for i, value in enumerate(backward.values) if value.storage is StorageKind.INPUT)
-    saved = {
-        i: base_of.get(port.index)
-        for i, port in zip(inputs, backward.inputs, strict=True)
-        if port.role is GraphRole.SAVED
-    }
-    users = Counter(base_of.values())
-    released = (step.value for step in backward.steps if isinstance(step, Release))
-    bases = {i: saved[i] for i in released if i in saved}
+    released = {step.value for step in backward.steps if isinstance(step, Release)}
     return {
         i: _value_bytes(forward, [base], device)
-        for i, base in bases.items()
-        if base is not None and base in own and users[base] == 1
+        for port, i in _inputs(backward)
+        if port.role is GraphRole.SAVED and i in released and port.index in base_of
+        for base in [base_of[port.index]]
+        if base in own and users[base] == 1
     }
 
 
-def _peak(
-    program: ProgramIR,
-    is_first: bool,
-    device: torch.device,
-    freed: Mapping[int, int] = MappingProxyType({}),
-    placed: Set[int] = frozenset(),
-) -> int:
-    """Returns the most that a run of a program needs at a time, without scratch memory that stays.
-
-    The arguments are those of `_course`.
-    """
-    return max(most for most, _ in _course(program, is_first, device, freed, placed))
+def _peak(program: ProgramIR, is_first: bool, device: torch.device, **others: Any) -> int:
+    """Returns the most that a run needs at a time, without scratch memory that stays; see `_course`."""
+    return max(most for most, _ in _course(program, is_first, device, **others))
 
 
 def _course(
     program: ProgramIR,
     is_first: bool,
     device: torch.device,
-    freed: Mapping[int, int],
+    freed: Mapping[int, int] = MappingProxyType({}),
     placed: Set[int] = frozenset(),
 ) -> list[tuple[int, int]]:
     """Returns the most that each part of a run needs at a time, and what it needs at the part's end.
