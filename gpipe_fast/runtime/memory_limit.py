@@ -40,9 +40,8 @@ from gpipe_fast.runtime.stage_memory import (
     stage_bytes,
 )
 from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts, under_way
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts
 from gpipe_fast.schedule.cuts import Partition, best_partitions
-from gpipe_fast.schedule.simulation import Simulation
 from gpipe_fast.trace.joint_graph import JointGraph, parameters_of
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -129,7 +128,6 @@ class _Limited:
         self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
         graphs = [own.traced.joint for own in compiled[0]]
         self._saved = [_saved_bytes(joint) for joint in graphs]
-        self._flow = Simulation.of(self._schedule(frozenset()))
         # For each stage, the scratch memory of the rungs whose programs are lowered.
         self._scratch = [dict[int, int]() for _ in graphs]
         # For each stage, what the plans that were made need beside the costs, which are estimates.
@@ -150,12 +148,10 @@ class _Limited:
     @property
     def costs(self) -> list[StageCosts]:
         """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
-        found = []
-        for stage, own in enumerate(self.layer_costs):
-            kept, slots = self._flow.kept, self._flow.schedule.slots
-            size = under_way(stage, own.boundary, own.outputs, kept, slots) + self._beside[stage]
-            found.append(replace(own, fixed={**own.fixed, UNDER_WAY: size}))
-        return found
+        return [
+            replace(own, fixed={**own.fixed, UNDER_WAY: beside})
+            for own, beside in zip(self.layer_costs, self._beside, strict=True)
+        ]
 
     @property
     def everything_recomputed(self) -> Choice:

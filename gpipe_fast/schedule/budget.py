@@ -89,7 +89,7 @@ class Climb:
 # A stage, the rung that it takes, and for which micro-batches.
 _Step = tuple[int, int, list[int]]
 
-# The name of what `under_way` returns, among the fixed costs of a stage.
+# The name of the boundary tensors that wait to be sent or used, among the fixed costs of a stage.
 UNDER_WAY = "boundary tensors under way"
 # The maximum number of classes of a stage; if more micro-batches are kept at a time, a class has several.
 _MAX_CLASSES = 8
@@ -109,21 +109,6 @@ class _Way(NamedTuple):
 
 
 _WAYS = [_Way(a, (b, c)) for a, b, c in product((False, True), repeat=3)]
-
-
-def under_way(stage: int, boundary: float, outputs: float, kept: Sequence[int], slots: int) -> float:
-    """Returns the most that waits to be sent or used, however fast the stages next to this one are.
-
-    Args:
-        stage: the stage.
-        boundary: the bytes of its boundary inputs.
-        outputs: the bytes of its boundary outputs.
-        kept: how many micro-batches each stage keeps at a time.
-        slots: how many boundary tensors may wait on a connection, in one direction.
-    """
-    before = kept[stage - 1] if stage > 0 else 0
-    after = kept[stage + 1] if stage + 1 < len(kept) else 0
-    return (min(slots, max(0, before - kept[stage])) + 2) * boundary + (min(slots, after) + 2) * outputs
 
 
 class BudgetError(ValueError):

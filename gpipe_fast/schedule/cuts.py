@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise, product
 from typing import Any
 
 from gpipe_fast.schedule.actions import Kind
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Climb, Rung, StageCosts, under_way
+from gpipe_fast.schedule.budget import UNDER_WAY, Budget, BudgetError, Climb, Rung, StageCosts
 from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.simulation import Simulation
 
@@ -76,7 +76,10 @@ def stage_costs(
         for name, size in layer.fixed.items():
             fixed[name] = fixed.get(name, 0.0) + size
     boundary, outputs = layers[0].boundary, layers[-1].outputs
-    fixed[UNDER_WAY] = under_way(stage, boundary, outputs, kept, slots)
+    # The most that waits to be sent or used, however fast the stages next to this one are.
+    sending, own, receiving = [0, *kept, 0][stage : stage + 3]
+    arrived, left = min(slots, max(0, sending - own)) + 2, min(slots, receiving) + 2
+    fixed[UNDER_WAY] = arrived * boundary + left * outputs
     return StageCosts(
         sum(x.forward for x in layers),
         sum(x.backward for x in layers),
