@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.devices import devices_differ
-from gpipe_fast.layers.skip import verify_skippables
 from gpipe_fast.layers.structure import BatchDim, BatchDims, CallArguments, Inputs, layer_title
 from gpipe_fast.schedule import bubble
+from gpipe_fast.skip import verify_skippables
 from gpipe_fast.user_warning import warn_user
 
 _HOLD_A_TENSOR = "a mini-batch needs at least one tensor, which is split into micro-batches"

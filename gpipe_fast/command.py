@@ -21,12 +21,12 @@ from typing import Any
 
 from gpipe_fast.devices import checked_devices, parse_devices
 from gpipe_fast.distributed.mesh import checked_timeout
+from gpipe_fast.distributed.torchrun import Network, examine, is_launched
 from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports.case_processes import connect_to_parent
-from gpipe_fast.reports.check import NUM_STAGES, check, run_here
+from gpipe_fast.reports.checkup import NUM_STAGES, check, run_here
 from gpipe_fast.reports.doctor import format_sections, sections
-from gpipe_fast.reports.network import Network, examine, is_launched
 from gpipe_fast.reports.report import Report, format_of
 from gpipe_fast.schedule import SCHEDULES, Schedule, simulate
 

@@ -1,5 +1,497 @@
-"""The time and memory of each layer: `profile_layers` measures, `table` formats."""
+"""The layer profiler: measures time, operations and memory of each layer on copies of the layers."""
 
-from gpipe_fast.balance.profile import LayerProfile, profile_layers, table
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_fast import devices as _devices
+from gpipe_fast.devices import Device, intra_op_threads, moved
+from gpipe_fast.layers.device_memory import check_layers_fit, check_layers_have_data
+from gpipe_fast.layers.structure import (
+    BatchDim,
+    Inputs,
+    LayerSequence,
+    Structure,
+    call_unpacked,
+    flatten,
+    layer_title,
+    threads_of,
+)
+from gpipe_fast.progress import working
+from gpipe_fast.skip import Key, declared, skip_scope
+from gpipe_fast.torch_private.modes import TorchDispatchMode
 
 __all__ = ["LayerProfile", "profile_layers", "table"]
+
+# The minimum number of timed rounds over all layers, and the number that fits into the timeout if no layer is
+# slow.
+MIN_ROUNDS, TARGET_ROUNDS = 3, 10
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The costs of one layer for one micro-batch.
+
+    Attributes:
+        index: the layer's position in the sequence.
+        name: the layer's name in the sequence.
+        kind: the name of the layer's class.
+        forward_seconds: median time of the forward; NaN if nothing was timed.
+        backward_seconds: median time of the backward, including the accumulation into the parameters'
+            gradients; NaN if nothing was timed, 0 if no output requires a gradient.
+        flops: floating point operations of the forward alone. A multiply-add counts as two. Only the
+            operators that PyTorch's `FlopCounterMode` knows count (matrix products, convolutions, attention).
+        parameter_bytes: size of the parameters, without gradients.
+        activation_bytes: size of the tensors that autograd saves for the backward, each storage counted once,
+            without parameters and buffers. A saved input counts, though the previous layer may save it too.
+        boundary_bytes: size of the tensors that would cross a stage boundary after the layer: the layer's
+            output, and skip tensors stashed by then but not popped yet.
+        threads: the number of intra-op threads with which the times were measured.
+    """
+
+    index: int
+    name: str
+    kind: str
+    forward_seconds: float
+    backward_seconds: float
+    flops: int
+    parameter_bytes: int
+    activation_bytes: int
+    boundary_bytes: int
+    threads: int = 0
+
+
+def profile_layers(
+    module: nn.Sequential | LayerSequence,
+    sample: Any,
+    *,
+    device: Device | None = None,
+    timeout: float | None = 1.0,
+    chunks: int = 1,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> list[LayerProfile]:
+    """Measures each layer on a copy in train mode; only one copy at a time is on the device.
+
+    The layers are timed in rounds over all layers, so that a temporary slowdown of the machine affects all
+    of them. The first round counts bytes and operations. Parameters, buffers, gradients, the sample and
+    PyTorch's random state are left unchanged::
+
+        print(table(profile_layers(model, torch.randn(128, 3, 224, 224), chunks=8)))
+
+    Args:
+        module: the layers, as a ``Sequential`` or a `GPipe`.
+        sample: a mini-batch, the only argument of a `GPipe` call; if its tensors require gradients, the first
+            layer's backward computes them.
+        device: the device to measure on; by default CUDA if available, else the CPU.
+        timeout: the time to measure for, in seconds, and for at least three rounds; None skips timing.
+        chunks: the number of micro-batches in the sample; layers run on the first one, the largest.
+        threads: the number of intra-op threads; by default those of a stage if ``module`` is a `GPipe`, else
+            the caller's, which a pipeline of K stages would divide by K.
+        progress: whether to show a progress bar, which needs tqdm; by default only after two seconds and on
+            a terminal, and elsewhere one line says that layers are measured.
+
+    Raises:
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.
+        ValueError: a parameter is lazy or on the meta device; a layer is larger than the device; the device
+            is neither a CPU nor a CUDA device; ``chunks`` or ``threads`` is not positive; or ``timeout`` is
+            negative.
+        RuntimeError: a layer fails; the message names the layer.
+    """
+    check_is_sequence(module)
+    if timeout is not None:
+        check_timeout(timeout)
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads must be a positive integer, got {threads!r}")
+    return profile(module, sample, device, timeout=timeout, chunks=chunks, threads=threads, progress=progress)
+
+
+def check_timeout(timeout: float) -> None:
+    """Checks a timeout.
+
+    Raises:
+        ValueError: ``timeout`` is not a number of seconds, at least 0.
+    """
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout must be a number of seconds, at least 0, got {timeout!r}")
+
+
+def check_is_sequence(module: nn.Module) -> None:
+    """Checks that a module is a sequence of initialised layers.
+
+    Raises:
+        TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`.
+        ValueError: a layer has lazy parameters.
+    """
+    if not isinstance(module, (nn.Sequential, LayerSequence)):
+        raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}")
+    for name, layer in _layers(module):
+        if any(map(nn.parameter.is_lazy, chain(layer.parameters(), layer.buffers()))):
+            raise ValueError(
+                f"{layer_title(name, layer)} has lazy parameters; run the module once on a sample"
+            )
+
+
+def profile(
+    module: nn.Sequential | LayerSequence,
+    sample: Any,
+    device: Device | None,
+    *,
+    timeout: float | None,
+    chunks: int = 1,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> list[LayerProfile]:
+    """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
+    layers = _layers(module)
+    target = first_device() if device is None else _devices.parse_device(device, "device")
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
+    check_layers_have_data(layers)
+    check_layers_fit(layers, target)
+    # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
+    batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
+    if threads is None:
+        threads = threads_of(module)
+    with (
+        _isolated_random_state(target),
+        intra_op_threads(threads),
+        working("measuring layers", show=progress) as work,
+    ):
+        first = first_microbatch(sample, chunks, target, batch_dim)
+        rounds = _Rounds(layers, first, target, timeout, work.count)
+        sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
+    return [
+        LayerProfile(
+            index,
+            name,
+            type(layer).__name__,
+            median(run.forward for run in times[index]),
+            median(run.backward for run in times[index]),
+            *sizes[index],
+            threads,
+        )
+        for index, (name, layer) in enumerate(layers)
+    ]
+
+
+def interpreter_seconds(module: LayerSequence, sample: Any, device: torch.device) -> list[float]:
+    """Returns the seconds that one forward of each layer spends in the interpreter, outside of operators.
+
+    Args:
+        module: the layers.
+        sample: the first layer's argument: a micro-batch.
+        device: the device to measure on.
+
+    Raises:
+        RuntimeError: a layer fails; the message names the layer.
+    """
+    with _isolated_random_state(device), intra_op_threads(threads_of(module)):
+        rounds = _Rounds(_layers(module), first_microbatch(sample, 1, device), device, None, lambda *_: None)
+        runs = [rounds.run_round(LayerMeasurement.interpreter_seconds) for _ in range(MIN_ROUNDS)]
+    return [median(own) for own in zip(*runs, strict=True)]
+
+
+def table(profiles: Iterable[LayerProfile]) -> str:
+    """Formats profiles as a table with one row per layer, and a line on the number of threads.
+
+    Raises:
+        TypeError: an element is not a `LayerProfile`.
+    """
+    profiles = list(profiles)
+    if not all(isinstance(each, LayerProfile) for each in profiles):
+        raise TypeError(
+            f"expected LayerProfile objects, got {', '.join(type(each).__name__ for each in profiles)}"
+        )
+    headers = ["layer", "class", "forward ms", "backward ms", "MFLOP"]
+    headers += [f"{what} MiB" for what in ("parameters", "activations", "boundary")]
+    rows: list[list[object]] = []
+    for p in profiles:
+        sizes = [size / 2**20 for size in (p.parameter_bytes, p.activation_bytes, p.boundary_bytes)]
+        times = [p.forward_seconds * 1e3, p.backward_seconds * 1e3]
+        rows.append([p.name, p.kind, *times, p.flops / 1e6, *sizes])
+    names = [0, 1] if rows else False  # tabulate fails on columns without a row
+    text: str = tabulate(rows, headers, tablefmt="simple", floatfmt=".3f", disable_numparse=names)
+    counts = sorted({p.threads for p in profiles if p.threads and not math.isnan(p.forward_seconds)})
+    threads = ", ".join(map(str, counts))
+    return f"{text}\n\nintra-op threads: {threads}" if counts else text
+
+
+def first_device() -> torch.device:
+    """Returns the first CUDA device if CUDA is available, else the CPU."""
+    devices = _devices.default_devices()
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    # named_children() would skip repeated occurrences of a layer.
+    return [(name, layer) for name, layer in module._modules.items() if layer is not None]
+
+
+@contextlib.contextmanager
+def _isolated_random_state(device: torch.device) -> Iterator[None]:
+    """Restores PyTorch's random state after a block, and enables gradients inside it."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+class _Rounds:
+    """Rounds over all layers in order; each layer runs on the output of the previous one.
+
+    Args:
+        layers: the named layers.
+        sample: the input of the first layer.
+        device: the device on which copies of the layers run.
+        timeout: the time to measure for, in seconds, or None.
+        count: called after each measurement, with the number of measurements so far and the expected total.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        sample: LayerOutput,
+        device: torch.device,
+        timeout: float | None,
+        count: Callable[[int, int], object],
+    ) -> None:
+        self._layers, self._sample, self._device = layers, sample, device
+        self._timeout, self._count, self._measured = timeout, count, 0
+        self._expected = 1 if timeout is None else 1 + MIN_ROUNDS
+
+    def run_round(self, measure: Callable[[LayerMeasurement], _T]) -> list[_T]:
+        """Runs one round; returns the result of ``measure`` for each layer.
+
+        Raises:
+            RuntimeError: a layer fails; the message names the layer.
+        """
+        found: list[_T] = []
+        layer_input = self._sample
+        for name, layer in self._layers:
+            try:
+                measurement = LayerMeasurement(layer, layer_input, self._device)
+                found.append(measure(measurement))
+            except Exception as error:
+                raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+            layer_input = measurement.output_of_run
+            self._measured += 1
+            self._count(self._measured, self._expected * len(self._layers))
+        return found
+
+    def times(self) -> list[list[RunTimes]]:
+        """Returns the times of every run of each layer, in as many rounds as the timeout permits."""
+        if self._timeout is None or not self._layers:
+            return [[RunTimes(math.nan, math.nan)]] * len(self._layers)
+        found: list[list[RunTimes]] = [[] for _ in self._layers]
+        share = self._timeout / (TARGET_ROUNDS * len(self._layers))
+        begun, spent, rounds = perf_counter(), 0.0, 0
+        while rounds < MIN_ROUNDS or spent < self._timeout:
+            new_times = self.run_round(lambda measurement: measurement.times(share))
+            for times, new in zip(found, new_times, strict=True):
+                times += new
+            rounds, spent = rounds + 1, perf_counter() - begun
+            self._expected = 1 + max(MIN_ROUNDS, math.ceil(rounds * max(1.0, self._timeout / spent)))
+        return found
+
+
+class LayerOutput(NamedTuple):
+    """The output of one layer and input of the next: leaves that require gradients where the output does.
+
+    Attributes:
+        tensors: the output's tensors, in order.
+        structure: the nesting of the tensors.
+        unpopped_skips: skip tensors that no layer has popped yet.
+    """
+
+    tensors: Sequence[Tensor]
+    structure: Structure
+    unpopped_skips: Mapping[Key, Tensor | None]
+
+
+class LayerSizes(NamedTuple):
+    """Operations and bytes of one run; see `LayerProfile`."""
+
+    flops: int
+    parameter_bytes: int
+    activation_bytes: int
+    boundary_bytes: int
+
+
+class _FlopCounter(FlopCounterMode):
+    """A FLOP counter that counts a nested pipeline as zero, without a warning."""
+
+
+class _OperatorTimes(TorchDispatchMode):
+    """Adds up the time of the operators in a block.
+
+    Attributes:
+        seconds: the sum.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock, self.seconds = clock, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begun = self._clock()
+        found = func(*args, **(kwargs or {}))
+        self.seconds += self._clock() - begun
+        return found
+
+
+class RunTimes(NamedTuple):
+    """The time of one run, in seconds."""
+
+    forward: float
+    backward: float
+
+
+def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: BatchDim = 0) -> LayerOutput:
+    """Returns the input of the first layer: the first micro-batch of a sample.
+
+    Raises:
+        TypeError: ``sample`` contains no tensor, or an object that is neither a tensor nor a constant.
+        ValueError: ``sample`` is on the meta device, or ``chunks`` is not positive.
+    """
+    if type(chunks) is not int or chunks < 1:
+        raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
+    inputs = Inputs.of((sample,), {}, batch_dim)
+    if not inputs.tensors:
+        raise TypeError(
+            f"expected Tensor, but got {type(sample).__name__}; the sample needs at least one tensor"
+        )
+    if any(tensor.is_meta for tensor in inputs.tensors):
+        raise ValueError("the sample is on the meta device; pass one with data")
+    tensors = inputs.tensors if chunks == 1 else inputs.dims.split(inputs.tensors, chunks)[0]
+    return LayerOutput([_leaf(moved(tensor, device)) for tensor in tensors], inputs.structure, {})
+
+
+class LayerMeasurement:
+    """A copy of a layer in train mode, with its input; it may run any number of times.
+
+    Args:
+        layer: the layer to copy; it is not changed.
+        layer_input: the layer's input; it is not changed.
+        device: the device on which the copy runs.
+
+    Attributes:
+        output_of_run: the output of the latest run.
+    """
+
+    def __init__(self, layer: nn.Module, layer_input: LayerOutput, device: torch.device) -> None:
+        self._layer = deepcopy(layer)._apply(lambda tensor: moved(tensor, device)).train()
+        for parameter in self._layer.parameters():
+            parameter.grad = None
+        wanted = set(declared(layer)[1])
+        self._popped = {key: x for key, x in layer_input.unpopped_skips.items() if key in wanted}
+        self._layer_input, self._device = layer_input, device
+        self.output_of_run = layer_input
+
+    def sizes(self) -> LayerSizes:
+        """Runs the forward, and counts operations and bytes."""
+        saved: dict[int, torch.UntypedStorage] = {}  # keeps storages alive so that no address is reused
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided:
+                saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+            return tensor
+
+        value, popped = self._inputs()
+        with (
+            skip_scope(popped) as stashed,
+            _FlopCounter(display=False) as counter,
+            saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            output = call_unpacked(self._layer, value)
+        self._store_output(output, stashed)
+        for tensor in chain(self._layer.parameters(), self._layer.buffers()):
+            saved.pop(tensor.untyped_storage().data_ptr(), None)
+        crossing = [
+            *self.output_of_run.tensors,
+            *(x for x in self.output_of_run.unpopped_skips.values() if x is not None),
+        ]
+        return LayerSizes(
+            counter.get_total_flops(),
+            _bytes(self._layer.parameters()),
+            sum(storage.nbytes() for storage in saved.values()),
+            _bytes(crossing),
+        )
+
+    def times(self, seconds: float) -> list[RunTimes]:
+        """Measures runs for about ``seconds``, at least one.
+
+        An additional first run is discarded: it warms up, and creates the gradients to which the later runs
+        add, as do all micro-batches of a mini-batch but one.
+        """
+        found: list[RunTimes] = []
+        begun = perf_counter()
+        self._time()
+        while not found or perf_counter() - begun < seconds:
+            found.append(self._time())
+        return found
+
+    def interpreter_seconds(self) -> float:
+        """Runs the forward twice, and returns its time in the interpreter, outside of operators."""
+        seconds = self._time().forward
+        value, popped = self._inputs()
+        with skip_scope(popped), _OperatorTimes(self._clock) as times:
+            call_unpacked(self._layer, value)
+        own: float = max(0.0, seconds - times.seconds)
+        return own
+
+    def _time(self) -> RunTimes:
+        value, popped = self._inputs()
+        with skip_scope(popped) as stashed:
+            begun = self._clock()
+            output = call_unpacked(self._layer, value)
+            forward = self._clock() - begun
+        differentiable = [y for y in self._store_output(output, stashed) if y.requires_grad]
+        if not differentiable:
+            return RunTimes(forward, 0.0)
+        gradients = [torch.ones_like(y) for y in differentiable]
+        begun = self._clock()
+        torch.autograd.backward(differentiable, gradients)
+        return RunTimes(forward, self._clock() - begun)
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+    def _inputs(self) -> tuple[Any, dict[Key, Tensor | None]]:
+        """Returns copies, which the layer may change, of its argument and of the skip tensors it pops."""
+        popped = {key: None if x is None else _leaf(x).clone() for key, x in self._popped.items()}
+        tensors = [_leaf(x).clone() for x in self._layer_input.tensors]
+        return self._layer_input.structure.build(tensors), popped
+
+    def _store_output(self, output: Any, stashed: Mapping[Key, Tensor | None]) -> list[Tensor]:
+        """Stores the layer's output for the next layer; returns its tensors with their autograd history."""
+        tensors, structure = flatten(output, deduplicate=True)
+        passed_on = {key: x for key, x in self._layer_input.unpopped_skips.items() if key not in self._popped}
+        unpopped_skips = passed_on | {key: None if x is None else _leaf(x) for key, x in stashed.items()}
+        self.output_of_run = LayerOutput([_leaf(x) for x in tensors], structure, unpopped_skips)
+        return [*tensors, *(x for x in stashed.values() if x is not None)]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -30,7 +30,7 @@ from bench.models.resnet import resnet101
 from bench.models.unet import unet
 from gpipe_fast import simulate
 from gpipe_fast.balance import balance_by_cost
-from gpipe_fast.layers.skip import Key, declared, skip_scope
+from gpipe_fast.skip import Key, declared, skip_scope
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from bench.models import bert, gpt, gpt2, head, llama, resnet, unet, vit
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.trace import TraceContext, trace
+from gpipe_fast.trace.layers_function import TraceContext
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 
 DEVICE = torch.device("cuda:0")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast.layers.skip import Key, Skippable, skip_scope, skips_of, stash, take_stashed
+from gpipe_fast.skip import Key, Skippable, skip_scope, skips_of, stash, take_stashed
 
 
 class _Stage(nn.Module):

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from bench.gpu.timing import ENQUEUE_CYCLES
 from gpipe_fast._extension import ActiveRuns
-from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program
 from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy
+from gpipe_fast.lower.operator_examples import CANNOT_RUN, Spec, as_in_a_program
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.steps import Call, Launch, Ref
 from gpipe_fast.lower.work import Work, count, is_product_or_attention

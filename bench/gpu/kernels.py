@@ -23,8 +23,8 @@ from bench.gpu.accuracy import Results
 from bench.gpu.case import DTYPES, AccuracyCheck, KernelCase
 from bench.gpu.families import all_cases
 from bench.gpu.timing import Candidate, Sample, ours, samples
+from bench.gpu.traffic import fused_bytes
 from bench.measure import Ratio, timing, write
-from tools.traffic import fused_bytes
 
 # Time limit in seconds.
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "inf"))

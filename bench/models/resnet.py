@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from bench.models.flatten import flatten
-from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
+from gpipe_fast.skip import Namespace, Skippable, pop, skippable, stash
 
 EXPANSION = 4
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.models.flatten import flatten
-from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, stash
+from gpipe_fast.skip import Namespace, Skippable, pop, skippable, stash
 
 
 @skippable(stash=["skip"])

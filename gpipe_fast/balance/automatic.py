@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gpipe_fast.balance.partition import balance_by_cost, check_partitions
-from gpipe_fast.balance.profile import LayerProfile, check_is_sequence, check_timeout, profile, profile_layers
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.structure import LayerSequence
+from gpipe_fast.profile import LayerProfile, check_is_sequence, check_timeout, profile, profile_layers
 
 
 def balance_by_time(

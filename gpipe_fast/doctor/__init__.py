@@ -3,7 +3,7 @@
 ``python -m gpipe_fast.doctor`` prints the report on this machine; ``--check`` also runs the self-test.
 """
 
-from gpipe_fast.reports.check import Case, Checkup, FusedCheck, check
+from gpipe_fast.reports.checkup import Case, Checkup, FusedCheck, check
 from gpipe_fast.reports.doctor import doctor
 
 __all__ = ["Case", "Checkup", "FusedCheck", "check", "doctor"]

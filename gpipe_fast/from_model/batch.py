@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Decision, Nested, Slice, Value
+from gpipe_fast.from_model.dataflow import Call, Dataflow, Decision, Nested, RecordedTensor, Slice
 
 
 class Number(NamedTuple):
@@ -114,7 +114,7 @@ class _Fit:
         arguments = self.nested([each.arguments for each in decisions], where)
         return dataclasses.replace(decisions[0], arguments=arguments)
 
-    def value(self, values: tuple[Value, ...]) -> Value:
+    def value(self, values: tuple[RecordedTensor, ...]) -> RecordedTensor:
         first = values[0]
         if len({(len(v.shape), v.dtype, v.requires_grad) for v in values}) > 1:
             raise Differs(f"makes tensors of other kinds ({first.dtype}, {list(first.shape)})")
@@ -196,6 +196,6 @@ def numbers_in(leaves: Sequence[Any]) -> Iterator[Number]:
             yield from numbers_in((leaf.start, leaf.stop, leaf.step))
 
 
-def batch_dims(value: Value) -> list[int]:
+def batch_dims(value: RecordedTensor) -> list[int]:
     """Returns the dimensions of a value whose size follows the batch size, the first of all sizes."""
     return [dim for dim, size in enumerate(value.shape) if isinstance(size, Number) and size.follows_batch]

@@ -150,7 +150,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Value:
+class RecordedTensor:
     """A tensor that a call reads or makes.
 
     Attributes:
@@ -197,7 +197,7 @@ class Dataflow:
     """
 
     num_inputs: int
-    values: tuple[Value, ...]
+    values: tuple[RecordedTensor, ...]
     calls: tuple[Call, ...]
     result: Nested
     decisions: tuple[Decision, ...]

@@ -34,10 +34,10 @@ from gpipe_fast.from_model.dataflow import (
     Nested,
     Owned,
     Place,
+    RecordedTensor,
     Ref,
     Slice,
     Surroundings,
-    Value,
 )
 from gpipe_fast.randomness.random import is_random
 from gpipe_fast.strides import empty_like
@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
         self.tensors = tensors
         self.names, self._opened, self._blocks = names, opened, blocks
         self._mode, self._device, self._decide = mode, device, decide
-        self.values: list[Value] = []
+        self.values: list[RecordedTensor] = []
         self.calls: list[Call] = []
         self.decisions: list[Decision] = []
         self.num_inputs = 0
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
         found = self._stand_ins.get(id(fake))
         if found is None:
             storage = self._storages.setdefault(fake.untyped_storage()._cdata, len(self._storages))
-            self.values.append(Value(tuple(fake.shape), fake.dtype, fake.requires_grad, storage))
+            self.values.append(RecordedTensor(tuple(fake.shape), fake.dtype, fake.requires_grad, storage))
             found = self._stand_ins[id(fake)] = StandIn.of(fake, len(self.values) - 1)
             self._keep_alive.append(fake)
         return found

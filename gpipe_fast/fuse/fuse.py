@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.check import ReplacementCheck, has_passed
 from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.families import cases
 from gpipe_fast.fuse.family import Case
 from gpipe_fast.fuse.launchers import CannotLaunch, launches_in
-from gpipe_fast.fuse.left import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
 from gpipe_fast.fuse.left_out import leave_out, reason_of
+from gpipe_fast.fuse.left_to_pytorch import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
 from gpipe_fast.fuse.patterns import Graph, Match
 from gpipe_fast.fuse.regions.grouping import MIN_SAVED, reasons_alone, regions_of
 from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.fuse.regions.loops import Region
+from gpipe_fast.fuse.replacement_check import ReplacementCheck, has_passed
 from gpipe_fast.fuse.rewriter import Rewriter
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph

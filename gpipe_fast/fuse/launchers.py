@@ -157,7 +157,7 @@ def _functional(traced: fx.Graph, recorder: _Recorder) -> fx.Graph:
 
 
 def _check_results(output: fx.Node) -> None:
-    """Raises `CannotLaunch` if a check could not replace wrong results (gpipe_fast/fuse/check.py)."""
+    """Raises `CannotLaunch` if a `ReplacementCheck` could not replace wrong results."""
     if launches_in(output.graph):
         for node in output.all_input_nodes:
             if source_of(node).base.target is not operator.getitem:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.check import results_of
 from gpipe_fast.fuse.patterns import strip
+from gpipe_fast.fuse.replacement_check import results_of
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph

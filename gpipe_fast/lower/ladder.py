@@ -28,7 +28,7 @@ from typing import Any
 from torch import fx
 
 from gpipe_fast.lower.alias import source_of
-from gpipe_fast.lower.min_cut import Choices, Operator, Value
+from gpipe_fast.lower.min_cut import Choices, Operator, SaveableValue
 from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -132,7 +132,7 @@ def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[
     index_of: dict[fx.Node, int] = {}
     operators: dict[fx.Node, Operator] = {}
     position: dict[fx.Node, int] = {}
-    values: list[Value] = []
+    values: list[SaveableValue] = []
     for node in forward:
         value = node.meta.get("val")
         if source_of(node).base is not node or not isinstance(value, AnyTensor):
@@ -144,7 +144,7 @@ def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[
             position[producer] = len(operators)
             operators[producer] = Operator(nanoseconds(producer), reads)
         index_of[node] = len(values)
-        values.append(Value(bytes_of(value), position[producer], node in read))
+        values.append(SaveableValue(bytes_of(value), position[producer], node in read))
     return Choices(list(operators.values()), values), [node.name for node in index_of]
 
 

@@ -45,7 +45,7 @@ class Operator(NamedTuple):
     reads: frozenset[int]
 
 
-class Value(NamedTuple):
+class SaveableValue(NamedTuple):
     """A value of the forward that can be saved.
 
     Attributes:
@@ -67,7 +67,7 @@ class Choices:
         values: the values.
     """
 
-    def __init__(self, operators: Sequence[Operator], values: Sequence[Value]) -> None:
+    def __init__(self, operators: Sequence[Operator], values: Sequence[SaveableValue]) -> None:
         self.operators, self.values = operators, values
 
     @cached_property
@@ -275,4 +275,4 @@ class _Network:
                         yield component
 
 
-__all__ = ["Choices", "Operator", "Recomputed", "Value"]
+__all__ = ["Choices", "Operator", "Recomputed", "SaveableValue"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
+from gpipe_fast.lower.operator_examples import CANNOT_RUN, Spec, as_in_a_program, examples
 from gpipe_fast.lower.program import Value
 from gpipe_fast.lower.steps import Call, Ref, Step
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpipe_fast.devices import made_current
-from gpipe_fast.lower.alone import CANNOT_RUN, Spec, as_in_a_program, examples
+from gpipe_fast.lower.operator_examples import CANNOT_RUN, Spec, as_in_a_program, examples
 from gpipe_fast.lower.work import is_attention
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.tensor_metadata import AnyTensor

@@ -27,7 +27,7 @@ from gpipe_fast.lower.checkpoint import (
     checkpoint_policy,
     has_recompute,
 )
-from gpipe_fast.reports import page, picture
+from gpipe_fast.reports import chart, page
 from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
 from gpipe_fast.reports.events import kept_after
@@ -226,9 +226,9 @@ class Report(Printed):
         if suffix == ".json":
             Path(path).write_text(json.dumps(trace_events(found)), encoding="utf-8")
         elif suffix == ".png":
-            picture.png(found, lines, path)
+            chart.png(found, lines, path)
         else:
-            content = picture.svg(found, lines) if suffix == ".svg" else self._page(found, title)
+            content = chart.svg(found, lines) if suffix == ".svg" else self._page(found, title)
             Path(path).write_text(content, encoding="utf-8")
 
     def _page(self, found: Timeline, title: str) -> str:

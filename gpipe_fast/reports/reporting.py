@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.balance.profile import interpreter_seconds, profile
 from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.layers.structure import Inputs, call_unpacked, layer_title
+from gpipe_fast.profile import interpreter_seconds, profile
 from gpipe_fast.reports.advice import LayerCosts, Measurements
 from gpipe_fast.reports.explain import explain_call, on_absent_device
 from gpipe_fast.reports.explanation import Explanation

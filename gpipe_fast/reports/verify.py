@@ -17,12 +17,12 @@ from gpipe_fast.arguments import check_inputs
 from gpipe_fast.container import runner_of
 from gpipe_fast.devices import devices_differ, moved
 from gpipe_fast.layers.batchnorm import statistics_names
-from gpipe_fast.layers.skip import Key, declared, skip_scope
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.tables import Table
 from gpipe_fast.runtime.stage import TRACING_LOCK, exact_autocast
+from gpipe_fast.skip import Key, declared, skip_scope
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import devices as _devices
-from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
-from gpipe_fast.layers.skip import skips_of
+from gpipe_fast.layers.device_memory import check_partitions_fit
 from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.runtime.stage import Stage, StageOptions
+from gpipe_fast.skip import skips_of
 from gpipe_fast.trace.layer_states import LayerStates
 
 _Item = TypeVar("_Item")

@@ -15,7 +15,6 @@ from torch.autograd.graph import Node
 
 from gpipe_fast.layers import phase
 from gpipe_fast.layers.batchnorm import deferring
-from gpipe_fast.layers.skip import skip_scope, take_stashed
 from gpipe_fast.layers.structure import Structure, call_unpacked, canonical, flatten, layer_title
 from gpipe_fast.lower.accumulation import sum_dtype
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
@@ -30,6 +29,7 @@ from gpipe_fast.runtime.python_state import (
 )
 from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
 from gpipe_fast.schedule import Action
+from gpipe_fast.skip import skip_scope, take_stashed
 from gpipe_fast.torch_private.autograd import is_multithreading_enabled
 from gpipe_fast.torch_private.modes import num_dispatch_modes, pop_dispatch_mode
 from gpipe_fast.trace.joint_graph import parameters_of

@@ -45,7 +45,6 @@ from gpipe_fast.arguments import (
 from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_warning
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
-from gpipe_fast.layers.skip import skips_of, verify_skippables
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.runtime.connections import Connection, connections_of
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
@@ -58,6 +57,7 @@ from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.runtime.settings import CAPTURES, Settings, switched_backend
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, StageOptions
 from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.skip import skips_of, verify_skippables
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
 from gpipe_fast.devices import kind_of
 from gpipe_fast.fuse.left_out import number_left_out
-from gpipe_fast.layers.skip import Key, Skip
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
+from gpipe_fast.skip import Key, Skip
 from gpipe_fast.strides import Bits, bits_of, empty_like, with_bits
 from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import LayerStates, StateKey
+from gpipe_fast.trace.layers_function import TraceContext
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
-from gpipe_fast.trace.trace import TraceContext
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import progress, switches
-from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.skip import Key, outer_skips, take_stashed
 from gpipe_fast.strides import NO_BITS, bits_of, empty_like, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.phase import ASKS_PHASE
-from gpipe_fast.layers.skip import STASHED, Skippable, outer_skips, skip_scope
+from gpipe_fast.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
 from gpipe_fast.torch_private.modes import DisableTransforms
-from gpipe_fast.trace.facts import IMMUTABLE, TABLE, Read
 from gpipe_fast.trace.fake import RealLayouts
+from gpipe_fast.trace.unguarded import IMMUTABLE, TABLE, Read
 
 _log = logging.getLogger("gpipe_fast")
 

@@ -26,8 +26,7 @@ from gpipe_fast.devices import kind_of
 from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, asks_for_device, scope_of
-from gpipe_fast.trace.facts import IMMUTABLE, Facts
-from gpipe_fast.trace.unguarded import unguarded_state
+from gpipe_fast.trace.unguarded import IMMUTABLE, Facts, unguarded_state
 
 # The maximum number of states of layers with the same description.
 _MAX_STATES = 64

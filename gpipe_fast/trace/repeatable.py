@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
-from gpipe_fast.layers.skip import Skippable, pop, stash
+from gpipe_fast.skip import Skippable, pop, stash
 from gpipe_fast.torch_private import modules
 from gpipe_fast.torch_private.operators import function_names
 from gpipe_fast.trace.traceability import HOOKS

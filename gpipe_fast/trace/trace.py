@@ -23,20 +23,20 @@ from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attentio
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
 from gpipe_fast.trace.fake import RealLayouts
-from gpipe_fast.trace.function import (
-    InputMutated,
-    InvalidStageOutput,
-    LayersFunction,
-    UntraceableError,
-    skips_from,
-)
-from gpipe_fast.trace.function import TraceContext as TraceContext
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import export_joint
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import describe
+from gpipe_fast.trace.layers_function import (
+    InputMutated,
+    InvalidStageOutput,
+    LayersFunction,
+    TraceContext,
+    UntraceableError,
+    skips_from,
+)
 from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
 from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls

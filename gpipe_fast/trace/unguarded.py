@@ -1,19 +1,187 @@
-"""What Dynamo's guards miss: patched classes, functions with new code, and the environment."""
+"""What Dynamo's guards miss: facts about the values that a forward has read, and other state.
+
+The guards compare numbers by ``==`` and other objects by their class. But ``1 == 1.0``, and a forward may ask
+which object it has got (``self.mode is AUTO``), or iterate over a set: `Facts`. Nor do they notice patched
+classes, functions with new code, and changes of the environment: `unguarded_state`.
+"""
 
 from __future__ import annotations
 
+import abc
 import builtins
+import contextlib
+import enum
 import os
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
-from gpipe_fast.trace.dynamo import Guards
 
+if TYPE_CHECKING:
+    from gpipe_fast.trace.dynamo import Guards
+
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+
+# Compared by Dynamo's guards, or by callers.
+_COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType, enum.Enum)
+_CONTAINERS = (list, dict, set, tuple, frozenset)
 _TORCH = os.path.dirname(torch.__file__)
+# Modules' own tables, of hooks, parameters, buffers or modules.
+TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
+
+
+class Read(NamedTuple):
+    """A place that a forward has read.
+
+    Attributes:
+        name: an expression for it.
+        code: the expression, compiled.
+        scope: the global variables of the expression.
+        is_stable: whether the value cannot change unless an item of some module's ``__dict__`` does.
+        with_keys: whether a forward may have looked for an absent key of it.
+    """
+
+    name: str
+    code: CodeType
+    scope: dict[str, Any]
+    is_stable: bool
+    with_keys: bool
+
+    def value(self, layer: nn.Module | None) -> Any:
+        """Returns the value for a layer."""
+        return eval(self.code, {"L": {"layer": layer}, "G": self.scope})
+
+
+class Facts:
+    """Facts about what a forward has read from a layer."""
+
+    def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
+        values = [
+            (read, value)
+            for read in reads
+            if not TABLE.search(read.name)
+            # Some expressions make a new object, such as a copy of a class's ``__dict__``.
+            and (value := read.value(layer)) is read.value(layer)
+        ]
+        num_numbered = sum(_is_numbered(value) for _, value in values)
+        self._reads = [
+            read
+            for read, value in values
+            if (num_numbered > 1 and _is_numbered(value))
+            or _exact(value, read.with_keys) is not None
+            or any(_sentinels_of(value))
+        ]
+        self._unstable = [read for read in self._reads if not read.is_stable]
+        self._known = self._of(self._reads, layer, with_attributes=True)
+        self._known_unstable = self._of(self._unstable, layer, with_attributes=False)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a fact may change although no item of a module's ``__dict__`` does, nor of `watch`."""
+        return bool(self._unstable)
+
+    def watch(self, snapshot: Snapshot, layer: nn.Module) -> None:
+        """Records the attributes of objects that `still_hold` does not compare."""
+        for read in self._reads:
+            value = read.value(layer)
+            if _is_object(value) and not _is_sentinel(value) and hasattr(value, "__dict__"):
+                with contextlib.suppress(AttributeError, TypeError):  # a `__dict__` of the class's own making
+                    snapshot.add_attributes(value, True)
+
+    def hold(self, scope: Mapping[str, Any]) -> bool:
+        """Returns whether the facts are the same for ``scope["layer"]``."""
+        return self._are(self._known, self._reads, scope, with_attributes=True)
+
+    def still_hold(self, scope: Mapping[str, Any]) -> bool:
+        """Returns whether facts hold that may change although nothing that is watched does."""
+        return self._are(self._known_unstable, self._unstable, scope, with_attributes=False)
+
+    def _are(
+        self, known: object, reads: Sequence[Read], scope: Mapping[str, Any], with_attributes: bool
+    ) -> bool:
+        try:
+            return self._of(reads, scope["layer"], with_attributes) == known
+        except Exception:  # an attribute is gone
+            return False
+
+    def _of(self, reads: Sequence[Read], layer: nn.Module, with_attributes: bool) -> list[Hashable]:
+        numbers: dict[int, int] = {}  # which places hold the same object
+        found: list[Hashable] = []
+        for read in reads:
+            value = read.value(layer)
+            if with_attributes:
+                sentinels = tuple(map(_Same, _sentinels_of(value)))
+            else:
+                sentinels = (_Same(value),) if _is_sentinel(value) else ()
+            same = numbers.setdefault(id(value), len(numbers)) if _is_numbered(value) else None
+            found.append((same, _exact(value, read.with_keys), sentinels))
+        return found
+
+
+class _Same:
+    """An object, compared by identity."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _is_object(value: object) -> bool:
+    """Returns whether a value is an instance of a user's class, of which guards compare the class alone."""
+    if type(value) is object:
+        return True
+    is_users = type(value).__module__.partition(".")[0] not in ("builtins", "torch", "functools", "triton")
+    return is_users and not isinstance(value, (*IMMUTABLE, *_COMPARED, *_CONTAINERS))
+
+
+def _is_sentinel(value: object) -> bool:
+    """Returns whether nothing but its identity can tell such an instance from another of its class."""
+    return _is_object(value) and not getattr(value, "__dict__", None) and not hasattr(value, "__slots__")
+
+
+def _is_numbered(value: object) -> bool:
+    """Returns whether a forward may ask if two such values are the same object."""
+    return isinstance(value, _CONTAINERS) or _is_object(value)
+
+
+def _sentinels_of(value: Any) -> Iterator[object]:
+    """Yields a value and its attributes, as far as they are sentinels."""
+    if _is_sentinel(value):
+        yield value
+    elif isinstance(value, nn.Module) or (_is_object(value) and hasattr(value, "__dict__")):
+        yield from filter(_is_sentinel, vars(value).values())
+
+
+def _exact(value: Any, with_keys: bool = False) -> Hashable:
+    """Returns what tells equal values apart; None if the guards do."""
+    if with_keys and isinstance(value, dict):
+        return tuple(map(_in_container, value))
+    if isinstance(value, (float, complex)):
+        return repr(value) if value == 0 else None
+    if isinstance(value, (tuple, frozenset)):
+        return (type(value), *map(_in_container, value)) if value else None
+    if isinstance(value, KeysView):
+        return tuple(map(_in_container, value))
+    if isinstance(value, (OrderedDict, set)):
+        return tuple(map(_in_container, value)) if len(value) > 1 else None
+    return abc.get_cache_token() if isinstance(value, abc.ABCMeta) else None
+
+
+def _in_container(value: Any) -> Hashable:
+    # Guards on a tuple compare the very objects in it.
+    exact = tuple(map(_in_container, value)) if isinstance(value, (list, set)) else _exact(value)
+    return (type(value), exact if exact is not None or not isinstance(value, IMMUTABLE) else value)
 
 
 def unguarded_state(guards: Iterable[Guards]) -> Callable[[], bool]:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.layers.skip import GIVEN, Skippable, pop, skippable
 from gpipe_fast.layers.structure import Structure
+from gpipe_fast.skip import GIVEN, Skippable, pop, skippable
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.trace.repeatable import content_of
 from gpipe_fast.trace.traceability import HOOKS

@@ -16,7 +16,7 @@ from bench.gpu.shares import ATTENTION, COPY, GENERATED, IDLE, OTHER, PRODUCT, I
 from bench.gpu.subjects import ROWS, unsupported
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
-from gpipe_fast.lower.alone import Spec
+from gpipe_fast.lower.operator_examples import Spec
 from gpipe_fast.lower.work import Work
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import gpipe_fast
 from gpipe_fast.command import main
-from gpipe_fast.reports import network
+from gpipe_fast.distributed import torchrun
 
 
 def doctor(port: int, size: int, seconds: float = 20.0) -> tuple[int, Any, str]:
@@ -32,14 +32,14 @@ def with_an_older_version(port: int) -> tuple[int, Any, str]:
 
 def with_a_failing_edge(port: int) -> tuple[int, Any, str]:
     """Ranks 1 and 2 cannot connect."""
-    make = network.gloo_group
+    make = torchrun.gloo_group
 
     def connect(store: Any, end: int, size: int, timeout: float) -> Any:
         if (dist.get_rank(), end) == (1, 0):  # the edge to rank 2; to rank 0 it is the other end
             raise RuntimeError("no route")
         return make(store, end, size, timeout)
 
-    with mock.patch.object(network, "gloo_group", connect):
+    with mock.patch.object(torchrun, "gloo_group", connect):
         return doctor(port, dist.get_world_size(), 5.0)
 
 
@@ -50,6 +50,6 @@ def with_a_rank_that_hangs(port: int) -> tuple[int, Any, str]:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if dist.get_rank() == 1:
-        with mock.patch.object(network._Examination, "_edges", stop):
+        with mock.patch.object(torchrun._Examination, "_edges", stop):
             return doctor(port, 3, 2.0)
     return doctor(port, 3, 2.0)

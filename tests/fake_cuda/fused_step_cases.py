@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.fuse import check, left_out
 from gpipe_fast.fuse import cubins as machine_code
+from gpipe_fast.fuse import left_out, replacement_check
 from gpipe_fast.fuse.cubin import generated_from, kernel_of
 from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
 from gpipe_fast.lower.launch import KernelLaunch
-from gpipe_fast.reports.check import FusedCheck, check_fused
+from gpipe_fast.reports.checkup import FusedCheck, check_fused
 from tests.fake_cuda import interpreter
 from tests.fake_cuda.cubin_files import keep_cubins
 from tests.fake_cuda.fake_devices import load
@@ -359,7 +359,7 @@ def self_test() -> FusedCheck:
 def run(name: str) -> None:
     """Runs one case in a process that knows nothing of earlier ones, but has kept its kernels."""
     left_out.forget()
-    check.forget()
+    replacement_check.forget()
     wrong_sources.clear()
     machine_code._load.cache_clear()
     C.fake_cuda_mark(f"begin\t{name}".encode())

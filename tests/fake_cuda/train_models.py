@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.runtime.settings import TRANSPORTS
 from gpipe_fast.schedule import SCHEDULES
+from gpipe_fast.skip import pop, skippable, stash
 from tests.fake_cuda.fake_devices import caller_streams, copied, load, mark, plain_loop
 from tests.internals import inject_delays, inject_failure, pipeline_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe_fast
-import gpipe_fast.layers.skip
+import gpipe_fast.skip
 
 # A GPU machine may lack torchgpipe; only the tests that compare with it are skipped there.
 torchgpipe = pytest.importorskip("torchgpipe")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe, _extension, command, doctor, replicate, simulate, switches, tune, verify
 from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time, profile_layers, table
-from gpipe_fast.balance.device_memory import check_partitions_fit
 from gpipe_fast.fuse import cubins
+from gpipe_fast.layers.device_memory import check_partitions_fit
 from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.lower.launch import launch_kernel
 from gpipe_fast.picture import draw

@@ -22,6 +22,7 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_fast import GPipe, _extension, tune
+from gpipe_fast.distributed import torchrun
 from gpipe_fast.distributed.mesh import (
     check_no_replicas,
     check_replicas,
@@ -31,8 +32,7 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
-from gpipe_fast.reports import network
-from gpipe_fast.reports.network import RankInfo
+from gpipe_fast.distributed.torchrun import RankInfo
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.training.update import _check_same
@@ -180,12 +180,12 @@ def backward_and_recording() -> None:
     second.exchange({})
 
 
-def examination(rank: int) -> network._Examination:
-    return network._Examination(rank, 2, TimedStore(dist.HashStore(), 0.1), 0.1)
+def examination(rank: int) -> torchrun._Examination:
+    return torchrun._Examination(rank, 2, TimedStore(dist.HashStore(), 0.1), 0.1)
 
 
 def without_a_report() -> None:
-    with mock.patch.object(network._Examination, "_edges", return_value=[]):
+    with mock.patch.object(torchrun._Examination, "_edges", return_value=[]):
         own = examination(1)
         own._store.set("rank/0", json.dumps(dict.fromkeys(RankInfo.__annotations__, "")))
         own.run(lambda _: None)
@@ -267,7 +267,7 @@ OF_RANKS = [
     case("another rank runs the backward of run 3", "and recordings", backward_and_recording),
     case("'one'", "must be numbers", under, mock.patch.dict(os.environ, NO_NUMBERS), run_command, "doctor"),
     case("ranks [1] of 2", "same MASTER_ADDR", lambda: examination(0).run(lambda _: None)),
-    case("has not found rank 0 at MASTER_ADDR=127.0.0.1", "must be", under, NOWHERE, network._store, 1, 0.1),
+    case("has not found rank 0 at MASTER_ADDR=127.0.0.1", "must be", under, NOWHERE, torchrun._store, 1, 0.1),
     case("0.8 s for the report of rank 0", "start all ranks again", without_a_report),
     case("0.2 s for rank 1", "start all ranks again", lambda: list(examination(0)._backends(0, 1))),
     case("cannot connect to rank 1", "argument timeout of GPipe", unconnected),

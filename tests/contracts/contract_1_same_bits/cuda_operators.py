@@ -33,7 +33,8 @@ from gpipe_fast import keyed_rng
 from gpipe_fast.torch_private.operators import is_view_op
 from gpipe_fast.trace import fake
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.trace import TraceContext, trace
+from gpipe_fast.trace.layers_function import TraceContext
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 from tests.contracts.contract_1_same_bits.layers import LOWERED
 from tests.contracts.contract_1_same_bits.torch_layers import (

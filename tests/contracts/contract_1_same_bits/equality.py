@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gpipe_fast import GPipe, keyed_rng
-from gpipe_fast.layers.skip import Namespace
 from gpipe_fast.layers.structure import Replicated
 from gpipe_fast.schedule import SCHEDULES
+from gpipe_fast.skip import Namespace
 from tests import models
 from tests.contracts.contract_1_same_bits import layers as menu
 from tests.contracts.contract_1_same_bits.layers import INPUTS, MENU, OUTPUTS, TOKENS, Layers, swapped

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.models.gpt import Block
 from gpipe_fast import replicate
-from gpipe_fast.layers.skip import pop, skippable, stash
+from gpipe_fast.skip import pop, skippable, stash
 from tests.contracts.contract_1_same_bits import unusual_layers
 from tests.contracts.contract_1_same_bits.unusual_layers import HALF, Layers, of, to_complex
 from tests.untraceable import UNTRACEABLE, WIDTH, FunctionLayer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast._extension import kept_bytes
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from gpipe_fast.layers.skip import Namespace, pop, skippable, stash
+from gpipe_fast.skip import Namespace, pop, skippable, stash
 from tests.reference import loop_step, pipeline_step, unequal
 
 pytestmark = [

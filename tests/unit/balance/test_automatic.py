@@ -13,8 +13,8 @@ from gpipe_fast.balance import balance_by_cost, balance_by_size, balance_by_time
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.layers.structure import CallArguments
 from tests import models
-from tests.unit.balance.test_profile import Pop, Stash
 from tests.unit.balance.timed_layers import Clock, TimedLayer, sequence
+from tests.unit.test_profile import Pop, Stash
 
 
 @pytest.mark.parametrize("costs", [[1, 1, 1, 1], [1, 2, 3, 4, 5, 6], [1, 1, 9, 1, 1], [0.01, 0.9]])

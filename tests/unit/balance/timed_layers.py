@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe_fast.balance.profile
+import gpipe_fast.profile
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
         return self  # copies of a layer advance the same clock
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
-        monkeypatch.setattr(gpipe_fast.balance.profile, "perf_counter", self)
+        monkeypatch.setattr(gpipe_fast.profile, "perf_counter", self)
         return self
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.fuse import check, left_out
+from gpipe_fast.fuse import left_out, replacement_check
 from gpipe_fast.fuse.fuse import Fusion, decisive_positions, fuse
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, split
@@ -95,6 +95,6 @@ def test_a_length_whose_offsets_exceed_int32_has_a_kernel_of_its_own() -> None:
         return launch
 
     short, _, long, too_long = (launch_at(length) for length in (5, 7, 37_450, 37_451))
-    with mock.patch.object(check, "_passed", {(CPU, short.specialization)}):
-        assert check.has_passed(long, CPU)
-        assert not check.has_passed(too_long, CPU)
+    with mock.patch.object(replacement_check, "_passed", {(CPU, short.specialization)}):
+        assert replacement_check.has_passed(long, CPU)
+        assert not replacement_check.has_passed(too_long, CPU)

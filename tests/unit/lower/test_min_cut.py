@@ -8,19 +8,19 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 
-from gpipe_fast.lower.min_cut import Choices, Operator, Recomputed, Value
+from gpipe_fast.lower.min_cut import Choices, Operator, Recomputed, SaveableValue
 
 
 def drawn(seed: int) -> Choices:
     """Returns a random graph; some operators have several results, and many are equal."""
     draw = random.Random(seed)
     operators: list[Operator] = []
-    values: list[Value] = []
+    values: list[SaveableValue] = []
     for index in range(draw.randint(1, 9)):
         reads = draw.sample(range(len(values)), min(len(values), draw.randint(0, 3)))
         operators.append(Operator(draw.choice([1, 2, 2, 5, 9]), frozenset(reads)))
         for _ in range(draw.choice([1, 1, 1, 2])):
-            values.append(Value(draw.choice([0, 1, 3, 3, 8]), index, draw.random() < 0.4))
+            values.append(SaveableValue(draw.choice([0, 1, 3, 3, 8]), index, draw.random() < 0.4))
     return Choices(operators, values)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower import operator_memory
-from gpipe_fast.lower.alone import examples
+from gpipe_fast.lower.operator_examples import examples
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import StorageKind, Value
 from gpipe_fast.lower.steps import Call, Ref, Release

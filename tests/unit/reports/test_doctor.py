@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import gpipe_fast
 from gpipe_fast import GPipe, doctor
-from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.reports import doctor as doctor_module
 from gpipe_fast.reports.doctor import Capability, describe_code, fused_lines
 from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.skip import pop, skippable, stash
 from tests.programs import run_python
 
 pytestmark = pytest.mark.usefixtures("one_thread")

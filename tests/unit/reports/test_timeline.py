@@ -12,7 +12,7 @@ from torch import nn
 from gpipe_fast import GPipe
 from gpipe_fast.reports import page
 from gpipe_fast.reports.blame import CAUSES
-from gpipe_fast.reports.picture import BLOCK_COLOURS, CAUSE_COLOURS
+from gpipe_fast.reports.chart import BLOCK_COLOURS, CAUSE_COLOURS
 from gpipe_fast.reports.report import Report
 from gpipe_fast.schedule import SCHEDULES, TRANSFERS
 from tests.models import features, mlp, uneven_balance

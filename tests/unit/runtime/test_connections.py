@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from gpipe_fast import _extension
-from gpipe_fast.layers.skip import Skip
 from gpipe_fast.runtime import connections
 from gpipe_fast.runtime.connections import Connection, connections_of
+from gpipe_fast.skip import Skip
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(12)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_fast.balance import device_memory
-from gpipe_fast.balance.device_memory import (
+from gpipe_fast.layers import device_memory
+from gpipe_fast.layers.device_memory import (
     check_layers_fit,
     check_partitions_fit,
     min_training_bytes,

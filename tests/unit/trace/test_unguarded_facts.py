@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from gpipe_fast.trace.facts import Facts, Read
+from gpipe_fast.trace.unguarded import Facts, Read
 
 AUTO, OTHER = object(), object()
 

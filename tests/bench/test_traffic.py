@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench.gpu import traffic
 from bench.gpu.families import all_cases
 from gpipe_fast.kernels.launch import Config, launch
-from tools import traffic
 
 pytestmark = pytest.mark.extended
 

@@ -1,4 +1,4 @@
-"""Operators that run alone, to measure them: on tensors with the shapes, strides and dtypes of a trace.
+"""Example arguments on which operators run alone, to measure them, with the layouts and dtypes of a trace.
 
 Floating point numbers are 0.5, integers are zero.
 """

@@ -1,4 +1,4 @@
-"""Pictures of recorded steps, to scale: a row for each rank, with its actions, and below what it keeps."""
+"""The chart of a recorded step, to scale: a row for each rank, with its actions, and below what it keeps."""
 
 from __future__ import annotations
 

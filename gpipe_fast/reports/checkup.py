@@ -22,12 +22,12 @@ from gpipe_fast.devices import Device
 from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.accuracy import error_ratio
 from gpipe_fast.fuse.availability import why_unfused
-from gpipe_fast.layers.skip import pop, skippable, stash
 from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES
 from gpipe_fast.reports.case_processes import ChildProcess, Process, run_cases
 from gpipe_fast.reports.doctor import doctor, replaced_by_graph
 from gpipe_fast.reports.verify import Report, verify
 from gpipe_fast.runtime.settings import TRANSPORTS
+from gpipe_fast.skip import pop, skippable, stash
 
 NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
 # On GPUs, the third mini-batch is captured and the fourth is replayed.

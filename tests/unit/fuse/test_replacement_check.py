@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe_fast.fuse import check, left_out
+from gpipe_fast.fuse import left_out, replacement_check
 from gpipe_fast.fuse.accuracy import error_ratio
-from gpipe_fast.fuse.check import ReplacementCheck, has_passed, results_of
 from gpipe_fast.fuse.launchers import launches_in, trace_launcher
+from gpipe_fast.fuse.replacement_check import ReplacementCheck, has_passed, results_of
 from gpipe_fast.kernels.launch import Config, launch
 from gpipe_fast.lower.launch import is_launch
 from tests.unit.fuse.triton_kernels import products
@@ -27,10 +27,10 @@ CONFIG = Config({"BLOCK": 32})
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     left_out.forget()
-    check.forget()
+    replacement_check.forget()
     yield
     left_out.forget()
-    check.forget()
+    replacement_check.forget()
 
 
 class WithResults(fx.Interpreter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpipe_fast.lower.alone import Spec, as_in_a_program, examples
+from gpipe_fast.lower.operator_examples import Spec, as_in_a_program, examples
 
 
 def test_examples_have_the_layout_and_values_that_operators_accept() -> None:

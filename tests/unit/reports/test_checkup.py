@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.doctor.__main__ import main
-from gpipe_fast.reports import check as checks
-from gpipe_fast.reports.check import FusedCheck, check
+from gpipe_fast.reports import checkup as checkups
+from gpipe_fast.reports.checkup import FusedCheck, check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +35,7 @@ class InThisProcess:
     """Runs the cases of a child process in this process, where models can be replaced."""
 
     def __init__(self, stages: Sequence[str], names: Sequence[str]) -> None:
-        self._messages = checks.run_here(GPipe, stages, names)
+        self._messages = checkups.run_here(GPipe, stages, names)
 
     def next(self, seconds: float) -> Sequence[Any] | None:
         return next(self._messages, None)
@@ -47,8 +47,8 @@ class InThisProcess:
 @contextmanager
 def checked_models(**makers: object) -> Iterator[None]:
     with (
-        mock.patch.object(checks, "MODELS", makers),
-        mock.patch.object(checks, "_start", InThisProcess),
+        mock.patch.object(checkups, "MODELS", makers),
+        mock.patch.object(checkups, "_start", InThisProcess),
         mock.patch.dict(os.environ),
         warnings.catch_warnings(),
     ):
@@ -69,12 +69,12 @@ def test_a_passing_check_reports_every_case(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_built_in_model_passes_the_check() -> None:
-    with mock.patch.object(checks, "CHECKPOINT_MODES", ["except_last"]):
+    with mock.patch.object(checkups, "CHECKPOINT_MODES", ["except_last"]):
         checkup = check()
     assert checkup, checkup
     assert "GPT                       hand-over    except_last    equal, 29 tensors\n" in str(checkup)
     assert checkup.stages == ("cpu", "cpu")
-    assert [case.model for case in checkup.cases] == list(checks.MODELS)
+    assert [case.model for case in checkup.cases] == list(checkups.MODELS)
 
 
 def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_differing_and_failing_cases_are_reported(capsys: pytest.CaptureFixture[
 
 def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = FusedCheck(False, "WRONG, or not compiled or loaded: cross_entropy._whole_rows")
-    with checked_models(small=small), mock.patch.object(checks, "check_fused", return_value=wrong):
+    with checked_models(small=small), mock.patch.object(checkups, "check_fused", return_value=wrong):
         assert main(["--check"]) == 1
     *_, line, headline = capsys.readouterr().out.splitlines()
     assert line == "fused kernels: WRONG, or not compiled or loaded: cross_entropy._whole_rows"
@@ -111,12 +111,12 @@ def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch
         return True, "equal"
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(checks, "_compare", compare)
-    monkeypatch.setattr(checks, "check_fused", lambda *_, device: FusedCheck(True, f"on {device}"))
+    monkeypatch.setattr(checkups, "_compare", compare)
+    monkeypatch.setattr(checkups, "check_fused", lambda *_, device: FusedCheck(True, f"on {device}"))
     monkeypatch.setattr(
-        checks._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
+        checkups._devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(2)]
     )
-    monkeypatch.setattr(checks, "CHECKPOINT_MODES", ["never"])
+    monkeypatch.setattr(checkups, "CHECKPOINT_MODES", ["never"])
     for peer_access, transports in ((True, ["auto", "peer", "pinned"]), (False, ["auto", "pinned"])):
         monkeypatch.setattr(
             torch.cuda, "can_device_access_peer", lambda one, other, peer_access=peer_access: peer_access

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.layers.skip import Key, outer_skips, take_stashed
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
+from gpipe_fast.skip import Key, outer_skips, take_stashed
 from gpipe_fast.torch_private.graphs import annotate
 from gpipe_fast.trace.capture_layers import FindState
 from gpipe_fast.trace.dynamo import Captured, ReplaceConstant

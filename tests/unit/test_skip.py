@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe_fast.layers.skip
-from gpipe_fast.layers.skip import Namespace, Skippable, pop, skippable, skips_of, stash, verify_skippables
+import gpipe_fast.skip
+from gpipe_fast.skip import Namespace, Skippable, pop, skippable, skips_of, stash, verify_skippables
 
 torchgpipe_skip = pytest.importorskip("torchgpipe.skip")
 BOTH_APIS = pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, devices
 from gpipe_fast.balance import balance_by_time
-from gpipe_fast.balance.profile import (
+from gpipe_fast.layers.structure import replicate
+from gpipe_fast.profile import (
     LayerMeasurement,
     LayerOutput,
     LayerProfile,
@@ -24,8 +25,7 @@ from gpipe_fast.balance.profile import (
     profile_layers,
     table,
 )
-from gpipe_fast.layers.skip import Namespace, pop, skip_scope, skippable, stash
-from gpipe_fast.layers.structure import replicate
+from gpipe_fast.skip import Namespace, pop, skip_scope, skippable, stash
 from tests import models
 from tests.unit.balance.timed_layers import Clock, sequence
 

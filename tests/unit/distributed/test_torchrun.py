@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_fast.reports.network import Edge, Network, RankInfo, _own_device
+from gpipe_fast.distributed.torchrun import Edge, Network, RankInfo, _own_device
 
 RANKS = [RankInfo(rank, f"host{rank}", f"cuda:{rank}", "2.14.1", "0.1") for rank in range(3)]
 EDGES = [Edge(0, 1, "gloo", 25e-6, 1.5e9), Edge(1, 0, "gloo", 30e-6, 2e9)]
