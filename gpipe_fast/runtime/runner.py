@@ -229,35 +229,34 @@ class Runner:
                 f"{list(balance)}; make a new GPipe with it, and load the state dict"
             )
         with TRACING_LOCK:
-            found = Placement.checked(self.children, balance, devices)
+            self._take(Placement.checked(self.children, balance, devices))
+
+    def take_balance(self, balance: list[int]) -> None:
+        """Repartitions the layers on the same devices, as the first call has chosen."""
+        self._take(self.placement._replace(balance=balance, is_pending=False))
+        self.detect_changes()
+
+    def _take(self, found: Placement) -> None:
+        """Moves the layers to another placement; if that fails, they are as before."""
+        before, self.placement = self.placement, found
+        if found[:2] == before[:2]:
+            return
+        is_moved = found.devices != before.devices
+        try:
             self._check_connections(found, self.settings.transport)
-            as_before = found.devices == self.placement.devices
-            if not as_before and self.pipeline.recorded():
+            if is_moved and self.pipeline.recorded():
                 raise RuntimeError(
                     "stages cannot be added, removed or moved while the model is recorded, got devices "
                     f"{list(map(str, found.devices))}; leave the model.recording() block first"
                 )
-            self.placement = found
             self.move_layers()
-            if not as_before:
+            if is_moved:
                 self.pipeline = self._open_pipeline()
-            self.rebuild()
-
-    def take_balance(self, balance: list[int]) -> None:
-        """Repartitions the layers on the same devices; if that fails, they are as before."""
-        before = self.placement
-        if balance == before.balance:
-            self.placement = before._replace(is_pending=False)
-            return
-        self.placement = before._replace(balance=balance, is_pending=False)
-        try:
-            self.move_layers()
             self.rebuild()
         except BaseException:
             self.placement = before
             self.move_layers()
             raise
-        self.detect_changes()
 
     # The stages, which another placement, setting or layer makes anew.
 
