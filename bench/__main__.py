@@ -21,7 +21,7 @@ _OF_PACKAGES = {
     "signature",
     "bench.compare": "distributed frontier memory overhead step training-step within-memory",
     "bench.gpu": "cuda kernels levers where",
-    "tools": "census compiled explain fusion largest ledger policies published regions traffic",
+    "tools": "census compiled explain fusion largest ledger policies published regions reruns traffic",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"
