@@ -203,10 +203,11 @@ GraphCache::State GraphCache::state_of(Entry& entry, const MiniBatch& minibatch)
     return State::refused;
   }
   if (entry.forward) return State::captured;
-  const bool warm = entry.report.uncaptured >= entry.capture_after &&
+  const bool always = capture_when_ == Capture::always;
+  const bool warm = entry.report.uncaptured >= entry.capture_after && (always || !entry.forwards.empty()) &&
                     (entry.gradient_layouts || !minibatch.plan()->backward);
   if (!warm) return State::cold;
-  if (capture_when_ == Capture::always || !entry.launches_hide()) return State::warm;
+  if (always || !entry.launches_hide()) return State::warm;
   entry.report.postponed = "the device takes longer than the launches, so a graph would gain nothing";
   return State::cold;
 }

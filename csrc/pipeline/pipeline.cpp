@@ -393,7 +393,7 @@ void Pipeline::create_transport(const Plan& plan) {
 }
 
 std::optional<RunTimer> Pipeline::start_timer(size_t stage) const {
-  if (!may_use_graphs()) return std::nullopt;
+  if (!may_use_graphs() || capture_ != Capture::where_it_pays) return std::nullopt;
   return RunTimer(transport_->work(static_cast<int32_t>(stage)));
 }
 

@@ -242,6 +242,10 @@ def num_captures() -> int:
     return int(ctypes.CDLL(None).fake_cuda_num_captures())
 
 
+def num_timed_events() -> int:
+    return int(ctypes.CDLL(None).fake_cuda_num_timed_events())
+
+
 def more_shapes_than_places(both: PipelineAndLoop) -> None:
     """Eight of ten random shapes are captured, once each; the shape of a later phase takes over a place."""
     before, chosen = num_captures(), random.Random(0)
@@ -452,9 +456,12 @@ def allocator_cannot_capture(both: PipelineAndLoop) -> None:
 def captured_only_where_it_pays(both: PipelineAndLoop) -> None:
     """With slow devices nothing is captured unless asked; with fast ones, as soon as the plan is warm."""
     slow = float(os.environ["FAKE_CUDA_ELAPSED"]) > 0
+    both.train(0, 1)
+    both.expect("no run is timed if all are to be captured", num_timed_events() == 0)
     both.pipeline.capture = "auto"
     both.train(*range(6))
-    report = both.expect_counts(6, 0) if slow else both.expect_counts(2, 4)
+    report = both.expect_counts(8, 0) if slow else both.expect_counts(3, 5)
+    both.expect("forward and backward are timed", num_timed_events() == (24 if slow else 4))
     why = "the device takes longer than the launches"
     both.expect("the report says why", (why in doctor(both.pipeline)) is slow)
     both.expect("it is no obstacle", not report.obstacle)

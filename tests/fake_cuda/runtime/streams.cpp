@@ -15,7 +15,7 @@
 namespace fake_cuda {
 namespace {
 
-std::atomic<int64_t> num_events{0};  // created so far
+std::atomic<int64_t> num_events{0}, num_timed_events{0};  // created so far
 
 // With FAKE_CUDA_LATE, returns true for half of the queries: on a GPU, work can be unfinished for any length of time.
 bool answers_not_ready() {
@@ -216,10 +216,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 // Events.
 
 long fake_cuda_num_events() { return num_events; }
+long fake_cuda_num_timed_events() { return num_timed_events; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   RETURN_IF_STICKY_ERROR()
 
-  *event = new CUevent_st{current_device, num_events++, 0, (flags & cudaEventDisableTiming) == 0, nullptr};
+  const bool timing = (flags & cudaEventDisableTiming) == 0;
+  num_timed_events += timing;
+  *event = new CUevent_st{current_device, num_events++, 0, timing, nullptr};
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
