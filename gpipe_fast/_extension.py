@@ -57,6 +57,7 @@ built_with_cuda = _C.built_with_cuda
 operator_settings = _C.operator_settings
 restore_operator_settings = _C.restore_operator_settings
 kept_bytes = _C.kept_bytes
+alignment_of = _C.alignment_of
 trim_heaps = _C.trim_heaps
 route = _C.route
 make_channels = getattr(_C, "make_channels", None)  # None without torch.distributed

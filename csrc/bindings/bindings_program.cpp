@@ -188,6 +188,7 @@ void bind_program(py::module_& m) {
       .def("bind", &bind, py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))
       .def_property_readonly("arena_bytes", &Program::arena_bytes);
+  m.def("alignment_of", &alignment_of);
   m.def("trim_heaps", &trim_heaps, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -34,10 +34,6 @@ int64_t bytes_of(const Layout& layout) {
   return c10::multiply_integers(layout.sizes) * static_cast<int64_t>(c10::elementSize(layout.dtype));
 }
 
-// The alignment of what the allocators of a device return. Libraries choose kernels by the alignment of addresses, and
-// a slice must get those that a tensor of its own would get.
-int64_t alignment_of(at::Device device) { return device.is_cpu() ? 64 : 512; }
-
 // Returns whether outputs of these layouts can be slices of one tensor; null: the output is not placeable.
 bool can_join(const std::vector<const Layout*>& layouts, at::Device device) {
   for (size_t m = 0; m < layouts.size(); ++m) {

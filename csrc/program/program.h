@@ -57,6 +57,10 @@ enum class Part : uint8_t { early, results, rest };
 // The runs of a mini-batch in which a step is executed; the first run allocates the accumulators.
 enum class ActiveRuns : uint8_t { always, first, later };
 
+// Returns the alignment, in bytes, of what PyTorch allocates on a device. Libraries such as cuBLASLt choose kernels by
+// it, so tensors that share memory must have it, too.
+inline int64_t alignment_of(at::Device device) { return device.is_cuda() ? 512 : 64; }
+
 // A block of memory that the programs of one stage use in turn. Not thread-safe: a stage has one worker.
 //
 // Blocks take each other's place in one storage, to which the programs' tensors refer. On the CPU, where new pages

@@ -6,11 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The alignment of PyTorch's allocations, in bytes, by device type; types not listed use the CPU's alignment.
-# Libraries such as cuBLASLt choose algorithms by alignment, so a different alignment changes bits.
-ALIGNMENT = 64
-ALIGNMENTS = {"cuda": 512}
-
 
 @dataclass(frozen=True)
 class LiveRange:

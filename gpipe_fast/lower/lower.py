@@ -110,14 +110,14 @@ class _Lowering:
         program.outputs = tuple(n.port for n in results)
         outputs = [self.values.sources[n.node].base for n in results if n.port.role is GraphRole.OUTPUT]
         program.results = [self._result(n.node, n.port.role, outputs) for n in results]
-        memory = plan_memory(program, self._device_type())
+        memory = plan_memory(program, self._device())
         program.parts = parts(program)
         return program, memory
 
-    def _device_type(self) -> str:
-        """Returns the type of the one device that holds all values."""
+    def _device(self) -> torch.device:
+        """Returns the one device that holds all values."""
         tensors = (node.meta.get("val") for node in self.nodes)
-        return next((t.device.type for t in tensors if isinstance(t, AnyTensor)), "cpu")
+        return next((t.device for t in tensors if isinstance(t, AnyTensor)), torch.device("cpu"))
 
     # Calls
 

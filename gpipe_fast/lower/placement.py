@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, Chain, LiveRange, place, reuse_chains
+import torch
+
+from gpipe_fast._extension import alignment_of
+from gpipe_fast.lower.arena import Chain, LiveRange, place, reuse_chains
 from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Release, Step, values_in, values_used, values_written
@@ -32,7 +35,7 @@ class MemoryPlan:
             program.values[i] = replace(program.values[i], index=offset)
 
 
-def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
+def plan_memory(program: ProgramIR, device: torch.device) -> MemoryPlan:
     """Finds the live ranges of arena values, and releases other values of a run after their last use.
 
     Those are what the run allocates, and the saved tensors that it is given.
@@ -64,7 +67,7 @@ def plan_memory(program: ProgramIR, device_type: str) -> MemoryPlan:
         for position, step in enumerate(steps)
         for s in (step, *(Release(v) for v in ends.get(position, ())))
     ]
-    return MemoryPlan(reuse_chains(live_ranges), ALIGNMENTS.get(device_type, ALIGNMENT))
+    return MemoryPlan(reuse_chains(live_ranges), alignment_of(device))
 
 
 def parts(program: ProgramIR) -> tuple[int, int]:

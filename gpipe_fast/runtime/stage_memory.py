@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_fast._extension import ActiveRuns
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS
+from gpipe_fast._extension import ActiveRuns, alignment_of
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -303,7 +302,7 @@ def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
 
 def _aligned(compiled: CompiledStage, is_joined: bool) -> frozenset[int]:
     """Returns the outputs that are joined and whose micro-batches are aligned, as slices must be."""
-    alignment = ALIGNMENTS.get(compiled.stage.device.type, ALIGNMENT)
+    alignment = alignment_of(compiled.stage.device)
     specs = compiled.outputs.tensors if is_joined else ()
     sizes = [span(spec.shape, spec.strides) * spec.dtype.itemsize for spec in specs]
     return frozenset(i for i, size in enumerate(sizes) if size % alignment == 0)

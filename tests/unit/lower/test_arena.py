@@ -6,10 +6,13 @@ import itertools
 import random
 
 import pytest
+import torch
 
-from gpipe_fast.lower.arena import ALIGNMENT, ALIGNMENTS, LiveRange, place, reuse_chains
+from gpipe_fast._extension import alignment_of
+from gpipe_fast.lower.arena import LiveRange, place, reuse_chains
 
 SEEDS = range(40)
+ALIGNMENT = alignment_of(torch.device("cpu"))
 
 
 def assign_offsets(ranges: dict[int, LiveRange], alignment: int = ALIGNMENT) -> tuple[dict[int, int], int]:
@@ -110,7 +113,7 @@ def test_memory_is_not_reused_in_place_if_it_does_not_fit(size: int, end: int, w
 
 
 def test_gpu_offsets_are_aligned_like_the_allocators_blocks() -> None:
-    alignment = ALIGNMENTS["cuda"]
+    alignment = alignment_of(torch.device("cuda"))
     offsets, total = assign_offsets({i: LiveRange(100 + i, 0, 1) for i in range(4)}, alignment)
     assert sorted(offsets.values()) == [0, alignment, 2 * alignment, 3 * alignment]
     assert total == 4 * alignment
