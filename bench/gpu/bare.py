@@ -215,6 +215,7 @@ def work_of(programs: Programs) -> Work:
         work = count(program)
         total.read += runs * work.read
         total.written += runs * work.written
+        total.by_libraries += runs * work.by_libraries
         for own, each in ((total.moved_by, work.moved_by), (total.launches_of, work.launches_of)):
             for name, number in each.items():
                 own[name] = own.get(name, 0) + runs * number

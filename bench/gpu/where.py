@@ -258,11 +258,22 @@ def analysed(row: str, device: str) -> dict[str, Any] | str:
     if kernels is not None:
         keep("generated", lambda: generated_rows(generated_times(steps, kernels[UNCAPTURED]), copied))
     found["note"] = clocks(steps.timed()[UNCAPTURED], device)
+    found["note"] += inputs_text(steps.candidates[UNCAPTURED], work_of(steps.programs()))
     if kernels is not None and bare is not None:
         step_ms = {name: float(str(text).split()[0]) for name, text, *_ in found["step"]}
         found["note"] += sums_text(step_ms, bare, work_of(steps.programs()), copied)
         found["note"] += attention_text(kernels[UNCAPTURED])
     return found
+
+
+def inputs_text(step: Step, work: Work) -> str:
+    """Returns the bytes that copies into graphs move, beside the bytes that the programs move."""
+    copied = 2 * (step.input.nbytes + step.gradient.nbytes)
+    moved = copied + work.moved + work.by_libraries
+    return (
+        f"Before replays, inputs and output gradients are copied: {copied / 1e6:.2f} of {moved / 1e6:.2f} MB "
+        f"that a captured step moves, {copied / moved:.1%}. "
+    )
 
 
 def attention_text(kernels: Sequence[shares.Interval]) -> str:

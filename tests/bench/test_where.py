@@ -14,6 +14,7 @@ from bench import measure, process
 from bench.gpu import bare, levers, shares, where
 from bench.gpu.shares import ATTENTION, COPY, GENERATED, IDLE, OTHER, PRODUCT, Interval
 from bench.gpu.subjects import ROWS, unsupported
+from bench.peers import Step
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
 from gpipe_fast.lower.operator_examples import Spec
@@ -146,6 +147,9 @@ def test_rates_and_ratios_follow_from_times_and_bytes() -> None:
     assert "captured 1.50, not captured 1.20" in text
     assert "4.00 GB" in text
     assert "1.00 ms at the 4000 GB/s" in text
+    x = torch.zeros(1000)
+    text = where.inputs_text(Step([], nn.Identity(), x, x), Work(50_000, 10_000, by_libraries=24_000))
+    assert "0.02 of 0.10 MB that a captured step moves, 16.0%" in text
     lines = ["345, 1980, 90.5, 700.0, 30"] * 3 + ["1755, 1980, 650.0, 700.0, 61"] * 4
     assert where.clock_text(lines) == "SM clock 1755 of 1980 MHz, 650 of 700 W, 61 °C. "
     assert where.clock_text(["[N/A]"]) == where.clock_text([]) == "The clock is unknown. "

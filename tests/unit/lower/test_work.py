@@ -68,6 +68,13 @@ def test_out_arguments_are_written_and_not_read() -> None:
     assert (work.read, work.written) == (128 + 64, 128)
 
 
+def test_products_are_counted_apart() -> None:
+    build = Builder()
+    x, y, out = build.add(8, 4), build.add(4, 2), build.add(8, 2)
+    work = build.count(call(aten.mm.out, *refs(x, y, out)))
+    assert (work.moved, work.by_libraries, work.launches) == (0, 128 + 32 + 64, 1)
+
+
 def test_shared_memory_is_read_once_and_expanded_dimensions_count_one_element() -> None:
     build = Builder()
     x, out = build.add(8, 4), build.add(8, 4)
