@@ -131,8 +131,8 @@ class CallStream:
                 self._native = InferenceStream(call.pipeline)
             elif call.pipeline is not self._pipeline:
                 raise RuntimeError(
-                    "the stages were moved to other devices while a stream is open; open another with "
-                    "model.stream()"
+                    "the stages have got other devices or another transport while a stream is open; open "
+                    "another with model.stream()"
                 )
             key = call.key(functools.partial(self._order.draw, self._num_begun))
             self._native.push(call.plan.native, inputs.tensors, call.parameters, call.buffers, key)

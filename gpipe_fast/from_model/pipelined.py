@@ -305,7 +305,10 @@ class Pipelined(nn.Module):
 
     @property
     def pipeline(self) -> Any:
-        """The `GPipe` of the latest call, for `doctor`, `recording` and so on. Its layers hold the blocks."""
+        """The `GPipe` of the latest call, for `doctor`, `recording` and so on. Its layers hold the blocks.
+
+        Settings are those of the model: set them there, because its next call sets them here.
+        """
         program = self._calls.program
         if program.pipeline is None:
             program.pipeline = self._calls.face(program.runner)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
 from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.layer_states import StateKey
+from gpipe_fast.trace.layer_states import LayerState, StateKey
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.traceability import Untraceable
 
@@ -228,6 +228,14 @@ class Compiler:
         used = {id(stage.traced) for stage in self.cached()}
         for unused in [key for key, traced in self._traces.items() if id(traced) not in used]:
             del self._traces[unused]
+
+    def forget_states(self, gone: Set[LayerState]) -> None:
+        """Removes what was made for layers in these states."""
+        self.forget([each for each in self.cached() if not gone.isdisjoint(each.segment_key.layers.states)])
+        caches: list[dict[Any, Any]] = [self._traces, self._families, self._parts, self._trace_counts]
+        for cache in caches:  # by a state key, and others
+            for key in [key for key in cache if not gone.isdisjoint(key[0].states)]:
+                del cache[key]
 
     def forget_oldest_template(self) -> bool:
         """Removes the graphs of equal layers, or the oldest template of layers without a cached stage.

@@ -32,7 +32,7 @@ from gpipe_fast.runtime.plan import (
     schedule_of,
 )
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState, StageTensors
-from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Stage, TensorSpec, TorchModes
+from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Lock, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.joint_graph import parameters_of
@@ -194,11 +194,12 @@ class Planner:
         self.compiler: Compiler = Compiler(max_traces=max_traces) if base is None else base.compiler
         self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
         self._lowering_pending = threading.Event()
-        locks: list[threading.RLock] = _locks(stages)
-        if base is not None and (len(set(locks)) == len(stages) or len(base.locks) == 1):
-            locks = base._locks
-        self._locks: list[threading.RLock] = locks
-        self.locks: list[threading.RLock] = list(dict.fromkeys(locks))
+        locks: Sequence[Lock] = _locks(stages)
+        if base is not None:  # the same layers run in its calls
+            shares = len(set(locks)) < len(stages)
+            locks = [_AllLocks(base.locks)] * len(stages) if shares else base._locks
+        self._locks: Sequence[Lock] = locks
+        self.locks: Sequence[Lock] = list(dict.fromkeys(locks))
         shared = SegmentSharedState(
             self.compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
         )
@@ -481,6 +482,31 @@ def _outlook(left: int | None) -> str:
         return "; the next ones are faster, unless another size varies, such as the batch's"
     several = "s, the last one slowest" if left > 1 else ", the slowest one"
     return f"; expect {left} more slow call{several}, if shapes change"
+
+
+class _AllLocks:
+    """Several locks that are acquired together, in order."""
+
+    def __init__(self, locks: Sequence[Lock]) -> None:
+        self._locks = locks
+
+    def acquire(self, blocking: bool = True) -> bool:
+        for number, lock in enumerate(self._locks):
+            if not lock.acquire(blocking=blocking):
+                for held in self._locks[:number]:
+                    held.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 def _locks(stages: Sequence[Stage]) -> list[threading.RLock]:

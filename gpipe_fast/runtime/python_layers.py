@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from gpipe_fast.runtime.python_state import (
     snapshot_buffers,
     writable_copy,
 )
-from gpipe_fast.runtime.stage import Stage, TorchModes, exact_autocast
+from gpipe_fast.runtime.stage import Lock, Stage, TorchModes, exact_autocast
 from gpipe_fast.schedule import Action
 from gpipe_fast.skip import skip_scope, take_stashed
 from gpipe_fast.torch_private.autograd import is_multithreading_enabled
@@ -185,7 +184,7 @@ class PythonLayers:
         name: str,
         modes: TorchModes,
         saved_fraction: SavedFraction,
-        lock: threading.RLock,
+        lock: Lock,
         num_parameters: int,
         on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
         on_success: Callable[[], object] | None = None,

@@ -244,11 +244,8 @@ class Runner:
         is_moved = found.devices != before.devices
         try:
             self._check_connections(found, self.settings.transport)
-            if is_moved and self.pipeline.recorded():
-                raise RuntimeError(
-                    "stages cannot be added, removed or moved while the model is recorded, got devices "
-                    f"{list(map(str, found.devices))}; leave the model.recording() block first"
-                )
+            if is_moved:
+                self._check_not_recorded(f"devices {list(map(str, found.devices))}")
             self.move_layers()
             if is_moved:
                 self.pipeline = self._open_pipeline()
@@ -257,6 +254,13 @@ class Runner:
             self.placement = before
             self.move_layers()
             raise
+
+    def _check_not_recorded(self, received: str) -> None:
+        if self.pipeline.recorded():
+            raise RuntimeError(
+                "stages cannot be added, removed, moved or connected otherwise while the model is recorded, "
+                f"got {received}; leave the model.recording() block first"
+            )
 
     # The stages, which another placement, setting or layer makes anew.
 
@@ -316,6 +320,12 @@ class Runner:
         """
         return _LongerRunner(self, layer)
 
+    def forget(self, longer: Runner) -> None:
+        """Frees what the compiler keeps for the last layer of such a runner, if no other one needs it."""
+        used = {state for runner, *_ in self.with_losses.values() for state in runner.stages[-1].loss_states}
+        self.planner.compiler.forget_states(longer.stages[-1].loss_states - used)
+        self.stages[0].states.forget(longer.stages[-1].loss_states - used)
+
     def state_to_copy(self) -> tuple[Any, ...]:
         """Returns the arguments, but the layers, that make a runner like this one.
 
@@ -367,6 +377,7 @@ class Runner:
         self.processes.check_settings(settings)
         if settings.transport != before.transport:
             self._check_connections(self.placement, settings.transport)
+            self._check_not_recorded(f"transport={settings.transport!r}")
         for runner in self.runners:
             runner.settings = settings
         if any(getattr(settings, name) != getattr(before, name) for name in _COMPILED):
@@ -613,7 +624,7 @@ class _LongerRunner(Runner):
     """A runner of another one's layers and one more, as long as that one has the same stages."""
 
     def __init__(self, base: Runner, layer: nn.Module) -> None:
-        names = ("loss", "loss_of_step", "_")
+        names = ("loss", *(f"loss{number}" for number in range(len(base.children))))
         name = next(name for name in names if name not in base.children)
         # Not the runner itself, which refers to this one: nobody would free the two at once.
         self._others, self._layer = base.children, {name: layer}
@@ -625,7 +636,7 @@ class _LongerRunner(Runner):
             base.pipeline,
         )
         *balance, last = base.placement.balance
-        self.placement = base.placement._replace(balance=[*balance, last + 1])
+        self.placement = base.placement._replace(balance=[*balance, last + 1], is_pending=False)
         self.with_losses = {}
         self.stages = [*base.stages[:-1], base.stages[-1].with_loss(layer, skips_of(self.layers))]
         self.planner = Planner(self.stages, self._backend, self.python_workers, base.planner)

@@ -35,6 +35,7 @@ from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (
     TRACING_LOCK,
     BoundarySpec,
+    Lock,
     Stage,
     TensorSpec,
     TorchModes,
@@ -88,7 +89,7 @@ class SegmentSharedState:
     layout_history: GradientLayoutHistory
     python_workers: PythonWorkers
     lowering_pending: threading.Event
-    locks: Sequence[threading.RLock]
+    locks: Sequence[Lock]
 
 
 class StageTensors(NamedTuple):
@@ -129,7 +130,7 @@ class Segments:
         name: str,
         shared: SegmentSharedState,
         report: ReportUntraceable,
-        lock: threading.RLock,
+        lock: Lock,
         in_python: set[int],
     ) -> None:
         """Makes an empty cache.

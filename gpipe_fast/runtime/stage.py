@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
 from gpipe_fast.skip import Key, Skip
 from gpipe_fast.strides import Bits, bits_of, empty_like, with_bits
 from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
-from gpipe_fast.trace.layer_states import LayerStates, StateKey
+from gpipe_fast.trace.layer_states import LayerState, LayerStates, StateKey
 from gpipe_fast.trace.layers_function import TraceContext
 from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -53,6 +53,21 @@ class TensorSpec:
 
 # A lock held while tracing, because a trace changes process-wide state of PyTorch.
 TRACING_LOCK = threading.RLock()
+
+
+class Lock(Protocol):
+    """A lock that its owner may acquire again."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Acquires it; without waiting if it must not block. Returns whether it is held."""
+
+    def release(self) -> None:
+        """Releases it."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
@@ -246,6 +261,7 @@ class Stage:
         options: the arguments of `GPipe` that hold for all stages.
         states: the known states of the model's layers.
         has_loss: whether the last layer is the loss of a step, behind layers that calls have, too.
+        loss_states: the states in which the loss was found.
     """
 
     has_loss = False
@@ -268,6 +284,7 @@ class Stage:
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
         self.states = LayerStates() if states is None else states
+        self.loss_states: set[LayerState] = set()
         self.skips = skips
         self.options = options
         own = range(first_layer, first_layer + len(self.layers))
@@ -284,7 +301,10 @@ class Stage:
 
     def state_key(self, modes: TorchModes) -> StateKey:
         """Returns the key of the layers' state under modes."""
-        return StateKey.of(self.states, self.layers, modes.of_captures())
+        found = StateKey.of(self.states, self.layers, modes.of_captures())
+        if self.has_loss:
+            self.whole.loss_states.add(found.states[-1])
+        return found
 
     def part(self, begin: int, end: int) -> Stage:
         """Returns a part of the stage, layers `begin` to `end`, which shares the stage's arena."""

@@ -119,7 +119,8 @@ def copy_node(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node])
     copy = graph.node_copy(node, copies.__getitem__)
     target: Any = node.target
     is_view = target is operator.getitem or (isinstance(target, OpOverload) and is_view_op(target))
-    if is_view and _is_moved(node.all_input_nodes[0], copies):
+    viewed = node.all_input_nodes  # none of a constant
+    if is_view and viewed and _is_moved(viewed[0], copies):
         args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
         copy.meta["val"] = target(*args, **kwargs)
     return copy

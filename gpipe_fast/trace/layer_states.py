@@ -133,6 +133,11 @@ class LayerStates:
                 f"{_MAX_STATES_WITH_CONSTANTS} times; register it as a buffer"
             )
 
+    def forget(self, gone: Container[LayerState]) -> None:
+        """Removes states, with their captures."""
+        for known in self._states.values():
+            known[:] = [state for state in known if state not in gone]
+
     def of(self, layer: nn.Module, description: Hashable, modes: Hashable) -> LayerState:
         """Returns the state of a layer under the calling thread's modes; a new one if no known one holds."""
         known = self._states.setdefault((description, modes), [])

@@ -167,13 +167,15 @@ def with_loss(
     known = runner.with_losses.pop(key, None)
     # The variables that the former function closes over may have changed since.
     if known is None or key_of(known[1]) != known[2]:
+        if known is not None:
+            runner.forget(known[0])
         count = 0 if targets is None else len(targets.tensors)
         longer = runner.with_layer(loss_layer(loss, structure, count, objective.keeps_output, dim))
         # The layer calls the function; kept alive, because its address may be in the key.
         known = longer, function, key_of(function)
     runner.with_losses[key] = known
     while len(runner.with_losses) > _MAX_LOSSES:
-        del runner.with_losses[next(iter(runner.with_losses))]
+        runner.forget(runner.with_losses.pop(next(iter(runner.with_losses)))[0])
     given, dims = given_of(targets, inputs.batch_size, runner.placement.devices[-1])
     return known[0], Given(given, StepOrder(schedule, dims))
 

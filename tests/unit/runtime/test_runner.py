@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -196,3 +198,87 @@ def test_a_step_between_a_call_and_its_backward_leaves_both_right() -> None:
         assert ours.grad is not None
         assert expected.grad is not None
         torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_loss_with_a_complex_constant() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return (torch.fft.fft(output) * 2j).real.square().sum()
+
+    pipe, plain = GPipe(layers(), [3, 3], chunks=2), layers()
+    found = pipe.step(X, loss_fn=loss, normalizer=1)
+    losses = [loss(plain(half)) for half in X.chunk(2)]
+    for each in reversed(losses):
+        each.backward()
+    torch.testing.assert_close(found, torch.stack(losses).sum())
+    for ours, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_step_in_eval_mode_before_the_balance_is_chosen_within_a_memory() -> None:
+    pipe = GPipe(
+        nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), devices=["cpu"] * 2, chunks=2, memory="1GB"
+    )
+    pipe.eval().step(X, target=X, loss_fn=F.mse_loss)
+    assert pipe.train().step(X, target=X, loss_fn=F.mse_loss) > 0
+    assert pipe.memory(X, target=X, loss_fn=F.mse_loss).stages
+
+
+def test_layers_may_have_any_names_in_a_step() -> None:
+    names = ("loss", "loss_of_step", "_", "loss0")
+    named = OrderedDict((name, nn.Linear(6, 6)) for name in names)
+    assert GPipe(nn.Sequential(named), [2, 2], chunks=2).step(X, target=X, loss_fn=F.mse_loss) > 0
+
+
+def test_losses_and_what_they_close_over_are_freed_when_others_take_their_place() -> None:
+    def loss_with(target: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda output: (output - target[: len(output)]).square().sum()
+
+    pipe, references = GPipe(layers(), [3, 3], chunks=2), []
+    for number in range(12):
+        target = torch.full((8, 6), float(number))
+        references.append(weakref.ref(target))
+        found = pipe.step(X, loss_fn=loss_with(target), normalizer=1)
+        assert torch.allclose(found, (pipe(X) - target[:4].repeat(2, 1)).square().sum())
+        del target
+    gc.collect()
+    assert sum(ref() is not None for ref in references) <= 5
+    numbers = [
+        len(compiled.segment_key.layers.states) for compiled in runner_of(pipe).planner.compiler.cached()
+    ]
+    assert len(numbers) <= 12
+
+
+def test_a_recording_is_not_lost_by_another_transport() -> None:
+    pipe = GPipe(layers(), [3, 3], chunks=2)
+    with pipe.recording() as recording:
+        with pytest.raises(RuntimeError, match="while the model is recorded, got transport='pinned'"):
+            pipe.transport = "pinned"
+        pipe(X)
+    assert pipe.transport == "auto"
+    assert recording.phases()
+
+
+def test_a_loss_that_shares_a_parameter_waits_for_layers_in_calls() -> None:
+    class Shared(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, output: Tensor) -> Tensor:
+            return output.square().sum() + self.weight.square().sum()
+
+    pipe = GPipe(layers(), [3, 3], chunks=1)
+    pipe.step(X, loss_fn=Shared(pipe[0].weight), normalizer=1)
+    base, longer = (runner.planner for runner in runner_of(pipe).runners)
+    with contextlib.ExitStack() as held:
+        assert longer._lock(held)
+        found: list[bool] = []
+
+        def try_all() -> None:
+            with contextlib.ExitStack() as other:
+                found.extend(each.try_lock(other) for each in base._segments)
+
+        thread = threading.Thread(target=try_all)
+        thread.start()
+        thread.join()
+    assert found == [False, False]
