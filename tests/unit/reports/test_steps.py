@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
 from gpipe_fast.schedule import Kind
 from tests.internals import pipeline_of
 from tests.models import features
@@ -100,4 +101,4 @@ def test_a_report_changes_no_loss_no_numbers_of_numpy_and_no_later_warning() -> 
     pipe.report(features(), target=features(), loss_fn=Loss(), normalizer=1)
     assert all(p.grad is None for p in loss.parameters())
     assert (numpy.random.get_state()[1] == state).all()
-    assert not pipe._warned_of_idle_stages
+    assert runner_of(pipe).warns_of_idle_stages
