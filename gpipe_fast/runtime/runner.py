@@ -245,7 +245,8 @@ class Runner:
         try:
             self._check_connections(found, self.settings.transport)
             if is_moved:
-                self._check_not_recorded(f"devices {list(map(str, found.devices))}")
+                devices = f"devices {list(map(str, found.devices))}"
+                self._check_not_recorded("added, removed or moved", devices)
             self.move_layers()
             if is_moved:
                 self.pipeline = self._open_pipeline()
@@ -255,11 +256,11 @@ class Runner:
             self.move_layers()
             raise
 
-    def _check_not_recorded(self, received: str) -> None:
+    def _check_not_recorded(self, changed: str, received: str) -> None:
         if self.pipeline.recorded():
             raise RuntimeError(
-                "stages cannot be added, removed, moved or connected otherwise while the model is recorded, "
-                f"got {received}; leave the model.recording() block first"
+                f"stages cannot be {changed} while the model is recorded, got {received}; leave the "
+                "model.recording() block first"
             )
 
     # The stages, which another placement, setting or layer makes anew.
@@ -377,7 +378,7 @@ class Runner:
         self.processes.check_settings(settings)
         if settings.transport != before.transport:
             self._check_connections(self.placement, settings.transport)
-            self._check_not_recorded(f"transport={settings.transport!r}")
+            self._check_not_recorded("connected otherwise", f"transport={settings.transport!r}")
         for runner in self.runners:
             runner.settings = settings
         if any(getattr(settings, name) != getattr(before, name) for name in _COMPILED):
