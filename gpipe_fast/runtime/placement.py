@@ -64,12 +64,11 @@ class Placement(NamedTuple):
         is_mesh = processes.is_mesh
         if is_mesh:
             balance = None if balance is None else list(balance)
-            if balance is not None:
-                processes.check_balance(balance)
             # Those of stages in other processes count as like ours.
             devices = [processes.device] * len(balance or range(processes.size))
         choice = resolve_devices(devices)
         found = resolve_balance([*children.values()], balance, choice)
+        processes.check_balance(found)
         chosen, partitions = checked_devices(choice, len(found)), [*_partitions_of(children.items(), found)]
         own = processes.stages_of(len(found))
         check_partitions_fit([partitions[i] for i in own], [chosen[i] for i in own])

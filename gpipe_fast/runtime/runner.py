@@ -46,6 +46,7 @@ from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_war
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
 from gpipe_fast.runtime.first_balance import balance_by_time, balance_within_memory
@@ -154,7 +155,6 @@ class Runner:
         self.children, self.placement = children, placement
         self.settings, self.processes = settings, processes
         processes.check_settings(settings)
-        processes.check_balance(placement.balance)
         partitions = self.partitions()
         self._ties = processes.check_partitions(partitions)
         settings.check_for(placement.devices)
@@ -522,7 +522,8 @@ class Runner:
     def call_of(self, inputs: Inputs, training: bool, given: Given | None = None) -> Call:
         """As for `describe`, if nothing has changed since."""
         chunks, number = self.chunks_of(inputs.batch_size), len(self.stages)
-        checkpoint = self.settings.checkpoint_of(number, training and torch.is_grad_enabled())
+        is_training = training and torch.is_grad_enabled()
+        checkpoint = checkpoint_policy(self.settings.checkpoint, number, is_training)
         call = Call(inputs, chunks, self.threads(), checkpoint, self.state)
         return call if given is None else replace(call, given=given.tensors, order=given.order)
 

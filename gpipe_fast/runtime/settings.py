@@ -75,10 +75,6 @@ class Settings:
         """Returns the bytes that training may take on each device; None if there is no limit."""
         return checked_memory(self.memory_limit, devices)
 
-    def checkpoint_of(self, num_stages: int, training: bool) -> Any:
-        """Returns the checkpoint policy of each stage."""
-        return checkpoint_policy(self.checkpoint, num_stages, training)
-
 
 _Got = TypeVar("_Got")
 _Given = TypeVar("_Given")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.container import runner_of
+from gpipe_fast.runtime.settings import _CHECKS, Settings
 
 
 def model(**options: Any) -> GPipe:
@@ -53,3 +57,35 @@ def test_an_invalid_value_is_refused_and_the_old_one_is_kept() -> None:
             with pytest.raises(kind, match=name.partition("_")[0]):
                 setattr(pipe, name, value)
             assert getattr(pipe, name) == before
+
+
+# Of each setting that is an argument: its name there, and a value that is not the default.
+ARGUMENTS: dict[str, tuple[str, Any]] = {
+    "chunks": ("chunks", 3),
+    "checkpoint": ("checkpoint", "always"),
+    "batch_dim": ("batch_dim", 1),
+    "memory_limit": ("memory", 2**30),
+    "deferred_batch_norm": ("deferred_batch_norm", True),
+    "backend": ("backend", "aten"),
+    "grad_dtype": ("grad_dtype", torch.float32),
+    "transport": ("transport", "pinned"),
+    "schedule": ("schedule", "1f1b"),
+    "fuse": ("fuse", False),
+    "capture": ("capture", True),
+}
+
+
+def test_every_setting_is_checked_and_reaches_the_runner() -> None:
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert _CHECKS.keys() == names
+    assert ARGUMENTS.keys() == names - {"threads_per_stage"}
+    values = {name: value for name, (_, value) in ARGUMENTS.items()}
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], **dict(ARGUMENTS.values()))
+    assert runner_of(pipe).settings == Settings(**values)
+    taken = inspect.signature(GPipe.from_model).parameters
+    arguments = {name: value for name, value in ARGUMENTS.values() if name in taken}
+    assert len(arguments) == len(ARGUMENTS) - 2  # it splits along dimension 0, and defers no statistics
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = GPipe.from_model(plain, (torch.zeros(3, 4),), blocks=[*plain], balance=[2, 1], **arguments)
+    kept = {name: value for name, (argument, value) in ARGUMENTS.items() if argument in arguments}
+    assert runner_of(model.pipeline).settings == Settings(**kept)
