@@ -1,4 +1,4 @@
-// The stages in other processes, as a mini-batch and the stages of this process meet them in one run.
+// The exchange of tensors with the stages of other processes, in one run of a mini-batch.
 #pragma once
 
 #include "engine/engine.h"

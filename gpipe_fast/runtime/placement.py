@@ -64,7 +64,7 @@ class Placement(NamedTuple):
         is_mesh = processes.is_mesh
         if is_mesh:
             balance = None if balance is None else list(balance)
-            # Those of stages in other processes count as like ours.
+            # The devices of stages in other processes count as equal to ours.
             devices = [processes.device] * len(balance or range(processes.size))
         choice = resolve_devices(devices)
         found = resolve_balance([*children.values()], balance, choice)

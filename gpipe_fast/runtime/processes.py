@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Processes:
-    """One process with all stages, which waits for nobody; base of those that wait for each other.
+    """A single process that has all stages; base class of `Ranks`, whose processes wait for each other.
 
     Attributes:
         is_mesh: whether the user has passed a mesh, maybe of one process.

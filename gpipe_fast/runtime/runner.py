@@ -121,7 +121,7 @@ class Runner:
     Attributes:
         children: the layers by name; the dictionary of the module that has them, which may change.
         placement: the number of layers of each stage, and its device.
-        settings: what calls read besides.
+        settings: the settings that calls read.
         processes: the processes that have the stages.
         stages: the stages.
         planner: makes the plans of calls.
@@ -322,7 +322,7 @@ class Runner:
         return _LongerRunner(self, layer)
 
     def forget(self, longer: Runner) -> None:
-        """Frees what the compiler keeps for the last layer of such a runner, if no other one needs it."""
+        """Frees what the compiler keeps only for the last layer of a runner that `with_layer` has made."""
         used = {state for runner, *_ in self.with_losses.values() for state in runner.stages[-1].loss_states}
         self.planner.compiler.forget_states(longer.stages[-1].loss_states - used)
         self.stages[0].states.forget(longer.stages[-1].loss_states - used)
@@ -623,12 +623,12 @@ class Runner:
 
 
 class _LongerRunner(Runner):
-    """A runner of another one's layers and one more, as long as that one has the same stages."""
+    """Runs the layers of another runner and one more, until that runner makes its stages anew."""
 
     def __init__(self, base: Runner, layer: nn.Module) -> None:
         names = ("loss", *(f"loss{number}" for number in range(len(base.children))))
         name = next(name for name in names if name not in base.children)
-        # Not the runner itself, which refers to this one: nobody would free the two at once.
+        # Not the runner itself, which refers to this one: reference counts do not free a cycle.
         self._others, self._layer = base.children, {name: layer}
         self.settings = base.settings
         self.warns_of_inputs = self.warns_of_idle_stages = False
