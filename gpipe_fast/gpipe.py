@@ -366,6 +366,7 @@ class GPipe(Reporting):
         with progress.working("preparing calls") as work:
             for index, inputs in enumerate(calls):
                 work.enter_call(index, len(calls))
+                runner.choose_balance(inputs, self.training)
                 with TRACING_LOCK:
                     _, plan = runner.plan(inputs, self.training)
                 if plan.obstacle:

@@ -125,7 +125,9 @@ class CallStream:
             self.wait_for_all()  # so that layers can be traced, which is impossible while they run
         with torch.no_grad():
             inputs = runner.checked_inputs(args, kwargs)
-            call = runner.prepare(inputs, self._is_training())._replace(wait=self.wait_for_all)
+            training = self._is_training()
+            runner.choose_balance(inputs, training)
+            call = runner.prepare(inputs, training)._replace(wait=self.wait_for_all)
             if self._native is None:
                 self._pipeline = call.pipeline
                 self._native = InferenceStream(call.pipeline)

@@ -170,21 +170,24 @@ class Ranks(Processes):
         by_nccl: bool = False,
         replica: int = 0,
         num_replicas: int = 1,
+        names: Sequence[int] | None = None,
     ) -> None:
-        """Makes the ranks of a pipeline.
+        """Makes the ranks of a pipeline, of which this is number ``replica * size + index``.
 
         Args:
-            index: as above.
-            size: as above.
+            index: as for `Processes`.
+            size: as for `Processes`.
             store: a store of torch.distributed, which the ranks of no other pipeline have.
             timeout: as above.
             device: as above.
-            by_nccl: as above.
-            replica: as above.
-            num_replicas: as above.
+            by_nccl: as for `Processes`.
+            replica: as for `Processes`.
+            num_replicas: as for `Processes`.
+            names: the numbers that the ranks have in torch.distributed, which errors name; None for the same.
         """
         self.index, self.size, self.timeout = index, size, timeout
         self.replica, self.num_replicas, self.rank = replica, num_replicas, replica * size + index
+        self._names: Sequence[int] = range(size * num_replicas) if names is None else names
         self._store = TimedStore(store, timeout)
         self.device, self.by_nccl = device, by_nccl
         # The ranks of a replica that have each parameter, in all pipelines.
@@ -229,7 +232,7 @@ class Ranks(Processes):
         store = _within(f"{name}/{_numbers[name]}", default_store())
         _numbers[name] += 1
         by_nccl = device.type == "cuda" and uses_nccl(mesh)
-        return cls(index, size, store, timeout, device, by_nccl, replica, len(grid))
+        return cls(index, size, store, timeout, device, by_nccl, replica, len(grid), members)
 
     def check_settings(self, settings: Settings) -> None:
         """As for `Processes`."""
@@ -278,9 +281,7 @@ class Ranks(Processes):
 
     def refuse(self, what: str, instead: str) -> NoReturn:
         """As for `Processes`."""
-        raise ValueError(
-            f"{what} needs all stages in one process, got rank {self.rank} of {self.size}; {instead}"
-        )
+        raise ValueError(f"{what} needs all stages in one process, got a mesh of {self.size}; {instead}")
 
     def check_inputs(self, found: Callable[[], str]) -> None:
         """As for `Processes`."""
@@ -288,7 +289,7 @@ class Ranks(Processes):
         first = self._store.compare_set(self._key(f"inputs/{self.replica}"), "", own).decode()
         if first != own:
             raise RuntimeError(
-                f"rank {self.rank} calls the model with other inputs than another rank, which came first: "
+                f"rank {self._name} calls the model with other inputs than another rank, which came first: "
                 f"they lead to {shortened(own)} here, and to {shortened(first)} there; pass the same "
                 "inputs on all ranks, with their elements"
             )
@@ -305,7 +306,7 @@ class Ranks(Processes):
             first = self._store.compare_set(self._key(key), "", digest + new).decode()
             if first.startswith(_NO_CALL):
                 raise RuntimeError(
-                    f"rank {self.rank} calls the pipeline, but another rank runs {first}; make calls, "
+                    f"rank {self._name} calls the pipeline, but another rank runs {first}; make calls, "
                     "backwards and recordings in the same order on all ranks"
                 )
             # The first rank decides for all, so that none waits for one that goes on.
@@ -315,9 +316,9 @@ class Ranks(Processes):
             if first != digest:
                 theirs = json.loads(self._store.get(f"plan/{first}"))
                 raise RuntimeError(
-                    f"rank {self.rank} calls the pipeline with other arguments than another rank, which came "
-                    f"first: they differ in {difference(description, theirs)}; make the same calls on all "
-                    "ranks"
+                    f"rank {self._name} calls the pipeline with other arguments than another rank, which "
+                    f"came first: they differ in {difference(description, theirs)}; make the same calls on "
+                    "all ranks"
                 )
         edges = edges_of(stages, self.size)
         if self._channels_of() is not pipeline or not edges <= self._edges:
@@ -339,7 +340,7 @@ class Ranks(Processes):
             if first != own:
                 theirs = f"runs {first}" if first.startswith(_NO_CALL) else "calls the pipeline"
                 raise RuntimeError(
-                    f"rank {self.rank} runs {own}, but another rank {theirs}; make calls, backwards and "
+                    f"rank {self._name} runs {own}, but another rank {theirs}; make calls, backwards and "
                     "recordings in the same order on all ranks"
                 )
 
@@ -508,9 +509,19 @@ class Ranks(Processes):
         self._has_reported, self._channels_of, self._clock_group = True, _nothing, None
         self._number += 1
 
+    @property
+    def _name(self) -> int:
+        """The number of this process in torch.distributed."""
+        return self._names[self.rank]
+
+    def _named(self, ranks: Iterable[int]) -> list[int]:
+        """Returns the numbers of ranks in torch.distributed."""
+        return [self._names[rank] for rank in ranks]
+
     def _raise(self, outcome: str) -> NoReturn:
         found = json.loads(outcome)
-        raise RuntimeError(f"rank {found['rank']} has failed, so no rank changed anything: {found['error']}")
+        failed = self._names[found["rank"]]
+        raise RuntimeError(f"rank {failed} has failed, so no rank changed anything: {found['error']}")
 
     def _running(self) -> list[int]:
         """Returns the ranks that have not ended the run."""
@@ -546,8 +557,9 @@ class Ranks(Processes):
                     begin = now
                     continue
                 raise RuntimeError(
-                    f"rank {self.rank} has waited for {self.timeout} s for ranks {missing()}, which have "
-                    "ended or take longer; if steps may take that long, pass a larger timeout to GPipe"
+                    f"rank {self._name} has waited for {self.timeout} s for ranks {self._named(missing())}, "
+                    "which have ended or take longer; if steps may take that long, pass a larger timeout to "
+                    "GPipe"
                 )
             time.sleep(max(0.0, min((now - begin) / 10, _MAX_SLEEP_SECONDS) - (now - looked)))
             looked = time.monotonic()
@@ -629,9 +641,10 @@ class Ranks(Processes):
         try:
             yield
         except RuntimeError as error:
+            names = ", ".join(map(str, self._named(others)))
             raise RuntimeError(
-                f"rank {self.rank} cannot connect to rank {', '.join(map(str, others))}, which has ended, or "
-                f"takes longer than the argument timeout of GPipe allows: {error}"
+                f"rank {self._name} cannot connect to rank {names}, which has ended, or takes longer "
+                f"than the argument timeout of GPipe allows: {error}"
             ) from error
 
     def _check_equal(self, stage: Stage) -> None:
@@ -651,8 +664,8 @@ class Ranks(Processes):
                 )
                 raise RuntimeError(
                     f"replicas must start with the same parameters, but {name} differs between rank "
-                    f"{self.index} and rank {self.rank}; build the layers with the same seed, or load the "
-                    "same weights in all replicas"
+                    f"{self._names[self.index]} and rank {self._name}; build the layers with the same seed, "
+                    "or load the same weights in all replicas"
                 )
 
 

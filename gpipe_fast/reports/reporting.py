@@ -24,7 +24,7 @@ from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.planner import failure_message
-from gpipe_fast.runtime.runner import Given, Runner
+from gpipe_fast.runtime.runner import Runner, StepInputs
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.trace.joint_graph import parameters_of
@@ -300,7 +300,7 @@ def _predicted(
     runner: Runner,
     inputs: Inputs,
     training: bool,
-    given: Given | None,
+    given: StepInputs | None,
     devices: list[torch.device] | None,
 ) -> tuple[Sequence[StageBytes | None], Sequence[str]]:
     """Returns what each stage needs; if that is not known, None and why, for each stage.
@@ -312,8 +312,9 @@ def _predicted(
         given: what a step gives to its loss.
         devices: the devices of the stages, which the machine need not have; None for their own.
     """
+    runner.choose_balance(inputs, training)
     with TRACING_LOCK:
-        call = runner.describe(inputs, training, given)  # may choose the balance
+        call = runner.describe(inputs, training, given)
         call = runner.within_memory(runner.planner, call, training)
         if devices is None:
             planner = runner.planner

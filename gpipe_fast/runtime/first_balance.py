@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
+from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.schedule.budget import BudgetError
@@ -24,7 +26,30 @@ if TYPE_CHECKING:
     from gpipe_fast.runtime.runner import Runner
 
 
-def balance_by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
+def first_balance(
+    runner: Runner, inputs: Inputs, training: bool, schedule: ScheduleChoice | None
+) -> list[int] | None:
+    """Returns the balance for the first call; None if a later call has to choose it.
+
+    Args:
+        runner: the runner of the layers.
+        inputs: the inputs of the call.
+        training: whether the model is in train mode.
+        schedule: that of the step that follows; None if none does.
+
+    Raises:
+        BudgetError: nothing fits into the memory.
+    """
+    limits = runner.settings.limits(runner.placement.devices)
+    if limits is None:
+        return _by_time(runner, inputs) or runner.placement.balance
+    if not (training and torch.is_grad_enabled()):
+        return None
+    order = None if schedule is None else StepOrder(schedule, ())
+    return _within_memory(runner, limits, replace(runner.call_of(inputs, training), order=order))
+
+
+def _by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
     """Returns the balance by the time of the layers on the first micro-batch of these inputs.
 
     If they cannot be measured, it warns and returns None.
@@ -46,7 +71,7 @@ def balance_by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
         return None
 
 
-def balance_within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
+def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     """Returns the balance with which a step that fits into the memory is fastest.
 
     The costs of single layers are estimates of those of stages. So the fastest partition by these is

@@ -10,7 +10,7 @@ from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.stage import Stage, TensorSpec
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
-_log = logging.getLogger("gpipe_fast")
+log = logging.getLogger("gpipe_fast")
 
 
 class InPython(NamedTuple):
@@ -66,7 +66,7 @@ class ModuleWarnings:
         else:
             found = InPython.of(index, stage, layer, reason)
             text = f"{found}; other layers are unaffected"
-        _log.debug(text)
+        log.debug(text)
         self.pending.append(text)
         self.python_layers[index, layer] = found
 
@@ -104,9 +104,9 @@ def _advice_on(number: str) -> str:
 
 def log_graph(part: Stage, found: str, inputs: Sequence[TensorSpec | AnyTensor] | None = None) -> None:
     """Logs at level ``DEBUG`` how the graph of layers was found, and for inputs of which shapes."""
-    if _log.isEnabledFor(logging.DEBUG):
+    if log.isEnabledFor(logging.DEBUG):
         shapes = "" if inputs is None else f", for {', '.join(str(list(x.shape)) for x in inputs)}"
-        _log.debug("%s: %s%s", layers_title(part), found, shapes)
+        log.debug("%s: %s%s", layers_title(part), found, shapes)
 
 
 def layers_title(part: Stage) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
-from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings
+from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings, log
 from gpipe_fast.runtime.plan import (
     PlannedCall,
     StepOrder,
@@ -130,6 +130,14 @@ class Signature:
     devices: tuple[torch.device, ...]
     order: StepOrder | None
     slots: int | None
+
+    def changed_since(self, before: Signature) -> list[str]:
+        """Returns what differs from an earlier signature, in words for the log."""
+        found = [each.name for each in fields(self) if getattr(self, each.name) != getattr(before, each.name)]
+        if "layers" in found:
+            changed = self.layers.changed_since(before.layers)
+            found[found.index("layers")] = f"the state of layers {changed}"
+        return found
 
 
 class Choice(NamedTuple):
@@ -247,6 +255,8 @@ class Planner:
             return plan
         known = self._plans.lookup(key)
         found = None if known is None else known.by_layouts.lookup(self._layouts(known.segment_keys))
+        if found is None:
+            self._log_new(key)
         plan = self._make(call) if found is None else found
         self.latest = plan
         if plan.obstacle:
@@ -260,6 +270,16 @@ class Planner:
             self.eviction.run(plan)
         self._latest = key, num_changes, plan
         return plan
+
+    def _log_new(self, key: _PlanKey) -> None:
+        if self._latest is None:
+            return
+        (signature, checkpoint), (before, checkpoint_before) = key, self._latest[0]
+        changed = signature.changed_since(before)
+        if checkpoint != checkpoint_before:
+            changed.append("checkpoint")
+        what = ", ".join(changed) or "at most layouts of gradients"
+        log.debug("a new plan; from the latest one's call differ: %s", what)
 
     def _exchange_layers_in_python(self, base: Planner) -> None:
         """Lets this planner and its base run the same layers in Python, apart from the last one here."""

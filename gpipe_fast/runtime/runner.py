@@ -13,8 +13,9 @@ The path of a call, from top to bottom::
 
     call(args, kwargs)
       checked_inputs     errors about the arguments
+      choose_balance     in the first call, if the user has given none
       prepare
-        describe         detects changes of the layers; in the first call, chooses the balance
+        describe         detects changes of the layers
         Planner.plan     the programs, from the cache or newly made (gpipe_fast/runtime/planner.py)
       Pipeline.forward or Pipeline.step, in C++
       finish             warnings, and the nesting of the outputs
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
-from gpipe_fast.runtime.first_balance import balance_by_time, balance_within_memory
+from gpipe_fast.runtime.first_balance import first_balance
 from gpipe_fast.runtime.memory_limit import choice_within
 from gpipe_fast.runtime.placement import Placement, resolve_balance
 from gpipe_fast.runtime.plan import PlannedCall, StepOrder
@@ -58,18 +59,20 @@ from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.runtime.settings import CAPTURES, Settings, switched_backend
 from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, StageOptions
 from gpipe_fast.runtime.state import ModuleState
+from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.skip import skips_of, verify_skippables
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 from gpipe_fast.weights.load import forget_data, has_meta_tensors
 
+_Result = TypeVar("_Result")
 # Settings for which stages are made anew.
 _COMPILED = "backend", "deferred_batch_norm", "fuse", "grad_dtype", "transport"
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInputs:
     """What a step gets besides the inputs of the first layer.
 
     Attributes:
@@ -230,11 +233,6 @@ class Runner:
             )
         with TRACING_LOCK:
             self._take(Placement.checked(self.children, balance, devices))
-
-    def take_balance(self, balance: list[int]) -> None:
-        """Repartitions the layers on the same devices, as the first call has chosen."""
-        self._take(self.placement._replace(balance=balance, is_pending=False))
-        self.detect_changes()
 
     def _take(self, found: Placement) -> None:
         """Moves the layers to another placement; if that fails, they are as before."""
@@ -427,7 +425,9 @@ class Runner:
             training: whether the model is in train mode.
         """
         with self.processes.reporting():
-            return self.run(self.checked_inputs(args, kwargs), training)
+            inputs = self.checked_inputs(args, kwargs)
+            self.choose_balance(inputs, training)
+            return self.run(inputs, training)
 
     def checked_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], allow_meta: bool = False
@@ -444,7 +444,7 @@ class Runner:
             check_signature(self.layers[0], args, kwargs)
         return inputs
 
-    def run(self, inputs: Inputs, training: bool, given: Given | None = None) -> Any:
+    def run(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         call = self.prepare(inputs, training, given)
         plan, tensors = call.plan, (call.parameters, call.buffers)
@@ -463,7 +463,7 @@ class Runner:
             )
         return self.finish(call, outputs, structure)
 
-    def prepare(self, inputs: Inputs, training: bool, given: Given | None = None) -> PreparedCall:
+    def prepare(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
             with self.processes.compiling():
@@ -482,44 +482,58 @@ class Runner:
         self.warn_of_layers()
         return outputs[0] if structure is ONE_TENSOR else structure.build_unaliased(outputs)
 
-    def plan(self, inputs: Inputs, training: bool, given: Given | None = None) -> tuple[Call, PlannedCall]:
+    def plan(
+        self, inputs: Inputs, training: bool, given: StepInputs | None = None
+    ) -> tuple[Call, PlannedCall]:
         """Returns the description of a call, and its plan. The caller holds the tracing lock."""
 
-        def plan(hook: str | None = None) -> tuple[Call, PlannedCall]:
+        def plan(hook: str | None) -> tuple[Call, PlannedCall]:
             call = self.describe(inputs, training, given)
             planner = self.planner if hook is None else self._planner_for_hook(hook)
             call = self.within_memory(planner, call, training)
             return call, planner.plan(call)
 
-        is_observed = has_observers(inputs.tensors, self.modules)
-        return without_observers(plan, global_hook()) if is_observed else plan()
+        return self._observed(inputs, plan)
 
-    def describe(
-        self, inputs: Inputs, training: bool, given: Given | None = None, order: StepOrder | None = None
-    ) -> Call:
+    def _observed(self, inputs: Inputs, function: Callable[[str | None], _Result]) -> _Result:
+        """Calls a function of the name of a global hook with modes and hooks disabled."""
+        if not has_observers(inputs.tensors, self.modules):
+            return function(None)
+        return without_observers(function, global_hook())
+
+    def describe(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
         """Returns the description of a call, for the present layers and settings.
 
         Args:
             inputs: the inputs.
             training: as for `call`.
             given: what a step gives to its loss.
-            order: the order in which a step will run them, for a choice of the balance.
         """
         self.detect_changes()
-        placement = self.placement
-        if placement.is_pending and inputs.batch_size and not any(map(has_meta_tensors, self._own_layers())):
-            limits = self.settings.limits(placement.devices)
-            if limits is None:
-                self.take_balance(balance_by_time(self, inputs) or placement.balance)
-            elif training and torch.is_grad_enabled():
-                call = replace(self.call_of(inputs, training), order=order)
-                self.take_balance(balance_within_memory(self, limits, call))
         return self.call_of(inputs, training, given)
+
+    def choose_balance(self, inputs: Inputs, training: bool, schedule: ScheduleChoice | None = None) -> None:
+        """Chooses the balance, in the first call, if the user has given none.
+
+        Args:
+            inputs: the inputs of the call.
+            training: as for `call`.
+            schedule: that of the step that follows; None if none does.
+        """
+        if not (self.placement.is_pending and inputs.batch_size):
+            return
+        with TRACING_LOCK:
+            self.detect_changes()
+            if any(map(has_meta_tensors, self._own_layers())):
+                return
+            found = self._observed(inputs, lambda _: first_balance(self, inputs, training, schedule))
+            if found is not None:
+                self._take(self.placement._replace(balance=found, is_pending=False))
 
     def _own_layers(self) -> Iterable[nn.Module]:
         return (partition for partition, device in self.placed() if device.type != "meta")
 
-    def call_of(self, inputs: Inputs, training: bool, given: Given | None = None) -> Call:
+    def call_of(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
         """As for `describe`, if nothing has changed since."""
         chunks, number = self.chunks_of(inputs.batch_size), len(self.stages)
         is_training = training and torch.is_grad_enabled()

@@ -270,6 +270,13 @@ class StateKey:
         """Whether a graph captured in these states holds only on the device of its capture."""
         return any(any(state.constants) or any(map(asks_for_device, state.guards)) for state in self.states)
 
+    def changed_since(self, before: StateKey) -> list[int]:
+        """Returns the indices of the layers whose state is another in an earlier key."""
+        own, other = (list(zip(key.descriptions, key.states, strict=True)) for key in (self, before))
+        if len(own) != len(other):
+            return [*range(len(own))]
+        return [index for index, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1]]
+
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Returns whether layers are in the states in which the key was made."""
         return tuple(describe(layers)) == self.descriptions and self.hold(layers, range(len(layers)))

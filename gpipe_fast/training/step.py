@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.processes import Processes
-from gpipe_fast.runtime.runner import Given, Runner
+from gpipe_fast.runtime.runner import Runner, StepInputs
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.training.losses import (
     Loss,
@@ -127,7 +127,7 @@ def run_step(
     found = longer.run(
         inputs,
         training,
-        Given(
+        StepInputs(
             given.tensors,
             given.order._replace(updates=updates is not None),
             divisor,
@@ -139,7 +139,7 @@ def run_step(
         ),
     )
     parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # the gradients are there; nothing reads these ones
         torch.autograd.backward(parts, torch.ones_like(parts))
     own = losses_of(parts, divisor, weights) if processes.has_last_stage else ()
     return Losses.of(own, processes), output
@@ -152,14 +152,15 @@ def targets_of(runner: Runner, target: Any) -> Inputs | None:
 
 def with_loss(
     runner: Runner, inputs: Inputs, training: bool, objective: Objective, targets: Inputs | None
-) -> tuple[Runner, Given]:
+) -> tuple[Runner, StepInputs]:
     """Returns the runner of the layers and the loss, and what a step gives it of the target.
 
     First measures the balance, if it is not measured yet, and warns of what a call warns of.
     """
     schedule = runner.settings.schedule
+    runner.choose_balance(inputs, training, schedule)
     with TRACING_LOCK:
-        runner.describe(inputs, training, order=StepOrder(schedule, ()))
+        runner.detect_changes()
     runner.warn(inputs, training)
     loss, function, dim = objective.loss, objective.function, runner.output_dim
     structure = None if targets is None else targets.structure
@@ -177,7 +178,7 @@ def with_loss(
     while len(runner.with_losses) > _MAX_LOSSES:
         runner.forget(runner.with_losses.pop(next(iter(runner.with_losses)))[0])
     given, dims = given_of(targets, inputs.batch_size, runner.placement.devices[-1])
-    return known[0], Given(given, StepOrder(schedule, dims))
+    return known[0], StepInputs(given, StepOrder(schedule, dims))
 
 
 class Losses(NamedTuple):

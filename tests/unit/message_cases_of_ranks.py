@@ -257,7 +257,7 @@ OF_RANKS = [
     case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
     case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
     case("got 2", "pass mesh['pp']", check_no_replicas, 2),
-    case("got rank 0 of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
+    case("got a mesh of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),
     case("differ in chunks: here 4, there 2", "make the same calls", other_arguments),
     case("rank 0 has failed", "no data", other_failed),

@@ -60,6 +60,19 @@ def test_ranks_that_are_not_ready_are_named() -> None:
         Ranks(0, 4, store, timeout=0.1)._wait_until_ready()
 
 
+def test_errors_name_ranks_as_torch_distributed_does() -> None:
+    store = dist.HashStore()
+    failed, other, waits = (
+        Ranks(index % 2, 2, store, 0.1, replica=index // 2, num_replicas=2, names=[4, 6, 9, 12])
+        for index in (2, 1, 0)
+    )
+    with pytest.raises(RuntimeError, match=r"rank 4 has waited for 0\.1 s for ranks \[6, 9, 12\]"):
+        waits._wait_until_ready()
+    assert failed.fail("ValueError: no")
+    with pytest.raises(RuntimeError, match="rank 9 has failed, so no rank changed anything: ValueError: no"):
+        other.fail("TypeError: later")
+
+
 def on_meta(pipe: GPipe) -> list[bool]:
     return [parameter.is_meta for parameter in pipe.parameters()]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +34,28 @@ CHANGES: dict[str, Callable[[GPipe], object]] = {
     "checkpoint": lambda pipe: setattr(pipe, "checkpoint", "never"),
     "threads": lambda pipe: setattr(pipe, "threads_per_stage", 3),
 }
+
+
+def test_the_log_says_what_differs_from_the_latest_call(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(8, 6)
+    named = {
+        "mode": "the state of layers [0, 1, 2]",
+        "attribute": "the state of layers [1]",
+        "frozen parameter": "the state of layers [0]",
+        "chunks": "chunks",
+        "checkpoint": "checkpoint",
+        "threads": "threads",
+    }
+    for name, change in CHANGES.items():
+        pipe = pipeline()
+        plan_of(pipe, x)
+        change(pipe)
+        with caplog.at_level(logging.DEBUG, "gpipe_fast"):
+            plan_of(pipe, x)
+        assert caplog.messages[0].startswith("a new plan;")
+        assert named[name] in caplog.messages[0]
+        assert ("chunks" in caplog.messages[0]) == (name == "chunks")
+        caplog.clear()
 
 
 def test_every_change_makes_another_plan() -> None:
