@@ -59,10 +59,9 @@ class GPipe(Reporting):
             the balance whose slowest partition is fastest; before it, and if a layer cannot be measured,
             partitions have about equal parameter counts.
         devices: One device for each partition; surplus devices are ignored, without ``balance`` after a
-            warning. By default all visible GPUs, or
-            the CPU for all stages if there are none. With a ``mesh``, the device of this process's stage, or
-            a list with one for each process; by default the current GPU if the mesh is one of GPUs or a group
-            of NCCL, else the CPU.
+            warning. By default all visible GPUs, or the CPU for all stages if there are none. With a
+            ``mesh``, the device of this process's stage, or a list with one for each process; by default the
+            current GPU if the mesh is one of GPUs or a group of NCCL, else the CPU.
         chunks: The number of micro-batches per mini-batch, which is split as by ``Tensor.chunk``; or
             ``'auto'``, four per stage, but at most one per sample.
         batch_dim: The dimension along which inputs are split into micro-batches and outputs concatenated, as
@@ -80,8 +79,8 @@ class GPipe(Reporting):
         memory: The bytes that training may take on each device: a number, a text such as ``'20GiB'``, or one
             of these for each device. Each stage then recomputes as little as fits, in place of what
             ``checkpoint`` says. Parameters, buffers, gradients, boundary tensors, saved tensors and
-            intermediates count, as predicted from shapes; the state of an optimizer does not. All layers
-            have to be traced. With ``balance=None``, the first call chooses the balance, too.
+            intermediates count, as predicted from shapes; the state of an optimizer does not. All layers have
+            to be traced. With ``balance=None``, the first call chooses the balance, too.
         deferred_batch_norm: Update the running statistics of batch norm once per mini-batch, from all of its
             samples, instead of once per micro-batch.
         grad_dtype: The dtype in which gradients of bfloat16 and float16 parameters are accumulated over the
@@ -93,9 +92,9 @@ class GPipe(Reporting):
             ``'aten'`` raises an error for such layers. ``'eager'`` runs all layers in Python.
         capture: Replay mini-batches that run on GPUs only as CUDA graphs, from the third one of a shape on:
             ``True``, ``False``, or ``'auto'``: only if the first two took the host about as long to enqueue
-            as the device to execute, since otherwise a graph costs memory and gains nothing.
-            ``doctor()`` reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh``
-            or with ``memory``: the attribute is then False, and cannot be set to True.
+            as the device to execute, since otherwise a graph costs memory and gains nothing. ``doctor()``
+            reports what cannot be captured. It has no effect on CPU stages, nor with a ``mesh`` or with
+            ``memory``: the attribute is then False, and cannot be set to True.
         fuse: Let stages on GPUs of compute capability 8.0 or higher replace operators that are limited by
             memory traffic by fused Triton kernels (element-wise operators, norms, losses), which are launched
             without Python. Results then differ from the plain loop's by rounding. It has no effect on CPU
@@ -111,12 +110,12 @@ class GPipe(Reporting):
             turns. Or a ``gpipe_fast.schedule.Schedule``, or a function of the number of stages and of
             micro-batches that returns one. May be set between calls.
         mesh: Processes of torch.distributed: a process group, or a ``DeviceMesh`` with a dimension ``'pp'``,
-            or of one dimension without a name. Of P processes, process r has the stages r, r + P, r + 2 P
-            and so on; by default one. Each process makes this pipeline alike, and the same calls with inputs
-            and targets of equal shapes; it keeps the layers of its own stages only, and puts the others on
-            the meta device. The first stage reads the inputs, the last one the target. A mesh with a
-            dimension ``'dp_replicate'``, too, has as many replicas of all stages, which run different
-            samples, and sum or average their gradients. None: all stages are in this process.
+            or of one dimension without a name. Of P processes, process r has the stages r, r + P, r + 2 P and
+            so on; by default one. Each process makes this pipeline alike, and the same calls with inputs and
+            targets of equal shapes; it keeps the layers of its own stages only, and puts the others on the
+            meta device. The first stage reads the inputs, the last one the target. A mesh with a dimension
+            ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
+            or average their gradients. None: all stages are in this process.
         timeout: The maximum time, in seconds, that a process waits for another one.
 
     Raises:
@@ -317,8 +316,8 @@ class GPipe(Reporting):
                 of the first stage.
             RuntimeError: A stage cannot be traced and ``backend='aten'``, a lazy module is uninitialized, or
                 a tensor is on the meta device; the message names the layer and the reason. A layer in Python
-                changes what other layers read. Or the call is
-                inside a ``torch.func`` transform, a tracer, or forward-mode AD.
+                changes what other layers read. Or the call is inside a ``torch.func`` transform, a tracer, or
+                forward-mode AD.
         """
         if not len(self):
             return pass_through(args, kwargs, self.batch_dim)
@@ -429,6 +428,7 @@ class GPipe(Reporting):
         target: Any = None,
         loss_fn: Callable[..., Any],
         normalizer: Normalizer = None,
+        loss: str = "exact",
         losses: list[Tensor] | None = None,
         return_outputs: bool = False,
         optimizer: Optimizer | None = None,
@@ -449,9 +449,10 @@ class GPipe(Reporting):
         alone, and outputs leave no stage. If anything fails, gradients and buffers are as before; if the
         optimizer fails, the gradients are in ``.grad``.
 
-        Losses of PyTorch with ``reduction='mean'`` are exact: `cross_entropy` and `nll_loss`, with ignored
-        targets and weights of classes, and losses of elements, such as `mse_loss`. Their sum over the
-        mini-batch is divided once by what the mean of the whole would be divided by. With replicas along
+        The loss is that of the whole mini-batch, also if micro-batches have unequal numbers of samples, or of
+        targets that count: the first call finds in its graph what is a sum or a mean over samples, and what
+        is computed from all targets, as the number of those that are not ignored. A loss that compares
+        samples with each other is refused, unless there is one micro-batch. With replicas along
         ``'dp_replicate'``, the mini-batch is that of all replicas together.
 
         Args:
@@ -459,11 +460,14 @@ class GPipe(Reporting):
             target: What the loss is computed with: tensors, nested in tuples, lists and dicts. Each tensor is
                 split like the inputs, unless it is wrapped by `replicate`. It must be on the last stage's
                 device. None: ``loss_fn`` gets the output alone.
-            loss_fn: A function of the last layer's output and the target: a loss of ``torch.nn`` or
-                ``torch.nn.functional``, also in a ``functools.partial``; or another function that returns a
-                sum, with a ``normalizer``.
+            loss_fn: A function or a module of the last layer's output and the target, such as a loss of
+                ``torch.nn`` or ``lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())``. Parameters of
+                a module get gradients, too.
             normalizer: The number by which the sum of the losses is divided, or a function that returns it
-                for the target; with replicas, those of all of them are added up. By default that of the loss.
+                for the target; with replicas, those of all of them are added up. ``loss_fn`` then returns a
+                sum. By default the loss of the mini-batch is found as above.
+            loss: ``'exact'``, or ``'per-microbatch'`` for the mean of the losses of micro-batches, each with
+                the weight of its number of samples.
             losses: A list to which the loss of each micro-batch is appended, divided like the sum; of this
                 replica's.
             return_outputs: Whether to return the outputs, too. In ``torch.distributed.pipelining``, the
@@ -491,9 +495,9 @@ class GPipe(Reporting):
         Raises:
             TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer``, ``optimizer``,
                 ``scaler`` or ``max_norm`` has a wrong type.
-            ValueError: As for `forward`; the target has another batch size, the divisor of ``loss_fn`` is
-                not known, 0 or not finite, or nothing requires a gradient; the optimizer has no parameter of
-                the model, or needs a closure, as ``torch.optim.LBFGS`` does;
+            ValueError: As for `forward`; the target has another batch size, the loss does not follow from
+                those of micro-batches, ``normalizer`` is 0 or not finite, or nothing requires a gradient; the
+                optimizer has no parameter of the model, or needs a closure, as ``torch.optim.LBFGS`` does;
                 ``max_norm`` is negative, NaN, or passed without an optimizer; or ``optimizer_in`` is unknown,
                 or ``'drain'`` with an optimizer that is not one of ``torch.optim``, or with hooks of the
                 optimizer or of parameters.
@@ -502,7 +506,8 @@ class GPipe(Reporting):
         processes = self._runner.processes
         with processes.reporting():
             check_list(losses)
-            objective = Objective.checked(loss_fn, target, normalizer, return_outputs, "step", processes)
+            how = loss, return_outputs, "step", processes
+            objective = Objective.checked(loss_fn, target, normalizer, *how)
             update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, processes)
             with update.after() as updates:
                 call = self._runner, args, kwargs, self.training, objective
@@ -516,6 +521,7 @@ class GPipe(Reporting):
         target: Any = None,
         loss_fn: Callable[..., Any],
         normalizer: Normalizer = None,
+        loss: str = "exact",
         losses: list[Tensor] | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
@@ -535,6 +541,7 @@ class GPipe(Reporting):
             target: As for `step`.
             loss_fn: As for `step`.
             normalizer: As for `step`.
+            loss: As for `step`.
             losses: As for `step`.
             return_outputs: As for `step`.
             kwargs: As for `step`.
@@ -544,14 +551,15 @@ class GPipe(Reporting):
 
         Raises:
             TypeError: As for `forward`; or ``loss_fn`` is not a function, or ``normalizer`` has a wrong type.
-            ValueError: As for `forward`; the target has another batch size, or the divisor of ``loss_fn`` is
-                not known, 0 or not finite.
+            ValueError: As for `forward`; the target has another batch size, the loss does not follow from
+                those of micro-batches, or ``normalizer`` is 0 or not finite.
             RuntimeError: As for `forward`.
         """
         processes = self._runner.processes
         with processes.reporting(), torch.no_grad():
             check_list(losses)
-            objective = Objective.checked(loss_fn, target, normalizer, return_outputs, "evaluate", processes)
+            how = loss, return_outputs, "evaluate", processes
+            objective = Objective.checked(loss_fn, target, normalizer, *how)
             found, output = run_step(self._runner, args, kwargs, self.training, objective)
             return result_of(found, output, losses, return_outputs)
 

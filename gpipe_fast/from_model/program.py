@@ -163,7 +163,7 @@ class Program:
         self._check_divisors(given)
         weights = self._weights(output, given)
         total = functools.partial(_element, index)
-        objective = Objective(Loss(total, (_element, index)), total, None, keeps_output, weights)
+        objective = Objective(Loss(total), None, keeps_output, weights)
         args = (self.argument(given),)
         each, found = run_step(self.runner, args, {}, training, objective, scaler, updates)
         return each, None if found is None else self.combined(found, given)

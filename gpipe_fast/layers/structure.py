@@ -59,6 +59,11 @@ class Structure:
         """Returns the value's string, with ``...`` for each tensor."""
         return str(self.build([_Placeholder()] * len(self.leaves)))
 
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors, if none occurs twice."""
+        return sum(isinstance(leaf, int) for leaf in self.leaves)
+
     def number(self, index: int) -> str:
         """Returns the text of a leaf that is an integer or a float; "" for another leaf."""
         leaf = self.leaves[index]

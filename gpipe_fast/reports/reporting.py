@@ -158,7 +158,7 @@ class Reporting(Container):
                 targets = targets.with_memory(runner.placement.devices[-1])
             if not runner.processes.is_mesh:
                 check_target(loss_fn, None if targets is None else targets.tensors, "memory")
-            objective = Objective(loss_of(loss_fn, normalizer), loss_fn)
+            objective = Objective(loss_of(loss_fn, normalizer))
             longer, given = with_loss(runner, inputs, self.training, objective, targets)
         found, unknown = _predicted(longer, inputs, self.training, given, absent)
         measured = (

@@ -86,6 +86,7 @@ class StepInputs:
             backward; None for nothing.
         offer: tells other processes the losses, the first of the outputs that it gets; None if there are
             none, or the losses are there.
+        measure: computes what the loss needs of the whole mini-batch into one of the tensors; or None.
     """
 
     tensors: tuple[Tensor, ...]
@@ -96,6 +97,7 @@ class StepInputs:
     scaler: GradScaler | None = None
     updates: Callable[[Sequence[Tensor]], Callable[[int, Sequence[int]], None]] | None = None
     offer: Callable[[Sequence[Tensor]], None] | None = None
+    measure: Callable[[], None] | None = None
 
     def gradients(self, num_microbatches: int, losses: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns the gradients of the loss of each micro-batch, in the order in which autograd multiplies.
@@ -133,8 +135,8 @@ class Runner:
         state: detects changes of the layers.
         warns_of_inputs: whether the next call warns of inputs that are probably split by mistake.
         warns_of_idle_stages: whether calls warn, once, of too few micro-batches.
-        with_losses: the runners with a loss, each with the function of which it was made and that one's key,
-            by what they depend on besides the stages. They last until the stages are made anew.
+        with_losses: the runners with a loss, each with its layer, by what they depend on besides the stages.
+            They last until the stages are made anew.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Runner:
         if settings.deferred_batch_norm:
             enable_deferral(self.layers)
         self.warns_of_inputs, self.warns_of_idle_stages = True, True
-        self.with_losses: dict[Hashable, tuple[Runner, Any, Hashable]] = {}
+        self.with_losses: dict[Hashable, tuple[Runner, Any]] = {}
         self.python_workers = PythonWorkers()
         self.pipeline = self._open_pipeline()
         self.rebuild()
@@ -452,6 +454,8 @@ class Runner:
         if given is None:
             outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, call.key())
         else:
+            if given.measure is not None:
+                given.measure()
             gradients = []
             if torch.is_grad_enabled():
                 losses = plan.possible_losses(self.stages[-1])

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
+import torch._dynamo.utils as dynamo_utils
 import torch._dynamo.variables.torch as dynamo_torch
 import torch.utils._triton as torch_triton
 from torch._dynamo import convert_frame
@@ -89,6 +90,29 @@ def fake_mode_of(kind: type[FakeTensorMode]) -> contextlib.AbstractContextManage
         self.tracing_context.fake_mode.__class__ = kind
 
     return mock.patch.object(OutputGraph, "__init__", init)
+
+
+def results_given(
+    result: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Takes fake results from a function, where a call reads elements or has a size that follows from them.
+
+    Args:
+        result: returns the fake result of a function for arguments; None if it has none.
+    """
+    original = dynamo_utils.run_node
+
+    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        try:
+            return original(tracer, node, args, kwargs, nnmodule)
+        except Exception:
+            found = result(node.target, args, kwargs)
+            if found is None:
+                raise
+            found.fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
+            return found
+
+    return mock.patch.object(dynamo_utils, "run_node", run_node)
 
 
 def shown_keys_guarded() -> contextlib.AbstractContextManager[Any]:

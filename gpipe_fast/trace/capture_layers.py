@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe_fast import progress, switches
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
-from gpipe_fast.skip import Key, outer_skips, take_stashed
+from gpipe_fast.skip import Key, Skippable, outer_skips, take_stashed
 from gpipe_fast.strides import NO_BITS, bits_of, empty_like, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
@@ -85,6 +85,9 @@ def capture_layers(
 def _captured(
     layer: nn.Module, args: Any, kwargs: Any, popped: Sequence[Tensor | None], state: LayerState
 ) -> Captured:
+    prepare = getattr(layer, "prepare", None)
+    if isinstance(layer, Skippable) and prepare is not None:
+        prepare(args, popped)
     try:
         # Dynamo makes one input of a tensor that is given twice.
         tensors, structure = flatten((args, kwargs, popped), deduplicate=True)

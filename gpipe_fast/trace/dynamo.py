@@ -146,6 +146,8 @@ class Captured:
         guards: the guards.
         constants: functions that return, for a layer, each tensor that the graph uses besides arguments,
             parameters and buffers.
+        graph: the graph; None if forward computes nothing.
+        inputs: how Python names each input of the graph, such as ``L['args'][0]``, with `scope_of`.
     """
 
     def __init__(
@@ -154,17 +156,19 @@ class Captured:
         constants: Mapping[int, Callable[[nn.Module], Tensor]],
         found: Any,
         entry: types.FunctionType,
+        inputs: Sequence[str] = (),
     ) -> None:
         self.guards = guards
         self.constants = tuple(constants.values())
+        self.inputs = tuple(inputs)
         self._constant_inputs = frozenset(constants)
         self._replace: ReplaceConstant | None = None
         self._device = modes.default_device()
         environment = found.graph_capture_output.get_runtime_env()
-        self._module, backend_id = None, "_none"
+        self.graph, backend_id = None, "_none"
         self._conditions: list[sympy.Basic] = []
         if found.backend_input is not None:
-            self._module, backend_id = found.backend_input.graph_module, found.backend_input.backend_id
+            self.graph, backend_id = found.backend_input.graph_module, found.backend_input.backend_id
             shape_env = found.graph_capture_output.output_graph.shape_env
             self._conditions = _size_conditions(shape_env)
             self._sizes = {
@@ -173,7 +177,7 @@ class Captured:
                 for symbol in condition.free_symbols
                 if symbol in shape_env.var_to_sources
             }
-            for node in self._module.graph.nodes:
+            for node in self.graph.graph.nodes:
                 node.meta.pop("example_value", None)  # fake tensors, with their mode
         self._function = environment.forward_callable(
             backend_id, self._run_graph, extra_globals=entry.__globals__
@@ -202,10 +206,7 @@ class Captured:
         Raises:
             Refused: a condition on sizes does not hold.
         """
-        if self._conditions:
-            scope = {"layer": layer, "args": tuple(args), "kwargs": dict(kwargs), "popped": tuple(popped)}
-            sizes = {symbol: eval(code, {"L": scope}) for symbol, code in self._sizes.items()}
-            _assume(self._conditions, sizes)
+        self.check_sizes(layer, args, kwargs, popped)
         self._replace = replace
         # A backward in a function mode runs without it.
         default_device = contextlib.nullcontext() if self._device is None else torch.device(self._device)
@@ -218,14 +219,31 @@ class Captured:
         finally:
             self._replace = None
 
+    def check_sizes(
+        self,
+        layer: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        popped: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Checks that the graph holds for the sizes of arguments, or guards on these; arguments as of `run`.
+
+        Raises:
+            Refused: a condition does not hold.
+        """
+        if self._conditions:
+            scope = {"layer": layer, "args": tuple(args), "kwargs": dict(kwargs), "popped": tuple(popped)}
+            sizes = {symbol: eval(code, {"L": scope}) for symbol, code in self._sizes.items()}
+            _assume(self._conditions, sizes)
+
     def _run_graph(self, *loaded: Any) -> Any:
-        assert self._module is not None
+        assert self.graph is not None
         if self._replace is not None and self._constant_inputs:
             loaded = tuple(
                 self._replace(value) if index in self._constant_inputs and _is_real(value) else value
                 for index, value in enumerate(loaded)
             )
-        return _annotated(self._module)(*loaded)
+        return _annotated(self.graph)(*loaded)
 
 
 def _annotated(module: fx.GraphModule) -> fx.GraphModule:
@@ -328,7 +346,7 @@ def capture(
     }
     _check_constants(constants.values(), layer)
     _check_unchanged(module, constants)
-    return Captured(guards, constants, found, entry)
+    return Captured(guards, constants, found, entry, [source.name for source in sources])
 
 
 @contextlib.contextmanager
@@ -724,17 +742,22 @@ def _assume(conditions: Sequence[sympy.Basic], sizes: Mapping[sympy.Symbol, Any]
     """
     for condition in conditions:
         symbols = sorted(condition.free_symbols, key=str)
-        function = sympy.lambdify(symbols, condition, _SYMPY_OPERATORS)
+        # SymPy would write Mod(a, b * c) as a % b * c.
+        written = condition.replace(_is_mod, lambda part: sympy.Function("Remainder")(*part.args))
+        function = sympy.lambdify(symbols, written, _SYMPY_OPERATORS)
         are_known = all(symbol in sizes for symbol in symbols)
         if not are_known or not bool(function(*(sizes[symbol] for symbol in symbols))):
             raise Refused("a condition on sizes does not hold, or depends on data")
 
 
+def _is_mod(part: sympy.Basic) -> bool:
+    return type(part).__name__ in ("Mod", "PythonMod")
+
+
 _SYMPY_OPERATORS: list[Any] = [
     {
         "FloorDiv": lambda a, b: a // b,
-        "Mod": lambda a, b: a % b,
-        "PythonMod": lambda a, b: a % b,
+        "Remainder": lambda a, b: a % b,
         "CleanDiv": lambda a, b: a // b,
         "IntTrueDiv": lambda a, b: a / b,
         "Max": torch.sym_max,

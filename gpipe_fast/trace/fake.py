@@ -61,6 +61,10 @@ class RealLayouts(FakeTensorMode):
         is_exact = not _mixes_dtypes(tensors) and func is not aten._embedding_bag.default
         if is_exact and all(map(_is_strictly_contiguous, tensors)):
             return fake
+        if any(
+            isinstance(size, torch.SymInt) and not size.node.has_hint() for t in tensors for size in t.shape
+        ):
+            return fake  # as many elements as data select
         # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
         # mode, a batch norm saves empty statistics.
         if any(0 in map(hint, t.shape) for t in tensors if not (t.dim() == 1 and _is_batch_norm(func))):
@@ -107,6 +111,8 @@ def _is_strictly_contiguous(tensor: Tensor) -> bool:
 
     ``is_contiguous`` is true for a channels_last tensor of 1 x 1 images, which the kernels treat differently.
     """
+    if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in tensor.shape):
+        return False
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if hint(stride) != expected:

@@ -1,7 +1,8 @@
-"""Losses as sums over micro-batches, each divided by a number of the whole mini-batch.
+"""The losses of steps: what the last stage computes of them for each micro-batch, so that all add up.
 
-A mean over unequal micro-batches, or over targets of which some do not count, is no mean of their means. A
-known loss is therefore computed as a sum, and divided by what PyTorch's mean divides the whole by.
+A mean over unequal micro-batches, or over targets of which some do not count, is no mean of their means. So
+each micro-batch computes its share of the loss of the mini-batch (`gpipe_fast/training/loss_analysis.py`); or
+a sum, which is divided by the caller's normalizer.
 """
 
 from __future__ import annotations
@@ -9,138 +10,93 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Generator, Hashable
+import operator
+from collections.abc import Callable, Generator, Hashable, Sequence
 from numbers import Real
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import Structure
-from gpipe_fast.skip import GIVEN, Skippable, pop, skippable
+from gpipe_fast.runtime.processes import Processes
+from gpipe_fast.skip import GIVEN, STASHED, Skippable, pop, skippable
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.trace.repeatable import content_of
 from gpipe_fast.trace.traceability import HOOKS
+from gpipe_fast.training.loss_analysis import Shares, UserLoss, name_of, vector_of
+from gpipe_fast.training.loss_graph import MixesSamples
 
 Normalizer = float | Tensor | Callable[[Any], Any] | None
-
-# Losses of classes, and losses of elements: the functions, and the modules that call them.
-_OF_CLASSES: dict[Any, Any] = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
-_OF_ELEMENTS: dict[Any, Any] = {
-    nn.MSELoss: F.mse_loss,
-    nn.L1Loss: F.l1_loss,
-    nn.SmoothL1Loss: F.smooth_l1_loss,
-    nn.HuberLoss: F.huber_loss,
-    nn.BCELoss: F.binary_cross_entropy,
-    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
-    nn.PoissonNLLLoss: F.poisson_nll_loss,
-    nn.SoftMarginLoss: F.soft_margin_loss,
-}
-_FUNCTIONS = _OF_CLASSES | _OF_ELEMENTS
-_FORWARDS = {cls: cls.forward for cls in _FUNCTIONS}
-# Losses whose mean is divided by the sum of the weights of elements.
-_WEIGHTED = (F.mse_loss, F.l1_loss)
+LOSSES = "exact", "per-microbatch"
 
 
 class Loss(NamedTuple):
-    """A loss of a mini-batch: the sum of the losses of its micro-batches, divided by a number.
+    """A loss of a mini-batch.
 
     Attributes:
-        total: returns the loss of an output and its target, a 0-dimensional tensor.
-        key: equal for losses that compute the same.
-        divisor: returns the number, given the target of the mini-batch; a tensor if it depends on elements.
-            None for a sum, which is not divided.
+        function: the user's function of an output and its target.
+        divisor: returns the number by which the sum of what the function returns for micro-batches is
+            divided, given the target of the mini-batch; a tensor if it depends on elements. None for 1.
+        combines: ``'exact'`` if micro-batches compute their shares, ``'per-microbatch'`` if the mean over
+            samples of what the function returns is taken, or ``'sum'`` for the sum.
     """
 
-    total: Callable[..., Tensor]
-    key: Hashable
+    function: Callable[..., Tensor]
     divisor: Callable[[Any], Any] | None = None
+    combines: str = "sum"
 
 
-def loss_of(loss_fn: Any, normalizer: Normalizer) -> Loss:
-    """Returns a loss as a sum and a divisor.
+def loss_of(loss_fn: Any, normalizer: Normalizer = None, loss: str = "exact") -> Loss:
+    """Returns a loss.
 
     Args:
-        loss_fn: a function of an output and a target; one of PyTorch's losses, or else a sum.
-        normalizer: the divisor, or a function of the target that returns it; None for that of the loss.
+        loss_fn: a function of an output and a target.
+        normalizer: the number by which the sum of the losses is divided, or a function of the target that
+            returns it; None if the loss is that of the mini-batch.
+        loss: as for `GPipe.step`.
 
     Raises:
         TypeError: the loss is not a function.
-        ValueError: the reduction of the loss is not known, or is ``'none'``.
+        ValueError: ``loss`` is unknown, or the loss is a mean although there is a normalizer.
     """
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn must be a function of an output and a target, got {type(loss_fn).__name__}; pass one "
             "such as torch.nn.functional.cross_entropy"
         )
-    function, arguments = _call_of(loss_fn)
-    divisor = _divisor_of(normalizer)
-    if function is None:
-        if divisor is None or getattr(loss_fn, "reduction", None) == "mean":
-            raise ValueError(
-                f"the divisor of {_name(loss_fn)} is not known, so the losses of micro-batches cannot be "
-                "combined; let loss_fn return a sum, and pass normalizer=, a number or a function of the "
-                "target, by which the sum over the mini-batch is divided"
-            )
-        return Loss(loss_fn, key_of(loss_fn), divisor)
-    reduction = arguments["reduction"]
-    if reduction not in ("mean", "sum"):
+    if loss not in LOSSES:
+        raise ValueError(f"loss is not one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
+    if normalizer is None:
+        return Loss(loss_fn, None, loss)
+    if getattr(loss_fn, "reduction", None) == "mean":
         raise ValueError(
-            f"loss_fn must reduce to a number, got reduction={reduction!r}; pass 'mean' or 'sum'"
+            f"{name_of(loss_fn)} returns a mean, and normalizer={normalizer!r} divides a sum; leave "
+            "normalizer out, or pass a loss with reduction='sum'"
         )
-    if divisor is None and reduction == "mean":
-        if function in _WEIGHTED and arguments.get("weight") is not None:
-            raise ValueError(
-                f"{function.__name__} got weight=, which is not split into micro-batches; pass the weights "
-                "in the target, let loss_fn return a sum, and pass normalizer="
-            )
-        by = _number_of_classes if function in _OF_CLASSES.values() else _number_of_elements
-        divisor = functools.partial(by, arguments)
-    total = functools.partial(function, **{**arguments, "reduction": "sum"})
-    if function in _OF_ELEMENTS.values():
-        total = functools.partial(_of_equal_shapes, total)
-    key = function, key_of(_items(arguments))
-    return Loss(total, key, divisor)
-
-
-def _call_of(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the function of PyTorch that a loss calls, and its arguments; None if there is none."""
-    if type(loss_fn) in _FUNCTIONS and _is_unchanged(loss_fn):
-        function = _FUNCTIONS[type(loss_fn)]
-        names = [*inspect.signature(function).parameters][2:]
-        attributes = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
-        return function, attributes
-    given: dict[str, Any] = {}
-    while type(loss_fn) is functools.partial and not loss_fn.args:
-        given = {**loss_fn.keywords, **given}
-        loss_fn = loss_fn.func
-    if loss_fn not in _FUNCTIONS.values() or given.keys() & {"size_average", "reduce"}:
-        return None, {}
-    return loss_fn, {"reduction": "mean", **given}
-
-
-def _is_unchanged(loss_fn: nn.Module) -> bool:
-    """Returns whether a loss of PyTorch, which is a module, runs no other code than PyTorch's."""
-    function = _FUNCTIONS[type(loss_fn)]
-    own_forward = getattr(loss_fn.forward, "__func__", None) is _FORWARDS[type(loss_fn)]
-    hooked = any(vars(loss_fn)[table] for table in HOOKS)
-    return own_forward and not hooked and getattr(F, function.__name__) is function
+    return Loss(loss_fn, normalizer if callable(normalizer) else lambda target: normalizer)
 
 
 def check_target(loss_fn: Any, target: Any, method: str) -> None:
-    """Checks that there is a target for one of PyTorch's losses.
+    """Checks that there is a target if the loss needs one.
 
     Raises:
         TypeError: there is none.
     """
-    function, arguments = _call_of(loss_fn) if target is None and callable(loss_fn) else (None, {})
-    if function is not None and "target" not in arguments:
+    if target is not None or not callable(loss_fn):
+        return
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
         raise TypeError(
-            f"{method} got no target, but {_name(loss_fn)} compares the output with one; pass target=, or a "
-            "loss_fn of the output alone, with normalizer="
-        )
+            f"{method} got no target, but {name_of(loss_fn)} compares the output with one; pass target=, or "
+            "a loss_fn of the output alone"
+        ) from None
+    except ValueError:  # no signature
+        return
 
 
 def check_normalizer(normalizer: Normalizer) -> None:
@@ -154,37 +110,6 @@ def check_normalizer(normalizer: Normalizer) -> None:
             f"the sum of the losses cannot be divided by normalizer={normalizer}; pass the number of samples "
             "or targets of the mini-batch, such as len(target), or 1 for the sum"
         )
-
-
-def _divisor_of(normalizer: Normalizer) -> Callable[[Any], Any] | None:
-    if normalizer is None or callable(normalizer):
-        return normalizer
-    return lambda target: normalizer
-
-
-def _number_of_classes(arguments: dict[str, Any], target: Tensor) -> Any:
-    """Returns the number of targets that count, or the sum of their classes' weights."""
-    if target.is_floating_point():  # probabilities of classes, along dimension 1
-        return target.numel() / target.shape[1 if target.dim() > 1 else 0]
-    counts = target != arguments.get("ignore_index", -100)
-    weight = arguments.get("weight")
-    if weight is None:
-        return counts.sum()
-    classes = target.where(counts, 0).long()
-    return torch.where(counts, weight.to(target.device)[classes], 0).sum()
-
-
-def _number_of_elements(arguments: dict[str, Any], target: Tensor) -> int:
-    return target.numel()
-
-
-def _of_equal_shapes(total: Callable[..., Tensor], output: Tensor, target: Tensor) -> Tensor:
-    if output.shape != target.shape:
-        raise ValueError(
-            f"the output of shape {list(output.shape)} and the target of shape {list(target.shape)} differ; "
-            "reshape one of them, because the loss would compare all pairs"
-        )
-    return total(output, target)
 
 
 def key_of(value: Any, known: dict[int, int] | None = None) -> Hashable:
@@ -208,6 +133,10 @@ def key_of(value: Any, known: dict[int, int] | None = None) -> Hashable:
         parts: tuple[Any, ...] = value.func, value.args, _items(value.keywords)
     elif inspect.ismethod(value):
         parts = value.__func__, id(value.__self__)
+    elif isinstance(value, nn.Module) and _is_known_by_its_attributes(value):
+        attributes = {**vars(value), **dict.fromkeys(_TABLES)}
+        own = attributes, value._buffers, value._modules
+        parts = type(value), *map(_items, own)
     elif inspect.isfunction(value):
         cells = tuple(map(content_of, value.__closure__ or ()))
         defaults = value.__defaults__, _items(value.__kwdefaults__)
@@ -218,31 +147,46 @@ def key_of(value: Any, known: dict[int, int] | None = None) -> Hashable:
     return key_of(parts, known)
 
 
+# The attributes of a module that are tables.
+_TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
+
+
+def _is_known_by_its_attributes(module: nn.Module) -> bool:
+    """Returns whether two of these modules with the same attributes compute the same."""
+    return not module._parameters and not any(vars(module).get(table) for table in HOOKS)
+
+
 def _items(values: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((values or {}).items()))
-
-
-def _name(loss_fn: Any) -> str:
-    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
+    return tuple(sorted((values or {}).items(), key=operator.itemgetter(0)))
 
 
 def loss_layer(
-    loss: Loss, structure: Structure | None, num_tensors: int, keeps_output: bool, dim: int
-) -> nn.Module:
+    loss: Loss,
+    structure: Structure | None,
+    dims: Sequence[int | None],
+    keeps_output: bool,
+    dim: int,
+    device: torch.device,
+) -> LossLayer:
     """Returns a layer that computes a loss of its input and of tensors that the caller gives.
 
     Args:
         loss: the loss.
         structure: the nesting of the target; None if the loss has no target.
-        num_tensors: the number of tensors of the target.
+        dims: the batch dimension of each tensor of the target; None for one that is not split.
         keeps_output: whether the layer also returns its input, detached.
         dim: the dimension along which outputs of micro-batches are concatenated.
+        device: the device of the last stage.
 
     Returns:
         The layer. It returns the loss in the shape `shape_of_loss`.
     """
-    layer: Skippable = _layer_class(num_tensors)(loss.total, structure, keeps_output, dim)
-    return layer.isolate(GIVEN)
+    measured = loss.combines != "sum"
+    layer: LossLayer = _layer_class(len(dims) + measured)(loss, structure, keeps_output, dim)
+    if loss.combines == "exact":
+        layer.module.shares = Shares(layer.module.user, dims, dim, device)
+    layer.isolate(GIVEN)
+    return layer
 
 
 def shape_of_loss(dim: int) -> list[int]:
@@ -250,32 +194,128 @@ def shape_of_loss(dim: int) -> list[int]:
     return [1] * (dim + 1 if dim >= 0 else -dim)
 
 
+class LossLayer(Skippable):
+    """The layer of a loss, after the last layer of the model."""
+
+    module: Any
+
+    @property
+    def shares(self) -> Shares | None:
+        """The shares of micro-batches; None if they compute the function itself."""
+        found: Shares | None = self.module.shares
+        return found
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        function: Callable[..., Any] = self.module.user.function
+        return function
+
+    def is_stale(self) -> bool:
+        """Returns whether the loss has to be analysed again, because something that it reads has changed."""
+        return self.shares is not None and self.shares.is_stale()
+
+    def measure(
+        self, measures: Tensor, targets: Sequence[Tensor], batch_size: int, processes: Processes
+    ) -> None:
+        """Computes the measures of a mini-batch, or lets `prepare` do so once the loss is analysed.
+
+        Args:
+            measures: the vector for them.
+            targets: the tensors of the target.
+            batch_size: the number of samples.
+            processes: the processes of the pipeline.
+
+        Raises:
+            ValueError: the measures of replicas do not add up.
+        """
+        found: list[Tensor] | None = []
+        if self.shares is not None and processes.has_last_stage:
+            found = self.shares.measures(targets, batch_size)
+            if found is None:
+                # Layers before the loss run in Python, and it is analysed during the run.
+                again = functools.partial(self.measure, measures, targets, batch_size, processes)
+                self.shares.waiting.append((again, measures))
+                return
+            if processes.num_replicas > 1 and not all(self.shares.are_sums):
+                raise ValueError(
+                    f"{name_of(self.function)} computes a number of all targets that is no sum, and with "
+                    "replicas those of several processes would have to be combined; pass normalizer="
+                )
+        values = vector_of([torch.tensor([float(batch_size)]), *(found or [])], measures.device)
+        if processes.has_last_stage:
+            measures.copy_(processes.sum_of_counts(values))
+
+    def prepare(self, args: Sequence[Any], popped: Sequence[Tensor | None]) -> None:
+        """Analyses the loss before it is captured, or run in Python.
+
+        Args:
+            args: the output of the layer before.
+            popped: the tensors of the target, and the measures.
+
+        Raises:
+            ValueError: the loss of a mini-batch is no sum of shares of micro-batches.
+        """
+        if self.shares is None:
+            return
+        try:
+            self.shares.prepare(args[0], [tensor for tensor in popped[:-1] if tensor is not None])
+        except (MixesSamples, Refused) as error:
+            raise ValueError(_refusal(self.shares.loss.function, error)) from None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer in Python."""
+        keys = self.poppable()
+        waiting = [] if self.shares is None else list(self.shares.waiting)
+        self.prepare(args, [STASHED.tensors[key] for key in keys])
+        for _, measures in waiting:
+            STASHED.tensors[keys[-1]] = measures  # of which the engine has passed a copy
+        return super().forward(*args, **kwargs)
+
+
+def _refusal(function: Any, error: Exception) -> str:
+    return (
+        f"the loss of a mini-batch by {name_of(function)} does not follow from its micro-batches: {error}. "
+        "Use loss_fn(model(x), y).backward(), which is always right; or let loss_fn return a sum over "
+        "samples, and pass normalizer=, by which that of the mini-batch is divided; or pass "
+        'loss="per-microbatch" for the mean of the losses of micro-batches'
+    )
+
+
 @functools.cache
-def _layer_class(num_tensors: int) -> type[Skippable]:
-    """Returns the class of layers for targets of this many tensors."""
+def _layer_class(num_tensors: int) -> type[Any]:
+    """Returns the class of layers that get this many tensors."""
 
     class Loss(nn.Module):
-        def __init__(self, total: Any, structure: Structure | None, keeps_output: bool, dim: int) -> None:
+        def __init__(self, loss: Any, structure: Structure | None, keeps_output: bool, dim: int) -> None:
             super().__init__()
-            self.total, self.structure, self.keeps_output, self.dim = total, structure, keeps_output, dim
+            self.user, self.combines = UserLoss(loss.function, structure), loss.combines
+            self.keeps_output, self.dim = keeps_output, dim
+            self.shares: Shares | None = None
 
         def forward(self, output: Any) -> Generator[Any, Any, Any]:
             tensors = []
             for index in range(num_tensors):
                 tensor = yield pop(f"target{index}")
                 tensors.append(tensor)
-            target = () if self.structure is None else (self.structure.build(tensors),)
-            loss = self.total(output, *target)
+            if self.shares is not None:
+                loss = self.shares(output, tensors[:-1], tensors[-1])
+            else:
+                loss = self.user.of(output, tensors)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ValueError(
                     f"loss_fn must return a tensor with one element, got {getattr(loss, 'shape', loss)}; let "
-                    "it return a sum"
+                    "it return a mean or a sum"
                 )
             if loss.dtype in (torch.bfloat16, torch.float16):
                 loss = loss.float()  # the losses of micro-batches are added up in float32
+            if self.combines == "per-microbatch":
+                first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+                loss = loss * (first.shape[self.dim] / tensors[-1][0]).to(loss.dtype)
             loss = loss.reshape(shape_of_loss(self.dim))
             if not self.keeps_output:
                 return loss
             return loss, pytree.tree_map_only(Tensor, Tensor.detach, output)
 
-    return skippable(pop=[f"target{index}" for index in range(num_tensors)])(Loss)
+    found = skippable(pop=[f"target{index}" for index in range(num_tensors)])(Loss)
+    return type("Loss", (LossLayer, found), {})

@@ -17,6 +17,7 @@ from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.processes import Processes
 from gpipe_fast.runtime.runner import Runner, StepInputs
 from gpipe_fast.runtime.stage import TRACING_LOCK
+from gpipe_fast.training.loss_graph import MAX_MEASURES
 from gpipe_fast.training.losses import (
     Loss,
     Normalizer,
@@ -39,14 +40,12 @@ class Objective:
 
     Attributes:
         loss: the loss.
-        function: the function of which it was made.
         target: what the loss is computed with besides the output.
         keeps_output: whether the output is returned, too.
         weights: the weight of each micro-batch's loss; None for 1.
     """
 
     loss: Loss
-    function: Any
     target: Any = None
     keeps_output: bool = False
     weights: Sequence[float] | None = None
@@ -57,6 +56,7 @@ class Objective:
         loss_fn: Any,
         target: Any,
         normalizer: Normalizer,
+        combines: str,
         keeps_output: bool,
         method: str,
         processes: Processes,
@@ -67,19 +67,20 @@ class Objective:
             loss_fn: as for `GPipe.step`.
             target: as for `GPipe.step`.
             normalizer: as for `GPipe.step`.
+            combines: the argument ``loss`` of `GPipe.step`.
             keeps_output: as above.
             method: the name of the called method.
             processes: the processes of the pipeline.
 
         Raises:
             TypeError: the loss is not a function, or has no target.
-            ValueError: its divisor is not known, 0 or not finite.
+            ValueError: the normalizer is 0 or not finite, or a loss does not fit it.
         """
         if not processes.is_mesh:  # else only the processes with the last stage need the target
             check_target(loss_fn, target, method)
         if processes.num_replicas == 1:  # else one replica may have no targets
             check_normalizer(normalizer)
-        return cls(loss_of(loss_fn, normalizer), loss_fn, target, keeps_output)
+        return cls(loss_of(loss_fn, normalizer, combines), target, keeps_output)
 
 
 def run_step(
@@ -136,6 +137,7 @@ def run_step(
             scaler,
             None if updates is None else updates.of,
             offer,
+            given.measure,
         ),
     )
     parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)
@@ -162,23 +164,34 @@ def with_loss(
     with TRACING_LOCK:
         runner.detect_changes()
     runner.warn(inputs, training)
-    loss, function, dim = objective.loss, objective.function, runner.output_dim
+    loss, dim, device = objective.loss, runner.output_dim, runner.placement.devices[-1]
+    if (
+        runner.processes.num_replicas == 1
+        and min(runner.chunks_of(inputs.batch_size), inputs.batch_size) <= 1
+    ):
+        loss = loss._replace(combines="sum")  # of one micro-batch, which is the mini-batch
+    given, dims = given_of(targets, inputs.batch_size, device)
     structure = None if targets is None else targets.structure
-    key = loss.key, structure, objective.keeps_output, dim
+    kinds = tuple((tensor.dtype, tensor.dim()) for tensor in given)
+    own_key = key_of(loss.function)
+    key = own_key, loss.combines, structure, kinds, objective.keeps_output, dim
     known = runner.with_losses.pop(key, None)
-    # The variables that the former function closes over may have changed since.
-    if known is None or key_of(known[1]) != known[2]:
+    # What the former function reads may have changed since.
+    if known is None or key_of(known[1].function) != own_key or known[1].is_stale():
         if known is not None:
             runner.forget(known[0])
-        count = 0 if targets is None else len(targets.tensors)
-        longer = runner.with_layer(loss_layer(loss, structure, count, objective.keeps_output, dim))
-        # The layer calls the function; kept alive, because its address may be in the key.
-        known = longer, function, key_of(function)
+        layer = loss_layer(loss, structure, dims, objective.keeps_output, dim, device)
+        known = runner.with_layer(layer), layer
     runner.with_losses[key] = known
     while len(runner.with_losses) > _MAX_LOSSES:
         runner.forget(runner.with_losses.pop(next(iter(runner.with_losses)))[0])
-    given, dims = given_of(targets, inputs.batch_size, runner.placement.devices[-1])
-    return known[0], StepInputs(given, StepOrder(schedule, dims))
+    measure = None
+    if loss.combines != "sum":
+        measures = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=device)
+        whole = given, inputs.batch_size
+        measure = functools.partial(known[1].measure, measures, *whole, runner.processes)
+        given, dims = (*given, measures), (*dims, None)
+    return known[0], StepInputs(given, StepOrder(schedule, dims), measure=measure)
 
 
 class Losses(NamedTuple):

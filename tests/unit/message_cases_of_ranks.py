@@ -33,8 +33,10 @@ from gpipe_fast.distributed.mesh import (
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.distributed.torchrun import RankInfo
+from gpipe_fast.layers.structure import ONE_TENSOR
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
+from gpipe_fast.training.losses import loss_layer, loss_of
 from gpipe_fast.training.update import _check_same
 from tests.internals import runner_of, stages_of
 from tests.unit.message_cases import WHILE_LAYERS_RUN, case, features, mlp, run_command, under
@@ -224,6 +226,18 @@ OTHER_ORDER = Schedule.parse("""
 NO_CHANNELS = mock.patch.object(_extension, "make_channels", None)
 NOWHERE = mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 NO_NUMBERS = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "one")
+
+
+def largest_of_replicas() -> None:
+    """Measures a loss whose number of all targets replicas cannot add up."""
+    y, t = torch.ones(4, 3), torch.ones(4)
+    layer = loss_layer(
+        loss_of(lambda y, t: y.sum() / t.max()), ONE_TENSOR, [0], False, 0, torch.device("cpu")
+    )
+    layer.prepare([y.requires_grad_()], [t, None])
+    layer.measure(torch.zeros(64), [t], 4, Ranks(0, 1, dist.HashStore(), 0.2, num_replicas=2))
+
+
 REPLICAS = Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)
 
 OF_RANKS = [
@@ -257,6 +271,7 @@ OF_RANKS = [
     case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
     case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
     case("got 2", "pass mesh['pp']", check_no_replicas, 2),
+    case("that is no sum", "pass normalizer=", largest_of_replicas),
     case("got a mesh of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),
     case("differ in chunks: here 4, there 2", "make the same calls", other_arguments),

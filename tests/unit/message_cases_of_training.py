@@ -57,6 +57,28 @@ def every_sample(output: Tensor, target: Tensor) -> Tensor:
     return (output - 1).square().sum(1)
 
 
+class Sums(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.sum()
+
+
+def sums(loss_fn: Any) -> object:
+    pipe = two_stages(nn.Linear(3, 3), Sums(3, 3), chunks=2)
+    return pipe.step(X, target=Y, loss_fn=loss_fn)
+
+
+def joined() -> object:
+    pipe = two_stages(nn.Linear(3, 3), nn.Flatten(0), chunks=2)
+    return pipe.step(X, target=Y, loss_fn=lambda a, b: a.sum())
+
+
+def wide() -> object:
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 1), nn.Upsample(2**22)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    return pipe.step(X[:, None], loss_fn=lambda y: (y.view(-1, 2**22) - 1).sum())
+
+
+WEIGHT = nn.Parameter(torch.ones(3))
 NO_LAYERS = GPipe(nn.Sequential(), [])
 DESCENDING = Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0")
 
@@ -71,9 +93,21 @@ STEPS = [
     case("stage 0 runs on two ranks", "rank 1  >0F1<", Schedule.parse, "0F0\n0F1"),
     case("which are disabled here", "outside of torch.no_grad()", torch.no_grad()(step)),
     case("got int", "cross_entropy", step, 3),
-    case("the divisor of <lambda> is not known", "pass normalizer=", step, lambda a, b: a.sum()),
-    case("got reduction='none'", "'mean' or 'sum'", step, nn.CrossEntropyLoss(reduction="none")),
-    case("[2, 3] and the target of shape [2, 1] differ", "reshape one", step, F.mse_loss, torch.ones(4, 1)),
+    case("got 'mean'", "'exact', 'per-microbatch'", step, loss="mean"),
+    case("and normalizer=1 divides a sum", "leave normalizer", step, nn.MSELoss(), X, normalizer=1),
+    case("by <lambda>", "normalizer=", step, lambda a, b: a.mean().sqrt()),
+    case("message_cases_of_training.py", 'loss="per-microbatch"', step, lambda a, b: (a - a.mean(0)).sum()),
+    case("max at ", "loss_fn(model(x), y).backward()", step, lambda a, b: a.max()),
+    case("with one element, got torch.Size(", "a mean", step, nn.CrossEntropyLoss(reduction="none")),
+    case("1] differ", "reshape one", step, F.mse_loss, torch.ones(4, 1)),
+    case("computes with the size (s", "", step, lambda a, b: a.sum() / (len(a) // 2)),
+    case("has no batch dimension", "for each sample", sums, lambda a, b: a[1].sum()),
+    case("different batch sizes, [2, 6]", "", joined),
+    case("computes nothing from the output", "", step, lambda a, b: None),
+    case("is no parameter of it", "pass an nn.Module", step, lambda a, b: (a * WEIGHT).sum()),
+    case("does not add up to what", "normalizer=", step, lambda a, b: (a - a.flip(0)).abs().sum()),
+    case("gives no finite number", "normalizer=", step, lambda a, b: (a / 0).sum()),
+    case("outputs are too large", "normalizer=", wide),
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),
@@ -90,7 +124,6 @@ STEPS = [
     case("Foreign may compute", "pass optimizer_in='end'", drained, type("Foreign", (torch.optim.SGD,), {})),
     case("does not call hooks of optimizers", "pass optimizer_in='end'", drained, torch.optim.Adam),
     case("before the backward of the input", "x.detach()", drained, x=lambda layer: X * layer.weight.sum()),
-    case("got weight=", "normalizer=", step, functools.partial(F.mse_loss, weight=X)),
     case("that requires a gradient", ".detach()", step, target=torch.randn(4, requires_grad=True)),
     case("got a tensor of shape [2]", "return a sum", step, normalizer=torch.ones(2)),
     case("divided by normalizer=0", "such as len(target)", step, every_sample, normalizer=0),

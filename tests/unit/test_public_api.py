@@ -27,7 +27,8 @@ gpipe_fast
     append(module)
     cpu()
     cuda(device=None)
-    evaluate(*args, target=None, loss_fn, normalizer=None, losses=None, return_outputs=False, **kwargs)
+    evaluate(*args, target=None, loss_fn, normalizer=None, loss='exact', losses=None, return_outputs=False,
+        **kwargs)
     explain(*args, device=None, **kwargs)
     extend(sequential)
     extra_repr()
@@ -45,8 +46,8 @@ gpipe_fast
     recording()
     report(*args, target=None, loss_fn=None, normalizer=None, check=False, **kwargs)
     state_dict(*args, prefix='', **kwargs)
-    step(*args, target=None, loss_fn, normalizer=None, losses=None, return_outputs=False, optimizer=None,
-        scaler=None, max_norm=None, optimizer_in='end', **kwargs)
+    step(*args, target=None, loss_fn, normalizer=None, loss='exact', losses=None, return_outputs=False,
+        optimizer=None, scaler=None, max_norm=None, optimizer_in='end', **kwargs)
     stream(batches, *, depth=None)
     to(*args, **kwargs)
   build_info(...)

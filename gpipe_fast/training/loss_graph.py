@@ -1,0 +1,618 @@
+"""Splits the graph of a loss of a mini-batch into the shares of its micro-batches, which add up to it.
+
+The graph has a symbol for the batch size, so each value is one of these::
+
+    cross_entropy(y, t) + 0.1 * y.square().mean() + scale        y, t: outputs and targets of n of N samples
+
+    of samples   has the batch dimension: y, t, y.square()           computed for the samples at hand
+    share        has none, follows from outputs: the losses          adds up over the micro-batches
+    whole        has none, follows from no output: scale, 0.1        the same in every micro-batch
+
+What reduces targets alone, such as the number of those that count, is computed for the whole mini-batch
+before, and given to every micro-batch as a *measure*; the number of samples is the first one. A sum over
+samples is a share; a mean is one if it is multiplied by n / N; and so is a whole value, where it is added to
+a share. Whatever else is computed from shares has to be linear in them. What combines samples otherwise is
+refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from gpipe_fast.torch_private import pytree
+
+# The maximum number of elements of all measures.
+MAX_MEASURES = 64
+
+
+class MixesSamples(Exception):
+    """Raised where the loss of a mini-batch is no sum of shares. The message says what stands in the way."""
+
+
+@dataclass(frozen=True)
+class SplitLoss:
+    """The share of a micro-batch in the loss of a mini-batch.
+
+    Attributes:
+        share: returns it, given the inputs of the graph and a vector of measures.
+        measures: returns the measures but the number of samples, given the inputs of a mini-batch; those that
+            do not follow from targets may be None.
+        are_sums: for each measure, whether those of replicas add up.
+    """
+
+    share: fx.GraphModule
+    measures: fx.GraphModule
+    are_sums: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the graph of a loss.
+
+    Attributes:
+        value: a fake tensor, or for a size of another input a symbol or number.
+        is_output: whether it is an output of the last layer.
+    """
+
+    value: Any
+    is_output: bool = False
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a size of another input."""
+        return not isinstance(self.value, Tensor)
+
+
+def split_loss(module: fx.GraphModule, inputs: Sequence[Input], batch: sympy.Symbol) -> SplitLoss:
+    """Splits the graph of a loss.
+
+    Args:
+        module: the graph, of calls of PyTorch's functions and methods.
+        inputs: its inputs, in order.
+        batch: the symbol of the batch size.
+
+    Raises:
+        MixesSamples: the loss combines samples otherwise than described above.
+    """
+    return _Splitter(module, inputs, batch).split()
+
+
+# Kinds of values, as above; sizes are numbers that may follow from the batch size.
+_OF_SAMPLES, _SHARE, _WHOLE, _SIZE = "of samples", "share", "whole", "size"
+
+_ADD = {"add", "add_", "iadd", "sub", "sub_", "isub", "subtract", "rsub", "radd"}
+_JOIN = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+_TIMES = {
+    "mul",
+    "mul_",
+    "imul",
+    "multiply",
+    "rmul",
+    "dot",
+    "mv",
+    "mm",
+    "matmul",
+    "inner",
+    "tensordot",
+    "einsum",
+}
+_OVER = {"div", "div_", "itruediv", "truediv", "divide", "true_divide"}
+_LINEAR = {
+    *("neg", "neg_", "negative", "pos", "positive", "sum", "mean", "trace", "cumsum", "diff"),
+    *(
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "type_as",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+    ),
+    *("view", "view_as", "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "flatten", "ravel"),
+    *("expand", "expand_as", "repeat", "t", "transpose", "permute", "movedim", "getitem", "select", "narrow"),
+    *("unbind", "split", "chunk", "index_select", "roll", "flip", "tile", "diagonal", "detach_"),
+}
+# Methods that change their tensor in place, whose results stand for it from then on.
+_IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
+_SUMS = {"sum", *_TIMES - {"mul", "mul_", "imul", "multiply", "rmul"}, "bmm"}
+_SUMS_OF_TARGETS = {"sum", "count_nonzero", "bincount", "histc"}
+# What makes tensors like another one, whose elements it does not read.
+_MAKES = {"new_ones", "new_zeros", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_WEIGHTED = (F.mse_loss, F.l1_loss)
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A measure, or several.
+
+    Attributes:
+        function: computes them of the arguments; None if they are the first argument.
+        arguments: nodes of the graph, and constants.
+        number: how many.
+        is_sum: whether those of replicas add up.
+    """
+
+    function: Callable[..., Tensor] | None
+    arguments: tuple[Any, ...]
+    number: int
+    is_sum: bool
+
+
+class _Splitter:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Input], batch: sympy.Symbol) -> None:
+        self._module, self._inputs, self._batch = module, inputs, batch
+        self._new, self._copies = fx.Graph(), dict[fx.Node, Any]()
+        self._kinds: dict[fx.Node, str] = {}
+        self._reads: set[fx.Node] = set()  # nodes that follow from outputs
+        self._selected: dict[Any, fx.Node] = {}  # by the symbol of a number of selected elements, their mask
+        self._replaced: set[fx.Node] = set()  # nodes whose tensor was changed in place
+        self._measured: list[_Measure] = []
+        self._num_measures = 1
+
+    def split(self) -> SplitLoss:
+        for node, value in _values(self._module, [each.value for each in self._inputs]):
+            node.meta["value"] = value
+        nodes = list(self._module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, each in zip(placeholders, self._inputs, strict=True):
+            if each.is_size:
+                self._kinds[node] = _SIZE
+                continue
+            self._copies[node] = self._new.placeholder(node.name)
+            is_of_samples = self._batch in _symbols(each.value.shape)
+            self._kinds[node] = _OF_SAMPLES if is_of_samples else _WHOLE
+            if each.is_output:
+                self._reads.add(node)
+        self._vector = self._new.placeholder("measures")
+        symbols: dict[Any, tuple[fx.Node, int]] = {}
+        for node, each in zip(placeholders, self._inputs, strict=True):
+            for dim, size in enumerate(() if each.is_size else each.value.shape):
+                if isinstance(expression(size), sympy.Symbol):
+                    symbols.setdefault(expression(size), (self._copies[node], dim))
+        self._sizes = {symbol: self._new.call_method("size", found) for symbol, found in symbols.items()}
+        self._constant_sizes = self._sizes.keys() - {self._batch}
+        for node, each in zip(placeholders, self._inputs, strict=True):
+            if each.is_size:
+                self._copies[node] = self._number(expression(each.value))
+        *inner, output = nodes
+        for node in inner:
+            if node.op != "placeholder":
+                self._add(node)
+        return self._finish(output)
+
+    def _finish(self, node: fx.Node) -> SplitLoss:
+        (loss,) = pytree.tree_leaves(node.args)
+        value = loss.meta["value"] if isinstance(loss, fx.Node) else None
+        if not isinstance(value, Tensor) or self._kinds[loss] == _OF_SAMPLES or value.numel() != 1:
+            shape = getattr(value, "shape", value)
+            raise ValueError(
+                f"loss_fn must return a tensor with one element, got {shape}; let it return a mean or a sum"
+            )
+        copy = self._copies[loss] if self._kinds[loss] == _SHARE else self._shared(loss)
+        self._new.output(copy)
+        return SplitLoss(
+            fx.GraphModule(self._module, self._new),
+            self._graph_of_measures(),
+            (True, *(each.is_sum for each in self._measured for _ in range(each.number))),
+        )
+
+    def _graph_of_measures(self) -> fx.GraphModule:
+        """Returns what computes the measures of a mini-batch from its targets."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        live, wanted = set[fx.Node](), list[fx.Node]()
+        for each in self._measured:
+            fx.node.map_arg(each.arguments, wanted.append)
+        while wanted:
+            node = wanted.pop()
+            if node not in live:
+                live.add(node)
+                wanted += node.all_input_nodes
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder" or node in live:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        found = []
+        for each in self._measured:
+            arguments = fx.node.map_arg(each.arguments, copies.__getitem__)
+            found.append(graph.call_function(each.function, arguments) if each.function else arguments[0])
+        graph.output(tuple(found))
+        return fx.GraphModule(self._module, graph)
+
+    # One node.
+
+    def _add(self, node: fx.Node) -> None:
+        arguments, value = node.all_input_nodes, node.meta["value"]
+        for each in arguments:
+            if each in self._replaced:
+                self._refuse(node, "it reads a value that was changed in place before")
+        kinds = {self._kinds[each] for each in arguments}
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        makes = _name(node) in _MAKES
+        if tensors and not makes and not self._reads.isdisjoint(arguments):
+            self._reads.add(node)
+        if not tensors:
+            self._add_size(node, value)
+        elif any(_symbols(tensor.shape) - self._constant_sizes for tensor in tensors):
+            self._add_of_samples(node, tensors)
+        elif _OF_SAMPLES in kinds and not makes:
+            self._kinds[node] = _SHARE if node in self._reads else _WHOLE
+            self._copies[node] = self._reduced(node) if node in self._reads else self._measure(node)
+        elif _SHARE in kinds:
+            self._kinds[node], self._copies[node] = _SHARE, self._linear(node)
+        else:
+            self._kinds[node], self._copies[node] = _WHOLE, self._copy(node, of_whole=True)
+
+    def _add_size(self, node: fx.Node, value: Any) -> None:
+        known = _symbols(pytree.tree_leaves(value)) <= self._sizes.keys()
+        if not known or any(isinstance(leaf, torch.SymFloat) for leaf in pytree.tree_leaves(value)):
+            self._refuse(node, "it is a number that follows from the elements of a tensor")
+        self._kinds[node], self._copies[node] = _SIZE, self._copy(node)
+
+    def _add_of_samples(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
+        for each in node.all_input_nodes:
+            if self._kinds[each] == _SHARE:
+                self._refuse(node, "it combines each sample with a value of all samples")
+        for tensor in tensors:
+            if sum(bool(_symbols([size]) - self._constant_sizes) for size in tensor.shape) > 1:
+                self._refuse(node, "it compares samples with each other")
+        self._kinds[node] = _OF_SAMPLES
+        # Sizes in arithmetic are those of the mini-batch; others, as in a view, those at hand.
+        self._copies[node] = self._copy(node, of_whole=_name(node) in (_ADD | _TIMES | _OVER | {"pow"}))
+        for dim, size in enumerate(tensors[0].shape):
+            for symbol in _symbols([size]) - self._sizes.keys():
+                masks = [each for each in node.all_input_nodes if _is_mask(each)]
+                if len(masks) != 1 or len(tensors) > 1 or not isinstance(expression(size), sympy.Symbol):
+                    self._refuse(node, "the number of its elements depends on data")
+                self._selected[symbol] = masks[0]
+                self._sizes[symbol] = self._new.call_method("size", (self._copies[node], dim))
+
+    def _reduced(self, node: fx.Node) -> fx.Node:
+        """Adds what reduces the samples to a share."""
+        name = _name(node)
+        if any(self._kinds[each] == _SHARE for each in node.all_input_nodes):
+            self._refuse(node, "it combines each sample with a value of all samples")
+        if name in _SUMS:
+            return self._copy(node)
+        if name == "mean":
+            return self._mean(node)
+        bound = _bound_loss(node.target, node.args, node.kwargs)
+        if bound is None:
+            self._refuse(node, "it combines samples otherwise than by a sum or a mean")
+        self._check_shapes(node, bound)
+        reduction = bound.arguments["reduction"]
+        if reduction == "sum":
+            return self._copy(node)
+        weight = bound.arguments.get("weight")
+        if node.target in _OF_CLASSES:
+            target = bound.arguments["target"]
+            if not target.meta["value"].is_floating_point():
+                ignored = bound.arguments["ignore_index"]
+                return self._divided(node, bound, counted_targets, target, weight, ignored)
+        elif node.target in _WEIGHTED and weight is not None:
+            return self._divided(node, bound, torch.sum, weight)
+        if self._selections_of(node.all_input_nodes):
+            if node.target not in _OF_ELEMENTS:
+                self._refuse(
+                    node, "it is a mean over elements that are selected; divide a sum by their number"
+                )
+            size = next(iter(bound.arguments.values())).meta["value"].numel()
+            return self._over(node, self._total(node, bound), self._number(expression(size), of_whole=True))
+        return self._weighted(node, self._copy(node))
+
+    def _mean(self, node: fx.Node) -> fx.Node:
+        """Adds a mean over samples, or over elements of them that are selected by targets."""
+        reduced = node.all_input_nodes[0]
+        selections = self._selections_of([reduced])
+        if not selections:
+            return self._weighted(node, self._copy(node))
+        rest = reduced.meta["value"].shape[1:]
+        if len(node.args) > 1 or node.kwargs or len(selections) > 1 or self._selections_in(rest):
+            self._refuse(node, "it is a mean over selected elements along some dimensions")
+        total = self._new.call_method("sum", (self._copies[reduced],))
+        expression_of = expression(reduced.meta["value"].numel())
+        return self._over(node, total, self._number(expression_of, of_whole=True))
+
+    def _selections_in(self, sizes: Iterable[Any]) -> set[Any]:
+        """Returns the symbols of the numbers of selected elements among sizes."""
+        return _symbols(sizes) & self._selected.keys()
+
+    def _selections_of(self, nodes: Iterable[fx.Node]) -> set[Any]:
+        values = [node.meta["value"] for node in nodes]
+        return self._selections_in(size for x in values if isinstance(x, Tensor) for size in x.shape)
+
+    def _check_shapes(self, node: fx.Node, bound: inspect.BoundArguments) -> None:
+        if node.target not in _OF_ELEMENTS:
+            return
+        first, second = (each.meta["value"] for each in list(bound.arguments.values())[:2])
+        is_one = [[expression(size) == 1 for size in each.shape] for each in (first, second)]
+        if is_one[0] != is_one[1]:
+            self._refuse(
+                node,
+                f"the output of shape {list(first.shape)} and the target of shape {list(second.shape)} "
+                "differ, and it would compare all pairs; reshape one of them",
+            )
+
+    def _divided(
+        self, node: fx.Node, bound: inspect.BoundArguments, function: Callable[..., Tensor], *arguments: Any
+    ) -> fx.Node:
+        """Adds a mean as a sum over what the mean of the mini-batch is divided by, a function of targets."""
+        return self._over(
+            node, self._total(node, bound), self._new_measure(node, function, arguments, 1, True)
+        )
+
+    def _total(self, node: fx.Node, bound: inspect.BoundArguments) -> fx.Node:
+        """Adds the sum whose mean a loss of PyTorch is."""
+        others = {"reduction": "sum", "size_average": None, "reduce": None}
+        kwargs = bound.arguments | {name: value for name, value in others.items() if name in bound.arguments}
+        return self._new.create_node(
+            "call_function", node.target, (), fx.node.map_arg(kwargs, self._copies.__getitem__)
+        )
+
+    def _over(self, node: fx.Node, total: fx.Node, count: fx.Node) -> fx.Node:
+        return self._new.call_function(operator.truediv, (total, self._cast(count, node.meta["value"].dtype)))
+
+    def _measure(self, node: fx.Node) -> fx.Node:
+        """Adds what follows from targets alone: the value for the mini-batch."""
+        value = node.meta["value"]
+        if not isinstance(value, Tensor):
+            self._refuse(node, "it has several results that follow from all targets")
+        is_sum = _name(node) in _SUMS_OF_TARGETS
+        found = self._new_measure(node, None, (node,), value.numel(), is_sum, list(value.shape))
+        return self._cast(found, value.dtype)
+
+    def _new_measure(
+        self,
+        node: fx.Node,
+        function: Callable[..., Tensor] | None,
+        arguments: tuple[Any, ...],
+        number: Any,
+        is_sum: bool,
+        shape: Sequence[int] = (),
+    ) -> fx.Node:
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(arguments, nodes.append)
+        if not self._reads.isdisjoint(nodes):
+            self._refuse(node, "what it is divided by follows from outputs")
+        first = self._num_measures
+        if not isinstance(number, int) or first + number > MAX_MEASURES:
+            self._refuse(
+                node,
+                f"it computes several numbers of all targets, and at most {MAX_MEASURES - 1} are possible, "
+                "as many for all sizes",
+            )
+        self._num_measures += number
+        self._measured.append(_Measure(function, arguments, number, is_sum))
+        part = self._new.call_function(operator.getitem, (self._vector, slice(first, first + number)))
+        return self._new.call_method("view", (part, list(shape)))
+
+    def _linear(self, node: fx.Node) -> fx.Node:
+        """Adds what is computed from shares."""
+        name = _name(node)
+        own = [each for each in node.all_input_nodes if self._kinds[each] == _SHARE]
+        if name in _ADD or (name in _JOIN and node.op == "call_function"):
+            return self._sum(node)
+        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in own]
+        is_first = bool(node.args) and node.args[0] in own
+        if len(leaves) == 1 and (
+            name in _TIMES
+            or (is_first and (name in _OVER and "rounding_mode" not in node.kwargs))
+            or (is_first and name in _LINEAR)
+        ):
+            return self._copy(node, of_whole=name in _TIMES | _OVER)
+        self._refuse(node, "it is not linear in what is added up over samples")
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        """Adds a sum of shares and whole values, of which each share has its part."""
+
+        def part(each: Any) -> Any:
+            if isinstance(each, fx.Node):
+                return self._copies[each] if self._kinds[each] == _SHARE else self._shared(each)
+            return self._new.call_function(operator.mul, (self._fraction(node.meta["value"].dtype), each))
+
+        operands, rest = node.args, dict(node.kwargs)
+        if _name(node) in _JOIN:
+            parts: Any = (fx.node.map_aggregate(operands[0], lambda a: part(a) if a is not None else a),)
+            parts += tuple(operands[1:])
+        else:
+            parts = tuple(part(each) for each in operands[:2])
+            if len(operands) > 2 or set(rest) - {"alpha"}:
+                self._refuse(node, "its arguments are unknown")
+        self._replace_in_place(node)
+        return self._call(node, parts, rest)
+
+    # Helpers.
+
+    def _copy(self, node: fx.Node, of_whole: bool = False) -> fx.Node:
+        """Adds a copy of a node; with sizes of the whole mini-batch, if `of_whole`."""
+
+        def argument(each: fx.Node) -> Any:
+            is_size = of_whole and self._kinds[each] == _SIZE
+            varies = is_size and _symbols([each.meta["value"]]) - self._constant_sizes
+            return self._size_of_whole(each, node) if varies else self._copies[each]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
+        if self._kinds.get(node) != _OF_SAMPLES:
+            self._replace_in_place(node)
+            return self._call(node, args, kwargs)
+        return self._new.create_node(node.op, node.target, args, kwargs)
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        name = _name(node)
+        if node.op == "call_function" and name in _IN_PLACE:
+            return self._new.call_function(_IN_PLACE[name], args, kwargs)
+        if node.op == "call_method" and name.endswith("_") and not name.endswith("__"):
+            return self._new.call_method(name[:-1], args, kwargs)
+        return self._new.create_node(node.op, node.target, args, kwargs)
+
+    def _replace_in_place(self, node: fx.Node) -> None:
+        name = _name(node)
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            changed = node.args[0]
+            if isinstance(changed, fx.Node) and self._kinds[changed] != _OF_SAMPLES:
+                self._replaced.add(changed)
+
+    def _number(self, expression: Any, of_whole: bool = False) -> Any:
+        """Adds a number, given as an expression of sizes: those at hand, or of the mini-batch."""
+        if isinstance(expression, (int, sympy.Integer)):
+            return int(expression)
+        if isinstance(expression, sympy.Symbol):
+            if not of_whole or expression in self._constant_sizes:
+                return self._sizes[expression]
+            if expression == self._batch:
+                return self._new.call_function(operator.getitem, (self._vector, 0))
+            mask = self._selected[expression]
+            return self._new_measure(mask, torch.sum, (mask,), 1, True)
+        operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        operation = operations.get(type(expression))
+        if operation is None:
+            raise MixesSamples(f"it computes with the size {expression}")
+        first, *others = (self._number(each, of_whole) for each in expression.args)
+        for other in others:
+            first = self._new.call_function(operation, (first, other))
+        return first
+
+    def _size_of_whole(self, size: fx.Node, node: fx.Node) -> fx.Node:
+        found: fx.Node = self._number(expression(size.meta["value"]), of_whole=True)
+        tensors = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        return self._cast(found, tensors[0].dtype)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self._new.call_method("to", (node, dtype))
+
+    def _fraction(self, dtype: torch.dtype) -> fx.Node:
+        """Adds the part of the samples that a micro-batch has."""
+        both = self._sizes[self._batch], self._number(self._batch, of_whole=True)
+        return self._cast(self._new.call_function(operator.truediv, both), dtype)
+
+    def _weighted(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """Adds the share that a mean over samples has."""
+        return self._new.call_function(operator.mul, (copy, self._fraction(node.meta["value"].dtype)))
+
+    def _shared(self, node: fx.Node) -> fx.Node:
+        """Adds the part of a whole value or a size that a micro-batch has."""
+        value = node.meta["value"]
+        if isinstance(value, Tensor):
+            return self._weighted(node, self._copies[node])
+        number = self._number(expression(value), of_whole=True)
+        return self._new.call_function(operator.mul, (self._fraction(torch.float64), number))
+
+    def _refuse(self, node: fx.Node, why: str) -> NoReturn:
+        raise MixesSamples(f"{_name(node)} at {_place(node)}: {why}")
+
+
+def counted_targets(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """Returns the number of targets that count, or the sum of their classes' weights."""
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    classes = target.where(counts, 0).long()
+    return torch.where(counts, weight.to(target.device)[classes], 0).sum()
+
+
+_OF_ELEMENTS = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
+    *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
+)
+
+
+def _bound_loss(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
+    """Returns the arguments of a loss of PyTorch; None for another function."""
+    name = str(getattr(function, "__name__", ""))
+    known: Callable[..., Any] | None = vars(F).get(name)
+    if known is None or known is not function:
+        return None
+    bound = inspect.signature(known).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound if "reduction" in bound.arguments else None
+
+
+def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterable[tuple[fx.Node, Any]]:
+    """Yields each node of a graph and its value for fake inputs."""
+    found: list[tuple[fx.Node, Any]] = []
+
+    class Values(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            try:
+                value = super().run_node(n)
+            except Exception:
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                value = reduced_like(n.target, args, kwargs)
+                if value is None:
+                    raise
+            found.append((n, value))
+            return value
+
+    Values(module).run(*inputs)
+    return found
+
+
+def reduced_like(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Returns a fake tensor like the result of a function that reads elements; None for another function.
+
+    Also of one that reduces as many elements as data select, whose fake result PyTorch may not know.
+    """
+    name = str(getattr(target, "__name__", target))
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or not (target in _READING or any(map(_is_unbacked, first.shape))):
+        return None
+    if name in ("sum", "mean") and len(args) == 1 and not kwargs:
+        return first.new_empty(())
+    bound = _bound_loss(target, args, kwargs)
+    if bound is None:
+        return None
+    if bound.arguments["reduction"] != "none":
+        return first.new_empty(())
+    shape = first.shape[1:2] if target is F.ctc_loss else first.shape
+    return first.new_empty(shape) if target in _READING else None
+
+
+_READING = (F.ctc_loss, F.gaussian_nll_loss)
+
+
+def _is_unbacked(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta["value"]
+    return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def expression(size: Any) -> Any:
+    """Returns a size as an expression of symbols, or as a number."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _symbols(sizes: Iterable[Any]) -> set[Any]:
+    return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def _name(node: fx.Node) -> str:
+    name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _place(node: fx.Node) -> str:
+    """Returns the line of the user's code that a node is from."""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if line.strip()]
+    at = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not at:
+        return "an unknown line"
+    file, line = lines[at[-1]].removeprefix("File ").split(", in ")[0].split(", line ")
+    code = " ".join(lines[at[-1] + 1 :][:1])
+    return f"{file.strip(chr(34))}:{line}" + (f", `{code}`" if code else "")

@@ -1,0 +1,1109 @@
+"""Losses as users write them, and whether a step must equal the whole mini-batch's loss or refuse it.
+
+Samples have unequal numbers of targets that count, and in some losses, the last two samples have none. With
+10 samples and 3, 4 or 7 micro-batches, the last micro-batch has no others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES, CLASSES, TOKENS = 6, 5, 4
+# What the message names when a loss is refused: three ways out.
+REFUSAL = (
+    r"loss_fn\(model\(x\), y\)\.backward\(\)",
+    r"normalizer=",
+    r"""loss=["']per-microbatch["']""",
+)
+
+Weighing = Literal["sum", "samples"] | Callable[[Any], Any]
+"""A micro-batch's loss has the weight 1, or its share of the samples, or of what a function of the target
+counts."""
+
+
+class Term(NamedTuple):
+    """A loss, and how those of micro-batches are weighed."""
+
+    loss_fn: Callable[..., Tensor]
+    by: Weighing = "samples"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss.
+
+    Attributes:
+        name: its name.
+        make: returns the loss_fn.
+        target: returns the target of this many samples; None for losses of the output alone.
+        layers: returns the layers whose output the loss is computed of.
+        shape: the shape of a sample of the input.
+        expected: whether a step equals the plain loop or is refused.
+        by: how the losses of micro-batches are weighed.
+        terms: takes the loss_fn, and returns terms that add up to the loss, if its terms are weighed
+            differently.
+        is_additive: whether the loss is a sum over the samples' outputs. Losses that are refused nevertheless
+            depend on the position in the mini-batch or compare the targets of samples.
+        dtype: that of parameters, inputs, and targets.
+    """
+
+    name: str
+    make: Callable[[], Callable[..., Tensor]]
+    target: Callable[[int], Any] | None
+    layers: Callable[[], nn.Sequential]
+    shape: tuple[int, ...] = (FEATURES,)
+    expected: Literal["equal", "refused"] = "equal"
+    by: Weighing = "samples"
+    terms: Callable[[Any], Sequence[Term]] | None = None
+    is_additive: bool = True
+    dtype: torch.dtype = torch.float64
+
+
+# Layers.
+
+
+def mlp(*last: Callable[[], nn.Module], width: int = CLASSES) -> Callable[[], nn.Sequential]:
+    """Returns a function that makes layers from [*, 6] to [*, width]."""
+
+    def layers() -> nn.Sequential:
+        hidden = nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU()
+        return nn.Sequential(*hidden, nn.Linear(8, width), *(make() for make in last))
+
+    return layers
+
+
+def convolutions(kind: Any, *last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    """Returns a function that makes layers from [N, 6, ...] to [N, 5, ...]."""
+
+    def layers() -> nn.Sequential:
+        hidden = kind(FEATURES, 8, 1), nn.Tanh(), kind(8, 8, 1), nn.ReLU()
+        return nn.Sequential(*hidden, kind(8, CLASSES, 1), *(make() for make in last))
+
+    return layers
+
+
+class Heads(nn.Module):
+    """Two outputs: one of 5 and one of ``width`` features."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class NamedHeads(Heads):
+    """The outputs in a dict."""
+
+    def forward(self, x: Tensor) -> Any:
+        return dict(zip(("classes", "box"), super().forward(x), strict=True))
+
+
+ONE = mlp(partial(nn.Flatten, 0), width=1)  # one number for each sample
+PAIRS, TRIPLETS = (mlp(partial(nn.Unflatten, 1, (n, 3)), width=3 * n) for n in (2, 3))
+SEQUENCE, IMAGE = convolutions(nn.Conv1d), convolutions(nn.Conv2d)
+LOG_PROBABILITIES = mlp(partial(nn.LogSoftmax, 1))
+IMAGE_LOG_PROBABILITIES = convolutions(nn.Conv2d, partial(nn.LogSoftmax, 1))
+HEADS, TWO_OF_FIVE = mlp(Heads), mlp(partial(Heads, CLASSES))
+OF_TOKENS, OF_SEQUENCE, OF_IMAGE = (TOKENS, FEATURES), (FEATURES, TOKENS), (FEATURES, 3, 2)
+
+
+# Targets.
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 1) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape, generator=_generator(seed), dtype=torch.float64)
+
+
+def uniform(*shape: int, seed: int = 2) -> Callable[[int], Tensor]:
+    return lambda n: torch.rand(n, *shape, generator=_generator(seed), dtype=torch.float64)
+
+
+def classes(*shape: int, num: int = CLASSES, seed: int = 3) -> Callable[[int], Tensor]:
+    return lambda n: torch.randint(num, (n, *shape), generator=_generator(seed))
+
+
+def binary(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: classes(*shape, num=2)(n).double()
+
+
+def signs(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: binary(*shape)(n) * 2 - 1
+
+
+def probabilities(*shape: int, dim: int = 1) -> Callable[[int], Tensor]:
+    return lambda n: normal(*shape)(n).softmax(dim)
+
+
+def mask(*shape: int, is_last_empty: bool = False) -> Callable[[int], Tensor]:
+    """Marks targets that count: a sample, or the first of its elements, as many as its length says."""
+
+    def made(n: int) -> Tensor:
+        lengths = torch.tensor([4, 0, 0, 2, 0, 3, 4, 1, 2, 3])
+        if is_last_empty:
+            lengths = torch.tensor([4, 0, 0, 2, 1, 3, 4, 1, 0, 0])
+        position = torch.arange(math.prod(shape)).view(shape)
+        return position < lengths[torch.arange(n) % 10].view(-1, *[1] * len(shape))
+
+    return made
+
+
+def counted(*shape: int, ignored: int = -100, is_last_empty: bool = False) -> Callable[[int], Tensor]:
+    """Classes, of which some are ignored."""
+    return lambda n: classes(*shape)(n).where(mask(*shape, is_last_empty=is_last_empty)(n), ignored)
+
+
+def together(*parts: Callable[[int], Any]) -> Callable[[int], Any]:
+    return lambda n: tuple(part(n) for part in parts)
+
+
+def by_name(**parts: Callable[[int], Any]) -> Callable[[int], Any]:
+    return lambda n: {name: part(n) for name, part in parts.items()}
+
+
+def ctc_target(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded targets, lengths of the inputs, and lengths of the targets."""
+    labels = torch.randint(1, CLASSES, (n, 3), generator=_generator(5))
+    return labels, torch.full((n,), 7) - torch.arange(n) % 2, torch.arange(n) % 3 + 1
+
+
+def multilabels(n: int) -> Tensor:
+    """Classes of each sample, ended by -1."""
+    permuted = uniform(CLASSES)(n).argsort(1)
+    return permuted.where(torch.arange(CLASSES) < torch.arange(n)[:, None] % 4 + 1, -1)
+
+
+# What divides a mean: functions of the target.
+
+
+def num_counted(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def sum_of(index: Any) -> Callable[[Any], Tensor]:
+    return lambda target: target[index].sum()
+
+
+WEIGHTS = torch.tensor([0.7, 1.4, 0.5, 2.0, 1.1], dtype=torch.float64)
+
+
+def class_weights(target: Tensor) -> Tensor:
+    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0)], 0).sum()
+
+
+# Losses of users.
+
+
+def of_language_model(y: Tensor, t: Tensor) -> Tensor:
+    logits, labels = y[:, :-1].contiguous(), t[:, 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+
+def mean_over_tokens(y: Tensor, t: Tensor) -> Tensor:
+    losses = F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="none", ignore_index=-100)
+    return losses.sum() / (t != -100).sum()
+
+
+def losses_of_tokens(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t, reduction="none")
+
+
+class Trainer:
+    """Computes the loss in a method, with attributes."""
+
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing, self.criterion = smoothing, nn.CrossEntropyLoss(weight=WEIGHTS)
+
+    def compute_loss(self, y: Tensor, t: Tensor) -> Tensor:
+        smooth = -y.log_softmax(-1).mean()
+        return (1 - self.smoothing) * self.criterion(y, t) + self.smoothing * smooth
+
+    def __call__(self, y: Tensor, t: Tensor) -> Tensor:
+        return self.criterion(y, t)
+
+
+class Charbonnier(nn.Module):
+    def __init__(self, epsilon: float = 1e-3, reduction: str = "mean") -> None:
+        super().__init__()
+        self.epsilon, self.reduction = epsilon, reduction
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        losses = ((y - t) ** 2 + self.epsilon**2).sqrt()
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+
+class Uncertainties(nn.Module):
+    """Two tasks, weighted by learned variances (Kendall et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
+
+    def of_classes(self, y: Any, t: Any) -> Tensor:
+        variance = self.log_variances[0]
+        return (-variance).exp() * F.cross_entropy(y[0], t[0]) + variance
+
+    def of_boxes(self, y: Any, t: Any) -> Tensor:
+        variance = self.log_variances[1]
+        return (-variance).exp() * F.mse_loss(y[1], t[1]) / 2 + variance / 2
+
+    def forward(self, y: Any, t: Any) -> Tensor:
+        return self.of_classes(y, t) + self.of_boxes(y, t)
+
+
+class Centers(nn.Module):
+    """The distance from learned centres of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(normal(CLASSES, seed=7)(CLASSES))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y, t) + 0.1 * (y - self.centers[t]).square().sum(1).mean() / 2
+
+
+class Projected(nn.Module):
+    """A learned head in the loss, with a penalty of its weight."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.head, self.reduction = nn.Linear(CLASSES, 3).double(), reduction
+
+    def of_outputs(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(self.head(y), t, reduction=self.reduction)
+
+    def penalty(self, *_: Any) -> Tensor:
+        return 0.01 * self.head.weight.square().sum()
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return self.of_outputs(y, t) + self.penalty()
+
+
+def focal(y: Tensor, t: Tensor, gamma: float = 2.0) -> Tensor:
+    losses = F.cross_entropy(y, t, reduction="none")
+    return ((1 - torch.exp(-losses)) ** gamma * losses).mean()
+
+
+def focal_of_boxes(y: Tensor, t: Tensor, alpha: float = 0.25) -> Tensor:
+    """As in RetinaNet, divided by the number of positives."""
+    p, losses = y.sigmoid(), F.binary_cross_entropy_with_logits(y, t, reduction="none")
+    right = p * t + (1 - p) * (1 - t)
+    return ((alpha * t + (1 - alpha) * (1 - t)) * (1 - right) ** 2 * losses).sum() / t.sum().clamp(min=1)
+
+
+def dice(dim: tuple[int, ...] | None) -> Callable[..., Tensor]:
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        p = y.sigmoid()
+        both, either = (p * t).sum(dim), p.sum(dim) + t.sum(dim)
+        return (1 - (2 * both + 1) / (either + 1)).mean()
+
+    return loss
+
+
+def distilled(y: Tensor, t: Tensor, temperature: float = 2.0) -> Tensor:
+    student, teacher = F.log_softmax(y / temperature, -1), F.softmax(t / temperature, -1)
+    return F.kl_div(student, teacher, reduction="batchmean") * temperature**2
+
+
+def of_student(y: Tensor, t: Any) -> Tensor:
+    return 0.3 * F.cross_entropy(y, t["labels"]) + 0.7 * distilled(y, t["teacher"])
+
+
+def dpo(y: Tensor, t: Tensor, beta: float = 0.5) -> Tensor:
+    """The pair of a sample: its chosen and its rejected answer."""
+    chosen, rejected = (y - t).unbind(1)
+    return -F.logsigmoid(beta * (chosen - rejected)).mean()
+
+
+def ppo(y: Tensor, t: Any) -> Tensor:
+    distribution = torch.distributions.Categorical(logits=y, validate_args=False)
+    ratio = (distribution.log_prob(t["action"]) - t["before"]).exp()
+    clipped = ratio.clamp(0.8, 1.2) * t["advantage"]
+    return -torch.min(ratio * t["advantage"], clipped).mean() - 0.01 * distribution.entropy().mean()
+
+
+def gaussian(y: Any, t: Tensor) -> Tensor:
+    mean, log_scale = y
+    return (0.5 * math.log(2 * math.pi) + log_scale + 0.5 * ((t - mean) / log_scale.exp()) ** 2).mean()
+
+
+def smoothed_by_hand(y: Tensor, t: Tensor, smoothing: float = 0.1) -> Tensor:
+    log_probabilities = y.log_softmax(-1)
+    of_target = -log_probabilities.gather(1, t.unsqueeze(1)).squeeze(1)
+    return ((1 - smoothing) * of_target + smoothing * -log_probabilities.mean(-1)).mean()
+
+
+def z_loss(y: Tensor, *_: Any) -> Tensor:
+    return 1e-2 * y.logsumexp(-1).pow(2).mean()
+
+
+def variational(y: Any, t: Tensor) -> Tensor:
+    mean, log_variance = y
+    divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    return ((mean - t).square().sum() + divergence) / t.size(0)
+
+
+def pinball(y: Tensor, t: Tensor, quantile: float = 0.9) -> Tensor:
+    error = t - y
+    return torch.max(quantile * error, (quantile - 1) * error).mean()
+
+
+def mean_of_answers(y: Tensor, t: Any) -> Tensor:
+    """The mean over samples of means over their tokens, as in GRPO."""
+    losses, keeps = losses_of_tokens(y, t[0]), t[1]
+    return ((losses * keeps).sum(1) / keeps.sum(1).clamp(min=1)).mean()
+
+
+def of_next_tokens(y: Tensor, t: Tensor) -> Tensor:
+    """Several predictions of each position, each a mean over targets of its own."""
+    return sum(0.5**i * F.cross_entropy(y[:, i], t[:, i]) for i in range(TOKENS))  # type: ignore[return-value]
+
+
+def terms_of_next_tokens(_: Any) -> list[Term]:
+    def loss(i: int, y: Tensor, t: Tensor) -> Tensor:
+        return 0.5**i * F.cross_entropy(y[:, i], t[:, i])
+
+    return [Term(partial(loss, i), lambda t, i=i: num_counted(t[:, i])) for i in range(TOKENS)]
+
+
+def closure(scale: float) -> Callable[..., Tensor]:
+    priors = WEIGHTS.log()
+
+    def adjusted(y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y + scale * priors, t)
+
+    return adjusted
+
+
+def linear_loss() -> Any:
+    return nn.LinearCrossEntropyLoss(CLASSES, 3, dtype=torch.float64)
+
+
+# Losses that compare samples.
+
+
+def contrastive(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(F.normalize(y, dim=1) @ F.normalize(t, dim=1).T / 0.2, torch.arange(len(y)))
+
+
+def clip(y: Any) -> Tensor:
+    similarity, labels = y[0] @ y[1].T, torch.arange(len(y[0]))
+    return (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.T, labels)) / 2
+
+
+def supervised_contrastive(y: Tensor, t: Tensor) -> Tensor:
+    is_self = torch.eye(len(y), dtype=torch.bool)
+    log_probabilities = (y @ y.T).masked_fill(is_self, -1e9).log_softmax(1)
+    positives = (t[:, None] == t) & ~is_self
+    return -((log_probabilities * positives).sum(1) / positives.sum(1).clamp(min=1)).mean()
+
+
+def batch_hard(y: Tensor, t: Tensor) -> Tensor:
+    distances, same = (y[:, None] - y).abs().sum(-1), t[:, None] == t
+    furthest = distances.where(same, 0).amax(1)
+    return F.relu(furthest - distances.where(~same, math.inf).amin(1) + 1).mean()
+
+
+def correlation(y: Tensor, t: Tensor) -> Tensor:
+    y, t = y - y.mean(), t - t.mean()
+    return 1 - (y * t).sum() / (y.norm() * t.norm())
+
+
+def concordance(y: Tensor, t: Tensor) -> Tensor:
+    covariance = ((y - y.mean()) * (t - t.mean())).mean()
+    return 1 - 2 * covariance / (y.var() + t.var() + (y.mean() - t.mean()) ** 2)
+
+
+def barlow(y: Any) -> Tensor:
+    a, b = ((z - z.mean(0)) / z.std(0) for z in y)
+    return (a.T @ b / len(a) - torch.eye(a.shape[1], dtype=a.dtype)).square().sum()
+
+
+def focal_of_mean(y: Tensor, t: Tensor) -> Tensor:
+    """Focal, applied to the mean by mistake."""
+    loss = F.cross_entropy(y, t)
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+def load_balance(y: Tensor) -> Tensor:
+    """The load-balancing loss of a mixture of experts (Switch Transformer)."""
+    p = y.softmax(-1)
+    share = F.one_hot(p.argmax(-1), CLASSES).to(p.dtype).mean(0)
+    return CLASSES * (share * p.mean(0)).sum()
+
+
+def halves(y: Tensor) -> Tensor:
+    """DPO's pairs, chosen ones in the first half of the mini-batch."""
+    chosen, rejected = y[: len(y) // 2], y[len(y) // 2 : len(y) // 2 * 2]
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def counted_classes(y: Tensor, t: Tensor) -> Tensor:
+    weight = 1 / torch.bincount(t, minlength=CLASSES).clamp(min=1).to(y.dtype)
+    return F.cross_entropy(y, t, weight=weight)
+
+
+def ranked(y: Tensor, t: Tensor) -> Tensor:
+    """All pairs of samples (RankNet)."""
+    return F.softplus(-(y[:, None] - y) * (t[:, None] - t).sign()).mean()
+
+
+# The table.
+
+_CASES: list[Case] = []
+
+
+def add(
+    name: str,
+    make: Callable[[], Callable[..., Tensor]],
+    target: Callable[[int], Any] | None,
+    layers: Callable[[], nn.Sequential] | None = None,
+    shape: tuple[int, ...] = (FEATURES,),
+    **rest: Any,
+) -> None:
+    _CASES.append(Case(name, make, target, layers or mlp(), shape, **rest))
+
+
+def add_of_classes() -> None:
+    lone = partial(counted, is_last_empty=True)
+    add("cross_entropy", lambda: F.cross_entropy, classes())
+    add("cross_entropy, sum", lambda: partial(F.cross_entropy, reduction="sum"), classes(), by="sum")
+    add("CrossEntropyLoss", nn.CrossEntropyLoss, classes())
+    add("CrossEntropyLoss, sum", lambda: nn.CrossEntropyLoss(reduction="sum"), counted(), by="sum")
+    add("CrossEntropyLoss, weight", lambda: nn.CrossEntropyLoss(WEIGHTS), classes(), by=class_weights)
+    add(
+        "cross_entropy, weight, sum",
+        lambda: partial(F.cross_entropy, weight=WEIGHTS, reduction="sum"),
+        counted(),
+        by="sum",
+    )
+    add("cross_entropy, some ignored", lambda: F.cross_entropy, counted(), by=num_counted)
+    add("cross_entropy, a micro-batch ignored", lambda: F.cross_entropy, lone(), by=num_counted)
+    add(
+        "cross_entropy, ignore_index",
+        lambda: partial(F.cross_entropy, ignore_index=2),
+        counted(ignored=2),
+        by=lambda t: (t != 2).sum(),
+    )
+    add("cross_entropy, weight, ignored", lambda: nn.CrossEntropyLoss(WEIGHTS), counted(), by=class_weights)
+    add("label_smoothing", lambda: partial(F.cross_entropy, label_smoothing=0.1), classes())
+    add(
+        "label_smoothing, weight, ignored",
+        lambda: nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1),
+        lone(),
+        by=class_weights,
+    )
+    add("probabilities", lambda: F.cross_entropy, probabilities(CLASSES))
+    add("probabilities, weight", lambda: nn.CrossEntropyLoss(WEIGHTS), probabilities(CLASSES))
+    add(
+        "probabilities, label_smoothing",
+        lambda: lambda y, t: F.cross_entropy(y, t, label_smoothing=0.2),
+        probabilities(CLASSES),
+    )
+    add("cross_entropy, none", lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").mean(), classes())
+    add("cross_entropy, sequences", lambda: F.cross_entropy, classes(TOKENS), SEQUENCE, OF_SEQUENCE)
+    add(
+        "cross_entropy, sequences, ignored",
+        nn.CrossEntropyLoss,
+        lone(TOKENS),
+        SEQUENCE,
+        OF_SEQUENCE,
+        by=num_counted,
+    )
+    add(
+        "cross_entropy, images",
+        lambda: nn.CrossEntropyLoss(WEIGHTS),
+        counted(3, 2),
+        IMAGE,
+        OF_IMAGE,
+        by=class_weights,
+    )
+    add("probabilities, images", lambda: F.cross_entropy, probabilities(CLASSES, 3, 2), IMAGE, OF_IMAGE)
+    add("nll_loss", lambda: F.nll_loss, classes(), LOG_PROBABILITIES)
+    add(
+        "NLLLoss, weight, ignore_index",
+        lambda: nn.NLLLoss(WEIGHTS, ignore_index=-1),
+        counted(ignored=-1),
+        LOG_PROBABILITIES,
+        by=class_weights,
+    )
+    add("NLLLoss, images, ignored", nn.NLLLoss, lone(3, 2), IMAGE_LOG_PROBABILITIES, OF_IMAGE, by=num_counted)
+    add(
+        "nll_loss, sum, lambda",
+        lambda: lambda y, t: F.nll_loss(F.log_softmax(y, dim=1), t, reduction="sum"),
+        counted(),
+        by="sum",
+    )
+    if hasattr(F, "linear_cross_entropy"):
+        add("LinearCrossEntropyLoss", linear_loss, classes(num=3))
+    add("multi_margin_loss", lambda: F.multi_margin_loss, classes())
+    add(
+        "MultiMarginLoss, weight, sum",
+        lambda: nn.MultiMarginLoss(p=2, margin=0.7, weight=WEIGHTS, reduction="sum"),
+        classes(),
+        by="sum",
+    )
+    add("multilabel_margin_loss", lambda: F.multilabel_margin_loss, multilabels)
+    add("MultiLabelMarginLoss, sum", lambda: nn.MultiLabelMarginLoss(reduction="sum"), multilabels, by="sum")
+
+
+def add_of_language_models() -> None:
+    lone = partial(counted, TOKENS, is_last_empty=True)
+    losses: dict[str, tuple[Callable[[], Any], Any, Weighing]] = {
+        "flatten": (
+            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+            classes(TOKENS),
+            "samples",
+        ),
+        "flatten, ignored": (
+            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+            counted(TOKENS),
+            num_counted,
+        ),
+        "view": (
+            lambda: lambda y, t: F.cross_entropy(y.view(-1, CLASSES), t.view(-1), ignore_index=-100),
+            lone(),
+            num_counted,
+        ),
+        "reshape, module": (
+            lambda: lambda y, t: nn.CrossEntropyLoss()(y.reshape(-1, y.shape[-1]), t.reshape(-1)),
+            classes(TOKENS),
+            "samples",
+        ),
+        "shifted": (
+            lambda: lambda y, t: F.cross_entropy(y[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)),
+            classes(TOKENS),
+            "samples",
+        ),
+        "shifted, ignored": (lambda: of_language_model, counted(TOKENS), lambda t: num_counted(t[:, 1:])),
+        "shifted by a pad": (
+            lambda: (
+                lambda y, t: F.cross_entropy(y.flatten(0, 1), F.pad(t, (0, 1), value=-100)[:, 1:].flatten())
+            ),
+            counted(TOKENS),
+            lambda t: num_counted(t[:, 1:]),
+        ),
+        "transposed": (lambda: lambda y, t: F.cross_entropy(y.transpose(1, 2), t), lone(), num_counted),
+        "permuted": (lambda: lambda y, t: F.cross_entropy(y.permute(0, 2, 1), t), classes(TOKENS), "samples"),
+        "by hand": (lambda: mean_over_tokens, lone(), num_counted),
+        "sum": (
+            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"),
+            counted(TOKENS),
+            "sum",
+        ),
+        "gather": (
+            lambda: lambda y, t: -y.log_softmax(-1).gather(-1, t.unsqueeze(-1)).mean(),
+            classes(TOKENS),
+            "samples",
+        ),
+    }
+    for name, (make, target, by) in losses.items():
+        add(f"language model, {name}", make, target, shape=OF_TOKENS, by=by)
+    add(
+        "language model, float",
+        lambda: lambda y, t: F.cross_entropy(y.float().flatten(0, 1), t.flatten()),
+        lone(),
+        shape=OF_TOKENS,
+        by=num_counted,
+        dtype=torch.float32,
+    )
+
+
+def add_of_elements() -> None:
+    five, sigmoid = normal(CLASSES), mlp(nn.Sigmoid)
+    add("mse_loss", lambda: F.mse_loss, five)
+    add("mse_loss, float32", lambda: F.mse_loss, five, dtype=torch.float32)
+    add("MSELoss, sum", lambda: nn.MSELoss(reduction="sum"), five, by="sum")
+    add("mse_loss, none", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(), five)
+    add("mse_loss, tokens", nn.MSELoss, normal(TOKENS, CLASSES), shape=OF_TOKENS)
+    add(
+        "mse_loss, weight",
+        lambda: lambda y, t: F.mse_loss(y, t[0], weight=t[1]),
+        together(five, uniform(CLASSES)),
+        by=sum_of(1),
+    )
+    add("l1_loss", lambda: F.l1_loss, five)
+    add("L1Loss, sum", lambda: nn.L1Loss(reduction="sum"), five, by="sum")
+    add("smooth_l1_loss, beta", lambda: partial(F.smooth_l1_loss, beta=0.5), five)
+    add("SmoothL1Loss, sum", lambda: nn.SmoothL1Loss(reduction="sum", beta=0.3), five, by="sum")
+    add("huber_loss", lambda: F.huber_loss, five)
+    add("HuberLoss, delta", lambda: nn.HuberLoss(delta=0.3), five)
+    add("huber_loss, sum", lambda: partial(F.huber_loss, delta=0.5, reduction="sum"), five, by="sum")
+    add("binary_cross_entropy", lambda: F.binary_cross_entropy, binary(CLASSES), sigmoid)
+    add("BCELoss, weight", lambda: nn.BCELoss(weight=WEIGHTS), binary(CLASSES), sigmoid)
+    logits = F.binary_cross_entropy_with_logits
+    add("binary_cross_entropy_with_logits", lambda: logits, uniform(CLASSES))
+    add("BCEWithLogitsLoss, pos_weight", lambda: nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), binary(CLASSES))
+    add(
+        "binary_cross_entropy_with_logits, weight, sum",
+        lambda: partial(logits, weight=WEIGHTS, reduction="sum"),
+        binary(CLASSES),
+        by="sum",
+    )
+    add("BCEWithLogitsLoss, squeezed", lambda: lambda y, t: logits(y.squeeze(1), t), binary(), mlp(width=1))
+    add("poisson_nll_loss", lambda: F.poisson_nll_loss, uniform(CLASSES))
+    add(
+        "PoissonNLLLoss, full, sum",
+        lambda: nn.PoissonNLLLoss(log_input=False, full=True, reduction="sum"),
+        lambda n: (uniform(CLASSES)(n) * 6).floor(),
+        mlp(nn.Softplus),
+        by="sum",
+    )
+    add("soft_margin_loss", lambda: F.soft_margin_loss, signs(CLASSES))
+    add("SoftMarginLoss, sum", lambda: nn.SoftMarginLoss(reduction="sum"), signs(CLASSES), by="sum")
+    add(
+        "kl_div, batchmean",
+        lambda: partial(F.kl_div, reduction="batchmean"),
+        probabilities(CLASSES),
+        LOG_PROBABILITIES,
+    )
+    add("kl_div", lambda: F.kl_div, probabilities(CLASSES), LOG_PROBABILITIES)
+    log_probabilities = lambda n: normal(CLASSES)(n).log_softmax(1)  # noqa: E731
+    add(
+        "KLDivLoss, batchmean, log_target",
+        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True),
+        log_probabilities,
+        LOG_PROBABILITIES,
+    )
+    add(
+        "kl_div, sum, log_target",
+        lambda: partial(F.kl_div, reduction="sum", log_target=True),
+        log_probabilities,
+        LOG_PROBABILITIES,
+        by="sum",
+    )
+    add(
+        "gaussian_nll_loss",
+        lambda: lambda y, t: F.gaussian_nll_loss(y[0], t, F.softplus(y[1])),
+        five,
+        TWO_OF_FIVE,
+    )
+    add(
+        "GaussianNLLLoss, full, sum",
+        lambda: lambda y, t: nn.GaussianNLLLoss(full=True, reduction="sum")(y, t[0], t[1]),
+        together(five, uniform(CLASSES)),
+        by="sum",
+    )
+    add("hinge_embedding_loss", lambda: F.hinge_embedding_loss, signs(CLASSES))
+    add(
+        "HingeEmbeddingLoss, sum",
+        lambda: nn.HingeEmbeddingLoss(margin=0.4, reduction="sum"),
+        signs(CLASSES),
+        by="sum",
+    )
+    add("multilabel_soft_margin_loss", lambda: F.multilabel_soft_margin_loss, binary(CLASSES))
+    add(
+        "MultiLabelSoftMarginLoss, weight, sum",
+        lambda: nn.MultiLabelSoftMarginLoss(WEIGHTS, reduction="sum"),
+        binary(CLASSES),
+        by="sum",
+    )
+
+
+def add_of_several_outputs() -> None:
+    cosine = F.cosine_embedding_loss
+    add("cosine_embedding_loss", lambda: lambda y, t: cosine(y[:, 0], y[:, 1], t), signs(), PAIRS)
+    add(
+        "CosineEmbeddingLoss, margin, sum",
+        lambda: lambda y, t: nn.CosineEmbeddingLoss(margin=0.2, reduction="sum")(y[0], y[1], t),
+        signs(),
+        TWO_OF_FIVE,
+        by="sum",
+    )
+    add(
+        "cosine_embedding_loss, of a target", lambda: lambda y, t: cosine(y, *t), together(normal(5), signs())
+    )
+    add(
+        "margin_ranking_loss",
+        lambda: lambda y, t: F.margin_ranking_loss(y[0], y[1], t, margin=0.1),
+        signs(5),
+        TWO_OF_FIVE,
+    )
+    add(
+        "MarginRankingLoss, sum",
+        lambda: lambda y, t: nn.MarginRankingLoss(0.3, reduction="sum")(y[:, 0], y[:, 1], t),
+        signs(),
+        by="sum",
+    )
+    add("triplet_margin_loss", lambda: lambda y: F.triplet_margin_loss(*y.unbind(1)), None, TRIPLETS)
+    add(
+        "TripletMarginLoss, swap, sum",
+        lambda: lambda y: nn.TripletMarginLoss(swap=True, reduction="sum")(y[:, 0], y[:, 1], y[:, 2]),
+        None,
+        TRIPLETS,
+        by="sum",
+    )
+    add(
+        "triplet_margin_with_distance_loss",
+        lambda: (
+            lambda y, t: F.triplet_margin_with_distance_loss(y, *t, distance_function=nn.PairwiseDistance(1))
+        ),
+        together(normal(5, seed=8), normal(5, seed=9)),
+    )
+    ctc = partial(F.ctc_loss, zero_infinity=True)
+    of_ctc = ctc_target, mlp(partial(nn.LogSoftmax, 2)), (7, FEATURES)
+    add("ctc_loss", lambda: lambda y, t: F.ctc_loss(y.transpose(0, 1), *t), *of_ctc)
+    add(
+        "CTCLoss, sum",
+        lambda: lambda y, t: nn.CTCLoss(reduction="sum")(y.transpose(0, 1), t[0], t[1], t[2]),
+        *of_ctc,
+        by="sum",
+    )
+    add("ctc_loss, none", lambda: lambda y, t: ctc(y.transpose(0, 1), *t, reduction="none").mean(), *of_ctc)
+
+
+def add_of_other_callables() -> None:
+    add("partial of a lambda", lambda: partial(lambda k, y, t: k * F.mse_loss(y, t), 3.0), normal(CLASSES))
+    add("an attribute's method", lambda: Trainer(0).criterion.forward, classes(), by=class_weights)
+    add(
+        "a method",
+        lambda: Trainer(0.1).compute_loss,
+        classes(),
+        terms=lambda loss: [
+            Term(lambda y, t: 0.9 * F.cross_entropy(y, t, WEIGHTS), class_weights),
+            Term(lambda y, t: -0.1 * y.log_softmax(-1).mean()),
+        ],
+    )
+    add("an object", lambda: Trainer(0), counted(), by=class_weights)
+    add("a module", Charbonnier, normal(CLASSES))
+    add("a module, sum", lambda: Charbonnier(reduction="sum"), normal(CLASSES), by="sum")
+    add("a closure over tensors", lambda: closure(0.7), counted(), by=num_counted)
+    add("a compiled function", lambda: torch.compile(F.mse_loss, backend="eager"), normal(CLASSES))
+    tasks = together(classes(), normal(2))
+    add("a module with parameters", Uncertainties, tasks, HEADS)
+    add("a method of a module with parameters", lambda: Uncertainties().forward, tasks, HEADS)
+    add(
+        "a module with parameters, ignored",
+        Uncertainties,
+        together(counted(is_last_empty=True), normal(2)),
+        HEADS,
+        terms=lambda loss: [Term(loss.of_classes, lambda t: num_counted(t[0])), Term(loss.of_boxes)],
+    )
+    add("a module with centres", Centers, classes())
+    add("a module with a head", Projected, normal(3))
+    add(
+        "a module with a head, sum",
+        lambda: Projected("sum"),
+        normal(3),
+        terms=lambda loss: [Term(loss.of_outputs, "sum"), Term(loss.penalty)],
+    )
+
+
+def add_masked() -> None:
+    """Masked means in several spellings, also with a micro-batch that has no target that counts."""
+    spellings: dict[str, Callable[..., Tensor]] = {
+        "indexed": lambda losses, keeps: losses[keeps].mean(),
+        "quotient": lambda losses, keeps: (losses * keeps).sum() / keeps.sum(),
+        "clamped": lambda losses, keeps: (losses * keeps).sum() / keeps.sum().clamp(min=1),
+        "where": lambda losses, keeps: torch.where(keeps, losses, 0).sum() / keeps.sum(),
+        "masked_select": lambda losses, keeps: torch.masked_select(losses, keeps).mean(),
+    }
+    for (name, mean), is_last_empty in itertools.product(spellings.items(), (False, True)):
+        add(
+            f"masked mean, {name}" + ", a micro-batch without any" * is_last_empty,
+            lambda mean=mean: lambda y, t: mean(losses_of_tokens(y, t["y"]), t["mask"]),
+            by_name(y=classes(TOKENS), mask=mask(TOKENS, is_last_empty=is_last_empty)),
+            shape=OF_TOKENS,
+            by=sum_of("mask"),
+        )
+    regression = together(normal(CLASSES), mask(CLASSES))
+    add(
+        "masked mean, output indexed",
+        lambda: lambda y, t: F.mse_loss(y[t[1]], t[0][t[1]]),
+        regression,
+        by=sum_of(1),
+    )
+    add(
+        "masked mean, NaN in the target",
+        lambda: lambda y, t: F.mse_loss(y[~t.isnan()], t[~t.isnan()]),
+        lambda n: normal(CLASSES)(n).where(mask(CLASSES)(n), math.nan),
+        by=lambda t: (~t.isnan()).sum(),
+    )
+    add(
+        "masked mean, float mask",
+        lambda: lambda y, t: ((y - t[0]).abs() * t[1]).sum() / (t[1].sum() + 1e-8),
+        together(normal(CLASSES), lambda n: mask(CLASSES)(n).double()),
+        by=lambda t: t[1].sum() + 1e-8,
+    )
+    add(
+        "masked mean, ignored labels",
+        lambda: lambda y, t: losses_of_tokens(y, t)[t != -100].mean(),
+        counted(TOKENS),
+        shape=OF_TOKENS,
+        by=num_counted,
+    )
+    add(
+        "mean of masked means of samples",
+        lambda: mean_of_answers,
+        together(classes(TOKENS), mask(TOKENS, is_last_empty=True)),
+        shape=OF_TOKENS,
+    )
+
+
+def add_of_users() -> None:
+    five = normal(CLASSES)
+    weighted = by_name(y=classes(), w=uniform())
+    each = partial(F.cross_entropy, reduction="none")
+    add("weights of samples, mean", lambda: lambda y, t: (t["w"] * each(y, t["y"])).mean(), weighted)
+    add(
+        "weights of samples, average",
+        lambda: lambda y, t: (t["w"] * each(y, t["y"])).sum() / t["w"].sum(),
+        weighted,
+        by=sum_of("w"),
+    )
+    add(
+        "weights of samples, normalised",
+        lambda: lambda y, t: (t["w"] / t["w"].sum() * each(y, t["y"])).sum(),
+        weighted,
+        by=sum_of("w"),
+    )
+    add("focal", lambda: focal, classes())
+    add(
+        "focal of boxes",
+        lambda: focal_of_boxes,
+        lambda n: mask(CLASSES, is_last_empty=True)(n).double(),
+        by=lambda t: t.sum().clamp(min=1),
+    )
+    add("dice of samples", lambda: dice((1, 2, 3)), binary(CLASSES, 3, 2), IMAGE, OF_IMAGE)
+    add("distilled", lambda: distilled, five)
+    add("distilled and labelled, dict", lambda: of_student, by_name(labels=classes(), teacher=five))
+    add("Huber sum", lambda: lambda y, t: nn.HuberLoss(reduction="none")(y, t).sum(), five, by="sum")
+    add(
+        "tasks with factors, tuples",
+        lambda: lambda y, t: F.cross_entropy(y[0], t[0]) + 0.5 * F.smooth_l1_loss(y[1], t[1]),
+        together(classes(), normal(2)),
+        HEADS,
+    )
+    add(
+        "tasks with divisors of their own",
+        lambda: lambda y, t: 2 * F.cross_entropy(y[0], t[0]) + F.mse_loss(y[1], t[1], reduction="sum"),
+        together(counted(is_last_empty=True), normal(2)),
+        HEADS,
+        terms=lambda loss: [
+            Term(lambda y, t: 2 * F.cross_entropy(y[0], t[0]), lambda t: num_counted(t[0])),
+            Term(lambda y, t: F.mse_loss(y[1], t[1], reduction="sum"), "sum"),
+        ],
+    )
+    add(
+        "tasks, dicts",
+        lambda: lambda y, t: F.cross_entropy(y["classes"], t["classes"]) + F.l1_loss(y["box"], t["box"]),
+        by_name(classes=classes(), box=normal(2)),
+        mlp(NamedHeads),
+    )
+    add(
+        "tasks, list of targets",
+        lambda: lambda y, t: sum(F.cross_entropy(y[:, i], t[i]) for i in range(2)),
+        lambda n: [classes()(n), classes(seed=6)(n)],
+        shape=OF_TOKENS,
+    )
+    add(
+        "tasks, stacked",
+        lambda: lambda y, t: torch.stack([F.mse_loss(y, t), F.l1_loss(y, t)]).mean(),
+        five,
+    )
+    add(
+        "tasks, stacked, several elements",
+        lambda: lambda y, t: torch.stack([(y - t).square().sum(1), (y - t).abs().amax(1)], 1).mean(),
+        five,
+    )
+    add("DPO of a sample's pair", lambda: dpo, normal(2), mlp(width=2))
+    rollout = by_name(action=classes(), before=lambda n: uniform()(n).log(), advantage=normal())
+    add("PPO with entropy", lambda: ppo, rollout)
+    add(
+        "policy gradient",
+        lambda: lambda y, t: -(y.log_softmax(1).gather(1, t[0][:, None])[:, 0] * t[1]).mean(),
+        together(classes(), normal()),
+    )
+    add("Gaussian by hand", lambda: gaussian, five, TWO_OF_FIVE)
+    add("mean of squares", lambda: lambda y, t: ((y - t) ** 2).mean(), five)
+    add("mean of squares, torch.mean", lambda: lambda y, t: torch.mean(torch.square(y - t)), five)
+    add("mean of squares of numbers", lambda: lambda y, t: (y - t).pow(2).mean(), normal(), ONE)
+    add("mean with penalty", lambda: lambda y, t: F.mse_loss(y, t) + 0.01 * y.pow(2).mean(), five)
+    add(
+        "mean with penalty, sum",
+        lambda: lambda y, t: F.mse_loss(y, t) + 0.01 * y.square().sum(),
+        five,
+        terms=lambda loss: [Term(F.mse_loss), Term(lambda y, t: 0.01 * y.square().sum(), "sum")],
+    )
+    add("mean with a constant", lambda: lambda y, t: F.mse_loss(y, t) + 1.5, five)
+    add("smoothed by hand", lambda: smoothed_by_hand, classes())
+    add("z-loss", lambda: lambda y, t: F.cross_entropy(y, t) + z_loss(y), classes())
+    add(
+        "z-loss, ignored",
+        lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + z_loss(y),
+        counted(TOKENS, is_last_empty=True),
+        shape=OF_TOKENS,
+        terms=lambda loss: [Term(lambda y, t: F.cross_entropy(y.mT, t), num_counted), Term(z_loss)],
+    )
+    tokens = normal(TOKENS, CLASSES)
+    add("sums of samples, mean", lambda: lambda y, t: (y - t).square().sum(1).mean(), five)
+    add(
+        "means of dimensions, sum",
+        lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(1).sum(),
+        five,
+        by="sum",
+    )
+    add(
+        "means over samples, sum", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(0).sum(), five
+    )
+    add(
+        "means of samples, over len",
+        lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(dim=(1, 2)).sum() / len(y),
+        tokens,
+        shape=OF_TOKENS,
+    )
+    add(
+        "means of means",
+        lambda: lambda y, t: F.l1_loss(y, t, reduction="none").mean(0).mean(0).mean(),
+        tokens,
+        shape=OF_TOKENS,
+    )
+    add("output alone", lambda: lambda y: y.square().mean(), None)
+    add("output alone, generator", lambda: lambda y: -y[:, 0].mean(), None)
+    add("output alone, softplus sum", lambda: lambda y: F.softplus(-y).sum(), None, by="sum")
+    add("output alone, candidates", lambda: lambda y: (y.logsumexp(1) - y[:, 0]).mean(), None)
+    squares = lambda y, t: (y - t).square().sum()  # noqa: E731
+    add("sum over a constant", lambda: lambda y, t: squares(y, t) / 32, five, by="sum")
+    add("sum over len", lambda: lambda y, t: squares(y, t) / len(y), five)
+    add("sum over shape[0]", lambda: lambda y, t: squares(y, t) / y.shape[0], five)
+    add("sum over size(0)", lambda: lambda y, t: squares(y, t) / (2 * t.size(0)), five)
+    add("sum over numel", lambda: lambda y, t: squares(y, t) / y.numel(), five)
+    add("sum over a shape", lambda: lambda y, t: squares(y, t) / math.prod(t.shape), tokens, shape=OF_TOKENS)
+    add(
+        "sum over a sum of targets",
+        lambda: lambda y, t: (y - t).abs().sum() / t.sum(),
+        uniform(CLASSES),
+        by=lambda t: t.sum(),
+    )
+    add("inner product", lambda: lambda y, t: -torch.einsum("nc,nc->", y, t) / len(y), five)
+    add("log-cosh", lambda: lambda y, t: torch.log(torch.cosh(y - t)).mean(), five)
+    add("pinball", lambda: pinball, five)
+    add("variational", lambda: variational, five, TWO_OF_FIVE)
+    add("hinge by hand", lambda: lambda y, t: (1 - y * t).clamp(min=0).mean(), signs(CLASSES))
+    add("RMSE of samples", lambda: lambda y, t: (y - t).square().mean(1).sqrt().mean(), five)
+    add("norms of samples", lambda: lambda y, t: torch.linalg.vector_norm(y - t, dim=1).mean(), five)
+    add(
+        "perplexity of samples",
+        lambda: lambda y, t: losses_of_tokens(y, t).mean(1).exp().mean(),
+        classes(4),
+        None,
+        OF_TOKENS,
+    )
+    add("cosine", lambda: lambda y, t: 1 - F.cosine_similarity(y, t, dim=-1).mean(), five)
+    zeros = lambda y: torch.zeros(len(y), dtype=torch.long)  # noqa: E731
+    add("InfoNCE of a sample's candidates", lambda: lambda y: F.cross_entropy(y / 0.1, zeros(y)), None)
+    add(
+        "positions in a loop",
+        lambda: lambda y, t: sum(F.cross_entropy(y[:, i], t[:, i]) for i in range(TOKENS)) / TOKENS,
+        classes(TOKENS),
+        shape=OF_TOKENS,
+    )
+    add(
+        "positions in a loop, ignored",
+        lambda: of_next_tokens,
+        counted(TOKENS),
+        shape=OF_TOKENS,
+        terms=terms_of_next_tokens,
+    )
+    add(
+        "one-hot", lambda: lambda y, t: F.mse_loss(y.softmax(1), F.one_hot(t, CLASSES).to(y.dtype)), classes()
+    )
+    add("variance of a sample", lambda: lambda y: F.relu(1 - y.var(1)).mean(), None)
+
+
+def add_refused() -> None:
+    def refuse(
+        name: str, make: Callable[[], Any], *rest: Any, is_additive: bool = False, **options: Any
+    ) -> None:
+        add(name, make, *rest, expected="refused", is_additive=is_additive, **options)
+
+    five = normal(CLASSES)
+    refuse("InfoNCE over the batch", lambda: contrastive, five, is_additive=True)
+    refuse("CLIP", lambda: clip, None, TWO_OF_FIVE)
+    refuse("supervised contrastive", lambda: supervised_contrastive, classes(num=2))
+    refuse("batch-hard triplets", lambda: batch_hard, classes(num=2))
+    refuse("log of a mean", lambda: lambda y: torch.log(torch.mean(torch.exp(y))), None)
+    refuse(
+        "logsumexp over samples",
+        lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").logsumexp(0),
+        classes(),
+    )
+    refuse("perplexity", lambda: lambda y, t: torch.exp(F.cross_entropy(y, t)), classes())
+    refuse("RMSE", lambda: lambda y, t: torch.sqrt(F.mse_loss(y, t)), five)
+    refuse("norm", lambda: lambda y, t: torch.norm(y - t), five)
+    refuse("dice of the batch", lambda: dice(None), binary(CLASSES, 3, 2), IMAGE, OF_IMAGE)
+    refuse(
+        "weights of the output",
+        lambda: lambda y, t: (y.sigmoid() * (y - t).square()).sum() / y.sigmoid().sum(),
+        five,
+    )
+    refuse("mask of the output", lambda: lambda y, t: (y - t).square()[y > 0].mean(), five)
+    refuse("variance over the batch", lambda: lambda y: F.relu(1 - y.var(0)).mean(), None)
+    refuse("softmax over the batch", lambda: lambda y, t: -(y.log_softmax(0) * t).mean(), uniform(CLASSES))
+    refuse("sort over the batch", lambda: lambda y, t: F.l1_loss(y.sort(0).values, t.sort(0).values), five)
+    refuse("standardised outputs", lambda: lambda y, t: F.mse_loss((y - y.mean(0)) / y.std(0), t), five)
+    refuse(
+        "standardised targets",
+        lambda: lambda y, t: F.mse_loss(y, (t - t.mean(0)) / t.std(0)),
+        five,
+        is_additive=True,
+    )
+    refuse("correlation", lambda: correlation, normal(), ONE)
+    refuse("concordance", lambda: concordance, normal(), ONE)
+    refuse("Barlow twins", lambda: barlow, None, TWO_OF_FIVE)
+    refuse("maximum over the batch", lambda: lambda y: y.max(), None)
+    refuse("median over the batch", lambda: lambda y, t: (y - t).abs().median(), five)
+    refuse(
+        "hardest samples",
+        lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").topk(max(1, len(y) // 2)).values.mean(),
+        classes(),
+    )
+    refuse("focal of a mean", lambda: focal_of_mean, classes())
+    refuse("product of means", lambda: lambda y, t: F.mse_loss(y, t) * y.abs().mean(), five)
+    refuse("square of a sum", lambda: lambda y: y.sum() ** 2, None)
+    refuse("load balance of experts", lambda: load_balance, None)
+    refuse("pairs in two halves", lambda: halves, None, ONE)
+    refuse("pairs of neighbours", lambda: lambda y: (y[1:] - y[:-1]).square().mean(), None)
+    refuse("all pairs", lambda: ranked, normal(), ONE)
+    refuse(
+        "targets of other samples", lambda: lambda y, t: F.mse_loss(y, t.roll(1, 0)), five, is_additive=True
+    )
+    refuse("weights counted in the batch", lambda: counted_classes, classes(), is_additive=True)
+    refuse("the first sample", lambda: lambda y: y[0].square().sum(), None, is_additive=True)
+    refuse(
+        "weights of positions",
+        lambda: (
+            lambda y, t: (F.mse_loss(y, t, reduction="none").mean(1) * torch.linspace(0, 1, len(y))).mean()
+        ),
+        five,
+        is_additive=True,
+    )
+
+
+for fill in (
+    add_of_classes,
+    add_of_language_models,
+    add_of_elements,
+    add_of_several_outputs,
+    add_of_other_callables,
+    add_masked,
+    add_of_users,
+    add_refused,
+):
+    fill()
+CASES = {case.name: case for case in _CASES}
+assert len(CASES) == len(_CASES), "two losses have one name"

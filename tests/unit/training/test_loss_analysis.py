@@ -1,0 +1,149 @@
+"""The analysis of losses: when it is made, when it holds, and which parameters and tensors it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast import GPipe
+from gpipe_fast.layers.structure import flatten
+from gpipe_fast.trace.dynamo import Refused
+from gpipe_fast.training import loss_analysis
+from gpipe_fast.training.loss_analysis import Shares, UserLoss
+from gpipe_fast.training.loss_graph import MixesSamples
+
+CPU = torch.device("cpu")
+
+
+class Counted:
+    """Counts analyses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number, original = 0, loss_analysis.split_loss
+
+        def split_loss(*args: Any) -> Any:
+            self.number += 1
+            return original(*args)
+
+        monkeypatch.setattr(loss_analysis, "split_loss", split_loss)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_one_analysis_serves_other_sizes(counted: Counted) -> None:
+    loss = UserLoss(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), flatten(torch.ones(1))[1])
+    shares = Shares(loss, [0], 0, CPU)
+    for batch, length in ((4, 7), (3, 7), (1, 7), (4, 9), (2, 12)):
+        shares.prepare(torch.randn(batch, length, 5), [torch.ones(batch, length, dtype=torch.long)])
+    assert counted.number == 1
+    shares.prepare(torch.randn(4, 7, 5).double(), [torch.ones(4, 7, dtype=torch.long)])
+    assert counted.number == 2
+    shares.prepare(torch.randn(4, 1, 5).double(), [torch.ones(4, 1, dtype=torch.long)])
+    assert counted.number == 3
+
+
+def test_a_step_analyses_a_loss_once(counted: Counted) -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), [1, 1], chunks=3)
+    for size in (8, 8, 7, 1, 8):
+        loss = nn.CrossEntropyLoss()  # made anew
+        pipe.step(torch.randn(size, 4), target=torch.ones(size, dtype=torch.long), loss_fn=loss)
+    assert counted.number == 1
+
+
+def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
+    loss = UserLoss(lambda y, t: F.mse_loss(y.view(-1, 2, 3).sum(1), t), flatten(torch.ones(1))[1])
+    shares = Shares(loss, [0], 0, CPU)
+    shares.prepare(torch.randn(4, 6), [torch.randn(4, 3)])
+    found = shares.measures([torch.randn(8, 3)], 8)
+    assert found == []
+
+
+class Uncertain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) * torch.exp(-self.scale) + self.scale
+
+    def loss(self, y: Tensor, t: Tensor) -> Tensor:
+        return self(y, t)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("kind", ["module", "method"])
+def test_parameters_of_a_loss_get_their_gradients(kind: str, backend: str) -> None:
+    torch.manual_seed(0)
+    layers, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), Uncertain()
+    x, y = torch.randn(7, 4), torch.randn(7, 3)
+    own(layers(x), y).backward()
+    expected = [own.scale.grad, layers[0].weight.grad]
+    own.scale.grad = layers[0].weight.grad = None
+    pipe = GPipe(layers, [1, 1], chunks=3, backend=backend)
+    pipe.step(x, target=y, loss_fn=own if kind == "module" else own.loss)
+    torch.testing.assert_close([own.scale.grad, layers[0].weight.grad], expected)
+
+
+def test_a_parameter_that_belongs_to_no_module_is_refused() -> None:
+    scale = nn.Parameter(torch.ones(()))
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=2)
+    with pytest.raises(ValueError, match="a tensor that requires a gradient and is no parameter of it; pass"):
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 3), loss_fn=lambda y, t: (y - t).mean() * scale)
+
+
+def test_a_replaced_tensor_of_a_closure_takes_effect() -> None:
+    torch.manual_seed(0)
+    layers, weights = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), [torch.tensor([1.0, 2.0, 3.0])]
+    pipe, x, y = GPipe(layers, [1, 1], chunks=3), torch.randn(7, 4), torch.tensor([0, 1, 2, 2, 1, 0, 1])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight=weights[0])
+
+    for change in (None, lambda: weights[0].mul_(torch.tensor([3.0, 1.0, 1.0])), lambda: weights.pop()):
+        if change is not None:
+            change()
+        weights[:] = weights or [torch.tensor([0.5, 0.1, 4.0])]
+        torch.testing.assert_close(pipe.step(x, target=y, loss_fn=loss), loss(layers(x), y).detach())
+
+
+def test_losses_that_decide_by_elements_are_refused() -> None:
+    loss = UserLoss(lambda y, t: y.sum() if t.sum() > 0 else y.mean(), flatten(torch.ones(1))[1])
+    with pytest.raises((MixesSamples, Refused)):
+        Shares(loss, [0], 0, CPU).prepare(torch.randn(4, 3), [torch.randn(4, 3)])
+
+
+def test_the_check_draws_no_random_numbers_of_the_caller() -> None:
+    loss = UserLoss(lambda y, t: (F.dropout(y, 1e-12) - t).square().mean(), flatten(torch.ones(1))[1])
+    before = torch.get_rng_state()
+    Shares(loss, [0], 0, CPU).prepare(torch.randn(0, 3).new_ones(4, 3), [torch.ones(4, 3)])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_one_micro_batch_may_have_any_loss(backend: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    pipe, x = GPipe(layers, [1, 1], chunks=1, backend=backend), torch.randn(6, 4)
+    found = pipe.step(x, loss_fn=lambda y: y.var(0).sum())
+    assert torch.equal(found, layers(x).var(0).sum().detach())
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_per_microbatch_takes_the_mean_over_samples(backend: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    pipe, x = GPipe(layers, [1, 1], chunks=3, backend=backend), torch.randn(8, 4)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.var(0).sum()
+
+    found = pipe.step(x, loss_fn=loss, loss="per-microbatch")
+    expected = sum(loss(layers(part)) * len(part) for part in x.chunk(3)) / 8
+    torch.testing.assert_close(found, expected.detach())

@@ -1,0 +1,125 @@
+"""What of a loss is a share of a micro-batch, and what its measures are; and what is refused, by its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_fast.layers.structure import flatten
+from gpipe_fast.training.loss_analysis import Shares, UserLoss, vector_of
+from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples
+
+CPU = torch.device("cpu")
+OUTPUT = torch.linspace(-2, 2, 50, dtype=torch.float64).view(10, 5).sin()
+TARGET = OUTPUT.flip(0).cos()
+CLASSES = torch.tensor([0, 1, 2, -100, 4, 0, -100, 1, 3, 3])
+
+
+def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> Shares:
+    shares = Shares(UserLoss(loss_fn, flatten(target)[1]), [dim], 0, CPU)
+    shares.prepare(OUTPUT.requires_grad_(), [target])
+    return shares
+
+
+def total(shares: Shares, target: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Returns the sum of the shares of micro-batches of these sizes."""
+    measures = shares.measures([target], len(OUTPUT))
+    assert measures is not None
+    vector = vector_of([torch.tensor([float(len(OUTPUT))]), *measures], CPU)
+    parts = zip(OUTPUT.split(sizes), target.split(sizes), strict=True)
+    return sum((shares(output, [own], vector) for output, own in parts), torch.zeros(()))
+
+
+# The loss, its target, and the number of measures.
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
+    "a mean": (lambda y, t: (y - t).square().mean(), TARGET, 1),
+    "a sum": (lambda y, t: (y - t).square().sum(), TARGET, 1),
+    "by the length": (lambda y, t: (y - t).square().sum() / len(y), TARGET, 1),
+    "by the length less one": (lambda y, t: (y - t).square().sum() / (len(y) - 1), TARGET, 1),
+    "by the number of elements": (lambda y, t: (y - t).abs().sum() / y.numel(), TARGET, 1),
+    "times the length": (lambda y, t: (y - t).square().mean() * len(y), TARGET, 1),
+    "counted": (lambda y, t: F.cross_entropy(y, t), CLASSES, 2),
+    "by a number of targets": (lambda y, t: (y * (t > 0)).sum() / ((t > 0).sum() + 1e-3), TARGET, 2),
+    "several": (lambda y, t: F.cross_entropy(y, t) + 0.1 * y.square().mean() + 3, CLASSES, 2),
+    "weights of the batch": (lambda y, t: (y.square() * (t / t.sum())).sum(), TARGET, 2),
+    "joined": (lambda y, t: torch.stack([y.mean(), (y * t).sum(), y.new_ones(())]).sum() / 2, TARGET, 1),
+    "selected": (lambda y, t: (y - t)[t > 0].square().mean(), TARGET, 2),
+    "per column": (lambda y, t: ((y - t).square().mean(0) * torch.arange(5.0)).sum(), TARGET, 1),
+    "products": (lambda y, t: (y.T @ t).trace(), TARGET, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_shares_of_unequal_micro_batches_add_up(name: str) -> None:
+    loss_fn, target, num_measures = LOSSES[name]
+    shares = shares_of(loss_fn, target)
+    assert len(shares.are_sums) == num_measures
+    assert all(shares.are_sums)
+    expected = loss_fn(OUTPUT, target)
+    for sizes in ((10,), (5, 5), (1, 8, 1), (2, 2, 2, 4)):
+        torch.testing.assert_close(total(shares, target, sizes), expected)
+
+
+def test_a_number_of_targets_that_is_no_sum_is_marked() -> None:
+    shares = shares_of(lambda y, t: y.sum() / t.max(), TARGET)
+    assert shares.are_sums == (True, False)
+    torch.testing.assert_close(total(shares, TARGET, (3, 7)), OUTPUT.sum() / TARGET.max())
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "root": (lambda y, t: F.mse_loss(y, t).sqrt(), "sqrt .*: it is not linear in what is added up"),
+    "product of shares": (lambda y, t: y.mean() * t.mean() * y.sum(), "mul .*: it is not linear"),
+    "largest": (lambda y, t: (y - t).max(), "max .*: it combines samples otherwise than by a sum or a mean"),
+    "centred": (
+        lambda y, t: (y - y.mean(0)).abs().sum(),
+        "sub .*: it combines each sample with a value of all",
+    ),
+    "pairs": (lambda y, t: (y @ t.T).sum(), "matmul .*: it compares samples with each other"),
+    "divided by outputs": (lambda y, t: t.sum() / y.sum(), "truediv .*: it is not linear"),
+    "order": (lambda y, t: (y - y.flip(0)).abs().mean(), "on random numbers, what it gives for parts"),
+    "too many": (lambda y, t: (y / t.mean(0)).sum(), "mean .*: it computes several numbers of all targets"),
+    "changed in place": (
+        lambda y, t: (lambda a: a + a.add_(y.sum()))(y.mean()),
+        "add .*: it reads a value that was changed in place before",
+    ),
+    "one sample": (lambda y, t: (y[0] * t[0]).sum(), "getitem .*: it combines samples otherwise"),
+    "selected by outputs": (lambda y, t: y[y > 0].mean(), "what it is divided by follows from outputs"),
+    "branch": (lambda y, t: y.sum() if len(y) > 4 else y.mean(), "a condition on sizes does not hold"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_samples_is_refused_with_its_line(name: str) -> None:
+    loss_fn, message = REFUSED[name]
+    with pytest.raises(MixesSamples, match=message) as caught:
+        shares_of(loss_fn, TARGET)
+    if " .*:" in message:
+        assert "test_loss_graph.py:" in str(caught.value)
+
+
+def test_the_number_of_measures_is_limited() -> None:
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return sum((y.sum() / t.amax() for _ in range(MAX_MEASURES)), y.sum())  # type: ignore[return-value]
+
+    with pytest.raises(MixesSamples, match="several numbers of all targets, and at most 63 are possible"):
+        shares_of(loss, TARGET)
+
+
+def test_a_target_that_is_not_split_is_the_same_for_all() -> None:
+    scale = torch.linspace(1, 2, 5, dtype=torch.float64)
+    shares = shares_of(lambda y, t: (y * t).mean(), scale, dim=None)
+    vector = vector_of([torch.tensor([10.0])], CPU)
+    found = sum(shares(output, [scale], vector) for output in OUTPUT.split(4))
+    torch.testing.assert_close(found, (OUTPUT * scale).mean())
+
+
+@pytest.mark.parametrize("reduction", ["none", "of rows"])
+def test_a_loss_of_several_elements_is_refused(reduction: str) -> None:
+    loss = nn.MSELoss(reduction="none") if reduction == "none" else lambda y, t: (y - t).sum(1)
+    with pytest.raises(ValueError, match="loss_fn must return a tensor with one element, got"):
+        shares_of(loss, TARGET)
