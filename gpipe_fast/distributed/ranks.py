@@ -430,12 +430,13 @@ class Ranks(Processes):
         if self.num_replicas == 1:
             return count
         own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64, device="cpu")
-        self._offer("count", [own])
+        self._offer("count", own.reshape(-1).unbind())
         found = []
         for replica in range(self.num_replicas):
             sender = (replica + 1) * self.size - 1
             text = self._wait(f"count/{replica}", partial(list, (sender,)))
-            found += [own] if replica == self.replica else self._decoded(text)
+            theirs = own if replica == self.replica else torch.stack(self._decoded(text)).view(own.shape)
+            found.append(theirs)
         total: Tensor = reduce(torch.add, found)
         return total.to(count.device) if isinstance(count, Tensor) else total.item()
 

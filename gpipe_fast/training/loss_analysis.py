@@ -12,8 +12,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
@@ -38,6 +37,8 @@ from gpipe_fast.training.loss_graph import (
 # Batch sizes of the parts on which a split loss is checked, and the error that sums in float32 may have.
 _PARTS = (2, 4, 3)
 _TOLERANCE = 1e-4
+# Numbers of samples for which the user's code has to decide alike.
+_NUMBERS = 2, 3, 100, 10_007, 1_000_003
 # The maximum number of elements of random outputs.
 _MAX_ELEMENTS = 2**23
 
@@ -70,27 +71,16 @@ class UserLoss(nn.Module):
         return self.function(*(() if self.owner is None else (self.owner,)), output, *target)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads an input of the graph of a loss.
+class _Size(NamedTuple):
+    """A size of a tensor of the outputs and targets: the tensor's number, and the dimension."""
 
-    Attributes:
-        index: the number of a tensor of the outputs or targets; or None.
-        path: else the names of a parameter of the loss and of its modules; or None.
-        constant: else the tensor.
-        dim: the dimension of the tensor whose size is the input; None for the tensor.
-    """
+    tensor: int
+    dim: int
 
-    index: int | None = None
-    dim: int | None = None
-    path: tuple[str, ...] | None = None
-    constant: Tensor | None = None
 
-    def __call__(self, loss: nn.Module, tensors: Sequence[Any]) -> Any:
-        """Returns the input."""
-        if self.index is not None:
-            return tensors[self.index] if self.dim is None else tensors[self.index].shape[self.dim]
-        return self.constant if self.path is None else functools.reduce(getattr, self.path, loss)
+# What an input of the graph of a loss is besides: a tensor of the outputs and targets, by its number; a
+# parameter of the loss, by the names that lead to it; or another tensor.
+_Source = int | tuple[str, ...] | Tensor
 
 
 class Shares:
@@ -153,7 +143,9 @@ class Shares:
                 self._found = _Analysis(
                     self.loss, [*tensors, *targets], dims, len(tensors), self._device, kept
                 )
-                break
+                if self._found.holds([*tensors, *targets]):
+                    break
+                failure = Refused("its Python code decides by sizes")
             except MixesSamples:
                 raise
             except Exception as error:
@@ -178,8 +170,18 @@ class Shares:
         """Returns the share of a micro-batch."""
         found = self._found
         assert found is not None
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        return found.split.share(*[read(self.loss, [*tensors, *targets]) for read in found.readers], measures)
+        # Few objects are read here, because all of them are guarded in each call.
+        is_tensor = isinstance(output, Tensor)
+        tensors = [output] if is_tensor else [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        inputs = [_read(each, self.loss, [*tensors, *targets]) for each in found.sources]
+        return found.share(*inputs, measures)
+
+
+def _read(source: _Source, loss: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    """Returns an input of the graph of a loss."""
+    if isinstance(source, int):
+        return tensors[source]
+    return source if isinstance(source, Tensor) else functools.reduce(getattr, source, loss)
 
 
 class _Analysis:
@@ -187,7 +189,8 @@ class _Analysis:
 
     Attributes:
         split: the split loss.
-        readers: read the inputs of its graph.
+        share: returns the share of a micro-batch.
+        sources: what its inputs are, before the measures.
         state: the state of the loss in which it was captured.
     """
 
@@ -214,15 +217,13 @@ class _Analysis:
         if captured.graph is None:
             raise MixesSamples("it computes nothing from the output")
         constants = iter(captured.constants)
-        self._all_readers = [self._reader(name, constants) for name in captured.inputs]
+        self._all = [self._source(name, constants) for name in captured.inputs]
         with symbolic.mode, enable_python_dispatcher():
-            inputs = [
-                Input(self._fake(read, symbolic), read.index in range(num_outputs))
-                for read in self._all_readers
-            ]
+            inputs = [Input(self._fake(each, symbolic), self._is_output(each)) for each in self._all]
             self._batch = expression(self._inputs[0].shape[dims[0] or 0])
             self.split = split_loss(captured.graph, inputs, self._batch)
-        self.readers = [read for read in self._all_readers if read.dim is None]
+        self.share = self.split.share
+        self.sources = tuple(each for each in self._all if not isinstance(each, _Size))
         states = LayerStates()
         states.of(loss, describe([loss])[0], None).add(loss, None, captured)
         self.state = StateKey.of(states, [loss], None)
@@ -242,64 +243,65 @@ class _Analysis:
                     return False
                 if is_symbol and known != self._batch and size < 2:
                     return False
+        if sizes[self._batch] == 1:  # PyTorch traces for at least two
+            tensors = self._of_samples(tensors, 2)
+        return self._allows(tensors)
+
+    def _allows(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether the user's code decides for the sizes of tensors as it did in the capture."""
         try:
-            self._captured.check_sizes(self._loss, self._of_several(tensors), {})
+            self._captured.check_sizes(self._loss, tensors, {})
         except Refused:
             return False
         return True
 
-    def _of_several(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns stand-ins for the tensors of one sample as if there were two, for which PyTorch traces."""
-        if all(
-            dim is None or type(x.shape[dim]) is not int or x.shape[dim] > 1
-            for x, dim in zip(tensors, self._dims, strict=True)
-        ):
-            return tensors
-        shapes = [
-            [2 if d == dim else size for d, size in enumerate(x.shape)]
+    def _of_samples(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Returns meta tensors in the place of others, for another number of samples."""
+        return [
+            torch.empty([number if d == dim else hint(size) for d, size in enumerate(x.shape)], device="meta")
             for x, dim in zip(tensors, self._dims, strict=True)
         ]
-        return [torch.empty(shape, device="meta") for shape in shapes]
 
     def measures(self, targets: Sequence[Tensor], batch_size: int) -> list[Tensor]:
         """Returns the measures of a mini-batch but the number of samples."""
         sizes = {self._batch: batch_size}
         for own, tensor in zip(self._inputs[self._num_outputs :], targets, strict=True):
             sizes |= zip(map(expression, own.shape), tensor.shape, strict=True)
-        given = [None] * self._num_outputs + [*targets]
+        given: list[Any] = [*[None] * self._num_outputs, *targets]
         with torch.no_grad():
             found: tuple[Tensor, ...] = self.split.measures(
                 *[
-                    read(self._loss, given) if read.dim is None else sizes.get(self._expression(read))
-                    for read in self._all_readers
+                    sizes.get(expression(self._inputs[each.tensor].shape[each.dim]))
+                    if isinstance(each, _Size)
+                    else _read(each, self._loss, given)
+                    for each in self._all
                 ]
             )
         return [tensor.detach().reshape(-1) for tensor in found]
 
-    def _expression(self, read: _Reader) -> Any:
-        assert read.index is not None
-        assert read.dim is not None
-        return expression(self._inputs[read.index].shape[read.dim])
+    def _is_output(self, source: _Source | _Size) -> bool:
+        return isinstance(source, int) and source < self._num_outputs
 
-    def _reader(self, name: str, constants: Iterator[Callable[[nn.Module], Tensor]]) -> _Reader:
+    def _source(self, name: str, constants: Iterator[Callable[[nn.Module], Tensor]]) -> _Source | _Size:
         argument = _ARGUMENT.fullmatch(name)
         if argument is not None:
-            return _Reader(int(argument[1]), dim=None if argument[2] is None else int(argument[2]))
+            return int(argument[1]) if argument[2] is None else _Size(int(argument[1]), int(argument[2]))
         if _PARAMETER.fullmatch(name):
-            return _Reader(path=tuple(re.findall(r"\['([^']*)'\]", name)[1:]))
+            return tuple(re.findall(r"\['([^']*)'\]", name)[1:])
         constant = next(constants)(self._loss)
         if constant.requires_grad:
             raise MixesSamples(
                 "it computes with a tensor that requires a gradient and is no parameter of it; pass an "
                 "nn.Module that has it as a parameter"
             )
-        return _Reader(constant=constant)
+        return constant
 
-    def _fake(self, read: _Reader, symbolic: SymbolicInputs) -> Any:
-        if read.index is None:
-            return symbolic.mode.from_tensor(read(self._loss, ()), static_shapes=True)
-        tensor = self._inputs[read.index]
-        return tensor if read.dim is None else tensor.shape[read.dim]
+    def _fake(self, source: _Source | _Size, symbolic: SymbolicInputs) -> Any:
+        if isinstance(source, _Size):
+            return self._inputs[source.tensor].shape[source.dim]
+        if isinstance(source, int):
+            return self._inputs[source]
+        return symbolic.mode.from_tensor(_read(source, self._loss, ()), static_shapes=True)
 
     # The check on random numbers.
 
@@ -309,6 +311,8 @@ class _Analysis:
         Raises:
             MixesSamples: they do not.
         """
+        if not all(self._allows(self._of_samples(self._inputs, number)) for number in _NUMBERS):
+            raise MixesSamples("its Python code decides by the number of samples")
         failure: Exception | None = None
         is_checked = False
         for numbers in ("positive", "normal", "ones"):
@@ -346,13 +350,23 @@ class _Analysis:
 
     def _compared(self, generator: torch.Generator, kind: str) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of what the parts and the whole of a random mini-batch give."""
-        own: dict[int, Tensor] = {}
+        others = {
+            i: tensor.double() if tensor.is_floating_point() else tensor
+            for i, each in enumerate(self._all)
+            if not isinstance(each, (int, _Size))
+            for tensor in [_read(each, self._loss, ()).detach()]
+        }
 
-        def others(read: _Reader) -> Any:
-            if id(read) not in own:
-                tensor = read(self._loss, ()).detach()
-                own[id(read)] = tensor.double() if tensor.is_floating_point() else tensor
-            return own[id(read)]
+        def inputs_of(tensors: Sequence[Tensor], with_sizes: bool) -> list[Any]:
+            return [
+                tensors[each]
+                if isinstance(each, int)
+                else tensors[each.tensor].shape[each.dim]
+                if isinstance(each, _Size)
+                else others[i]
+                for i, each in enumerate(self._all)
+                if with_sizes or not isinstance(each, _Size)
+            ]
 
         columns = [self._random(i, generator, kind) for i in range(len(self._inputs))]
         wholes = [
@@ -371,29 +385,11 @@ class _Analysis:
             ]
             for i, part in enumerate(_PARTS)
         ]
-        for tensors in (wholes, *parts):
-            self._captured.check_sizes(self._loss, tensors, {})
         assert self._captured.graph is not None
-        loss = self._captured.graph(
-            *[
-                others(read)
-                if read.index is None
-                else wholes[read.index]
-                if read.dim is None
-                else wholes[read.index].shape[read.dim]
-                for read in self._all_readers
-            ]
-        )[0]
-        measures = [torch.tensor([float(size)], device=loss.device)]
-        measures += self.measures(wholes[self._num_outputs :], size)
-        vector = vector_of(measures, loss.device)
-        shares = [
-            self.split.share(
-                *[others(read) if read.index is None else tensors[read.index] for read in self.readers],
-                vector,
-            )
-            for tensors in parts
-        ]
+        loss = self._captured.graph(*inputs_of(wholes, True))[0]
+        vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
+        fill_measures(vector, size, self.measures(wholes[self._num_outputs :], size))
+        shares = [self.share(*inputs_of(tensors, False), vector) for tensors in parts]
         total = sum(shares)
         variable = [tensor for tensor in outputs if tensor.requires_grad]
         pairs = [(total.detach().double(), loss.detach().double())]
@@ -432,12 +428,18 @@ class _Analysis:
         return found
 
 
-def vector_of(measures: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a vector with these measures, as shares read it."""
-    vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=device)
-    values = torch.cat([each.to(device, torch.float64).reshape(-1) for each in measures])
-    vector[: len(values)] = values
-    return vector
+def fill_measures(vector: Tensor, batch_size: int, others: Sequence[Tensor]) -> None:
+    """Writes the measures of a mini-batch into a vector, as shares read it.
+
+    Args:
+        vector: zeros of float64, `MAX_MEASURES` of them.
+        batch_size: the number of samples.
+        others: the other measures.
+    """
+    vector[0] = batch_size
+    if others:
+        values = torch.cat([each.to(vector) for each in others])
+        vector[1 : 1 + len(values)] = values
 
 
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\](?:\.size\(\)\[(\d+)\])?")

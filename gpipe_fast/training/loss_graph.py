@@ -10,7 +10,7 @@ The graph has a symbol for the batch size, so each value is one of these::
 
 What reduces targets alone, such as the number of those that count, is computed for the whole mini-batch
 before, and given to every micro-batch as a *measure*; the number of samples is the first one. A sum over
-samples is a share; a mean is one if it is multiplied by n / N; and so is a whole value, where it is added to
+samples is a share; a mean is one if it is divided by N / n; and so is a whole value, where it is added to
 a share. Whatever else is computed from shares has to be linear in them. What combines samples otherwise is
 refused.
 """
@@ -127,11 +127,31 @@ _LINEAR = {
 }
 # Methods that change their tensor in place, whose results stand for it from then on.
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
+# What sizes are computed by, as SymPy and PyTorch name it.
+_ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
+_ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
+_ARITHMETIC |= {"IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv}
 _SUMS = {"sum", *_TIMES - {"mul", "mul_", "imul", "multiply", "rmul"}, "bmm"}
 _SUMS_OF_TARGETS = {"sum", "count_nonzero", "bincount", "histc"}
+# What takes the sizes of its result.
+_SHAPED = {
+    *("view", "view_as", "reshape", "expand", "expand_as", "repeat", "flatten", "unflatten", "broadcast_to"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "eye"),
+    *(
+        "narrow",
+        "split",
+        "chunk",
+        "getitem",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "one_hot",
+        "pad",
+    ),
+}
 # What makes tensors like another one, whose elements it does not read.
 _MAKES = {"new_ones", "new_zeros", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _WEIGHTED = (F.mse_loss, F.l1_loss)
 
 
@@ -185,6 +205,8 @@ class _Splitter:
                     symbols.setdefault(expression(size), (self._copies[node], dim))
         self._sizes = {symbol: self._new.call_method("size", found) for symbol, found in symbols.items()}
         self._constant_sizes = self._sizes.keys() - {self._batch}
+        if self._batch not in self._sizes:
+            raise MixesSamples("it needs the number of samples as a constant, as torch.linspace does")
         for node, each in zip(placeholders, self._inputs, strict=True):
             if each.is_size:
                 self._copies[node] = self._number(expression(each.value))
@@ -202,7 +224,7 @@ class _Splitter:
             raise ValueError(
                 f"loss_fn must return a tensor with one element, got {shape}; let it return a mean or a sum"
             )
-        copy = self._copies[loss] if self._kinds[loss] == _SHARE else self._shared(loss)
+        copy = self._copies[loss] if self._kinds[loss] == _SHARE else self._shared(loss, loss)
         self._new.output(copy)
         return SplitLoss(
             fx.GraphModule(self._module, self._new),
@@ -257,7 +279,7 @@ class _Splitter:
 
     def _add_size(self, node: fx.Node, value: Any) -> None:
         known = _symbols(pytree.tree_leaves(value)) <= self._sizes.keys()
-        if not known or any(isinstance(leaf, torch.SymFloat) for leaf in pytree.tree_leaves(value)):
+        if not known:
             self._refuse(node, "it is a number that follows from the elements of a tensor")
         self._kinds[node], self._copies[node] = _SIZE, self._copy(node)
 
@@ -270,7 +292,10 @@ class _Splitter:
                 self._refuse(node, "it compares samples with each other")
         self._kinds[node] = _OF_SAMPLES
         # Sizes in arithmetic are those of the mini-batch; others, as in a view, those at hand.
-        self._copies[node] = self._copy(node, of_whole=_name(node) in (_ADD | _TIMES | _OVER | {"pow"}))
+        is_arithmetic = _name(node) in (_ADD | _TIMES | _OVER | {"pow"})
+        if not is_arithmetic and _name(node) not in _SHAPED and any(map(self._varies, node.all_input_nodes)):
+            self._refuse(node, "it computes each sample with the number of all samples")
+        self._copies[node] = self._copy(node, of_whole=is_arithmetic)
         for dim, size in enumerate(tensors[0].shape):
             for symbol in _symbols([size]) - self._sizes.keys():
                 masks = [each for each in node.all_input_nodes if _is_mask(each)]
@@ -296,10 +321,10 @@ class _Splitter:
         if reduction == "sum":
             return self._copy(node)
         weight = bound.arguments.get("weight")
-        if node.target in _OF_CLASSES:
-            target = bound.arguments["target"]
+        if "ignore_index" in bound.arguments:
+            target, ignored = bound.arguments["target"], bound.arguments["ignore_index"]
             if not target.meta["value"].is_floating_point():
-                ignored = bound.arguments["ignore_index"]
+                ignored = -100 if ignored is None else ignored
                 return self._divided(node, bound, counted_targets, target, weight, ignored)
         elif node.target in _WEIGHTED and weight is not None:
             return self._divided(node, bound, torch.sum, weight)
@@ -357,12 +382,14 @@ class _Splitter:
         """Adds the sum whose mean a loss of PyTorch is."""
         others = {"reduction": "sum", "size_average": None, "reduce": None}
         kwargs = bound.arguments | {name: value for name, value in others.items() if name in bound.arguments}
-        return self._new.create_node(
-            "call_function", node.target, (), fx.node.map_arg(kwargs, self._copies.__getitem__)
-        )
+        kwargs = dict(fx.node.map_arg(kwargs, self._copies.__getitem__))
+        if node.meta["value"].dtype == torch.float16:  # in which a mean fits, and a sum may not
+            first = next(iter(bound.arguments))
+            kwargs[first] = self._new.call_method("float", (kwargs[first],))
+        return self._new.create_node("call_function", node.target, (), kwargs)
 
     def _over(self, node: fx.Node, total: fx.Node, count: fx.Node) -> fx.Node:
-        return self._new.call_function(operator.truediv, (total, self._cast(count, node.meta["value"].dtype)))
+        return self._new.call_function(operator.truediv, (total, self._for(node, count)))
 
     def _measure(self, node: fx.Node) -> fx.Node:
         """Adds what follows from targets alone: the value for the mini-batch."""
@@ -404,6 +431,9 @@ class _Splitter:
         own = [each for each in node.all_input_nodes if self._kinds[each] == _SHARE]
         if name in _ADD or (name in _JOIN and node.op == "call_function"):
             return self._sum(node)
+        values = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        if not all(value.is_floating_point() or value.is_complex() for value in values):
+            self._refuse(node, "it rounds what is added up over samples")
         leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in own]
         is_first = bool(node.args) and node.args[0] in own
         if len(leaves) == 1 and (
@@ -419,8 +449,8 @@ class _Splitter:
 
         def part(each: Any) -> Any:
             if isinstance(each, fx.Node):
-                return self._copies[each] if self._kinds[each] == _SHARE else self._shared(each)
-            return self._new.call_function(operator.mul, (self._fraction(node.meta["value"].dtype), each))
+                return self._copies[each] if self._kinds[each] == _SHARE else self._shared(each, node)
+            return self._part(node, each)
 
         operands, rest = node.args, dict(node.kwargs)
         if _name(node) in _JOIN:
@@ -439,15 +469,19 @@ class _Splitter:
         """Adds a copy of a node; with sizes of the whole mini-batch, if `of_whole`."""
 
         def argument(each: fx.Node) -> Any:
-            is_size = of_whole and self._kinds[each] == _SIZE
-            varies = is_size and _symbols([each.meta["value"]]) - self._constant_sizes
-            return self._size_of_whole(each, node) if varies else self._copies[each]
+            is_of_whole = of_whole and self._varies(each)
+            return self._size_of_whole(each, node) if is_of_whole else self._copies[each]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
         if self._kinds.get(node) != _OF_SAMPLES:
             self._replace_in_place(node)
             return self._call(node, args, kwargs)
         return self._new.create_node(node.op, node.target, args, kwargs)
+
+    def _varies(self, node: fx.Node) -> bool:
+        """Returns whether a node is a size that follows from the number of samples."""
+        sizes = pytree.tree_leaves(node.meta["value"]) if self._kinds[node] == _SIZE else []
+        return bool(_symbols(sizes) - self._constant_sizes)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         name = _name(node)
@@ -466,8 +500,8 @@ class _Splitter:
 
     def _number(self, expression: Any, of_whole: bool = False) -> Any:
         """Adds a number, given as an expression of sizes: those at hand, or of the mini-batch."""
-        if isinstance(expression, (int, sympy.Integer)):
-            return int(expression)
+        if isinstance(expression, (int, float, sympy.Number)):
+            return int(expression) if isinstance(expression, (int, sympy.Integer)) else float(expression)
         if isinstance(expression, sympy.Symbol):
             if not of_whole or expression in self._constant_sizes:
                 return self._sizes[expression]
@@ -475,42 +509,52 @@ class _Splitter:
                 return self._new.call_function(operator.getitem, (self._vector, 0))
             mask = self._selected[expression]
             return self._new_measure(mask, torch.sum, (mask,), 1, True)
-        operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-        operation = operations.get(type(expression))
-        if operation is None:
-            raise MixesSamples(f"it computes with the size {expression}")
         first, *others = (self._number(each, of_whole) for each in expression.args)
+        name = type(expression).__name__
+        if name == "ToFloat":
+            return first
+        if name not in _ARITHMETIC:
+            raise MixesSamples(f"it computes with the size {expression}")
         for other in others:
-            first = self._new.call_function(operation, (first, other))
+            first = self._new.call_function(_ARITHMETIC[name], (first, other))
         return first
 
     def _size_of_whole(self, size: fx.Node, node: fx.Node) -> fx.Node:
         found: fx.Node = self._number(expression(size.meta["value"]), of_whole=True)
-        tensors = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
-        return self._cast(found, tensors[0].dtype)
+        return self._for(node, found)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self._new.call_method("to", (node, dtype))
 
-    def _fraction(self, dtype: torch.dtype) -> fx.Node:
-        """Adds the part of the samples that a micro-batch has."""
-        both = self._sizes[self._batch], self._number(self._batch, of_whole=True)
-        return self._cast(self._new.call_function(operator.truediv, both), dtype)
+    def _part(self, node: fx.Node, value: Any) -> fx.Node:
+        """Adds a value times the part of the samples that a micro-batch has, in the precision of a node."""
+        both = self._number(self._batch, of_whole=True), self._sizes[self._batch]
+        times = self._for(node, self._new.call_function(operator.truediv, both))
+        return self._new.call_function(operator.truediv, (value, times))
+
+    def _for(self, node: fx.Node, number: fx.Node) -> fx.Node:
+        """Adds a number without dimensions in the dtype of a node's value, or float32 for a narrower one."""
+        tensors = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        return self._cast(number, _precise(tensors[0].dtype))
 
     def _weighted(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Adds the share that a mean over samples has."""
-        return self._new.call_function(operator.mul, (copy, self._fraction(node.meta["value"].dtype)))
+        return self._part(node, copy)
 
-    def _shared(self, node: fx.Node) -> fx.Node:
-        """Adds the part of a whole value or a size that a micro-batch has."""
+    def _shared(self, node: fx.Node, of: fx.Node) -> fx.Node:
+        """Adds the part of a whole value, or of a size of the mini-batch, that a micro-batch has."""
         value = node.meta["value"]
         if isinstance(value, Tensor):
             return self._weighted(node, self._copies[node])
-        number = self._number(expression(value), of_whole=True)
-        return self._new.call_function(operator.mul, (self._fraction(torch.float64), number))
+        return self._part(of, self._number(expression(value), of_whole=True))
 
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
         raise MixesSamples(f"{_name(node)} at {_place(node)}: {why}")
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of numbers that are multiplied with values of a dtype: at least float32."""
+    return dtype if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 2) else torch.float32
 
 
 def counted_targets(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
@@ -595,11 +639,12 @@ def _is_mask(node: fx.Node) -> bool:
 
 def expression(size: Any) -> Any:
     """Returns a size as an expression of symbols, or as a number."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 def _symbols(sizes: Iterable[Any]) -> set[Any]:
-    return {s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+    found = (size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat)))
+    return {symbol for size in found for symbol in size.node.expr.free_symbols}
 
 
 def _name(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ a sum, which is divided by the caller's normalizer.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -17,6 +18,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import Structure
@@ -26,7 +28,7 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.trace.repeatable import content_of
 from gpipe_fast.trace.traceability import HOOKS
-from gpipe_fast.training.loss_analysis import Shares, UserLoss, name_of, vector_of
+from gpipe_fast.training.loss_analysis import Shares, UserLoss, fill_measures, name_of
 from gpipe_fast.training.loss_graph import MixesSamples
 
 Normalizer = float | Tensor | Callable[[Any], Any] | None
@@ -55,12 +57,12 @@ def loss_of(loss_fn: Any, normalizer: Normalizer = None, loss: str = "exact") ->
     Args:
         loss_fn: a function of an output and a target.
         normalizer: the number by which the sum of the losses is divided, or a function of the target that
-            returns it; None if the loss is that of the mini-batch.
+            returns it; None if the loss is that of the mini-batch. A mean of PyTorch becomes a sum.
         loss: as for `GPipe.step`.
 
     Raises:
         TypeError: the loss is not a function.
-        ValueError: ``loss`` is unknown, or the loss is a mean although there is a normalizer.
+        ValueError: ``loss`` is unknown.
     """
     if not callable(loss_fn):
         raise TypeError(
@@ -71,12 +73,32 @@ def loss_of(loss_fn: Any, normalizer: Normalizer = None, loss: str = "exact") ->
         raise ValueError(f"loss is not one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
     if normalizer is None:
         return Loss(loss_fn, None, loss)
-    if getattr(loss_fn, "reduction", None) == "mean":
-        raise ValueError(
-            f"{name_of(loss_fn)} returns a mean, and normalizer={normalizer!r} divides a sum; leave "
-            "normalizer out, or pass a loss with reduction='sum'"
+    return Loss(_as_sum(loss_fn), normalizer if callable(normalizer) else lambda target: normalizer)
+
+
+def _as_sum(loss_fn: Any) -> Any:
+    """Returns the sum whose mean a loss of PyTorch is; another function unchanged."""
+    if isinstance(loss_fn, _PYTORCH) and loss_fn.reduction in _MEANS:
+        summed = copy.copy(loss_fn)
+        summed.reduction = "sum"
+        return summed
+    function: Any = loss_fn
+    given: dict[str, Any] = {}
+    while type(function) is functools.partial:
+        function, given = function.func, {**function.keywords, **given}
+    is_loss = vars(F).get(name_of(function)) is function
+    if is_loss and "reduction" in inspect.signature(function).parameters:
+        return (
+            functools.partial(loss_fn, reduction="sum")
+            if given.get("reduction", "mean") in _MEANS
+            else loss_fn
         )
-    return Loss(loss_fn, normalizer if callable(normalizer) else lambda target: normalizer)
+    return loss_fn
+
+
+_MEANS = "mean", "batchmean"
+# The base class of PyTorch's losses.
+_PYTORCH: Any = nn.MSELoss.__mro__[1]
 
 
 def check_target(loss_fn: Any, target: Any, method: str) -> None:
@@ -211,9 +233,11 @@ class LossLayer(Skippable):
         function: Callable[..., Any] = self.module.user.function
         return function
 
-    def is_stale(self) -> bool:
-        """Returns whether the loss has to be analysed again, because something that it reads has changed."""
-        return self.shares is not None and self.shares.is_stale()
+    def computes(self, function: Callable[..., Any], key: Hashable) -> bool:
+        """Returns whether the layer, made of a function with a given key, still computes such a function."""
+        own = self.function
+        is_same = own is function or key_of(own) == key
+        return is_same and (self.shares is None or not self.shares.is_stale())
 
     def measure(
         self, measures: Tensor, targets: Sequence[Tensor], batch_size: int, processes: Processes
@@ -229,8 +253,10 @@ class LossLayer(Skippable):
         Raises:
             ValueError: the measures of replicas do not add up.
         """
-        found: list[Tensor] | None = []
-        if self.shares is not None and processes.has_last_stage:
+        if not processes.has_last_stage:
+            return
+        others: list[Tensor] = []
+        if self.shares is not None:
             found = self.shares.measures(targets, batch_size)
             if found is None:
                 # Layers before the loss run in Python, and it is analysed during the run.
@@ -242,9 +268,10 @@ class LossLayer(Skippable):
                     f"{name_of(self.function)} computes a number of all targets that is no sum, and with "
                     "replicas those of several processes would have to be combined; pass normalizer="
                 )
-        values = vector_of([torch.tensor([float(batch_size)]), *(found or [])], measures.device)
-        if processes.has_last_stage:
-            measures.copy_(processes.sum_of_counts(values))
+            others = found
+        fill_measures(measures, batch_size, others)
+        if processes.num_replicas > 1:
+            measures.copy_(processes.sum_of_counts(measures))
 
     def prepare(self, args: Sequence[Any], popped: Sequence[Tensor | None]) -> None:
         """Analyses the loss before it is captured, or run in Python.
@@ -311,7 +338,7 @@ def _layer_class(num_tensors: int) -> type[Any]:
                 loss = loss.float()  # the losses of micro-batches are added up in float32
             if self.combines == "per-microbatch":
                 first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-                loss = loss * (first.shape[self.dim] / tensors[-1][0]).to(loss.dtype)
+                loss = loss / (tensors[-1][0] / first.shape[self.dim]).to(loss.dtype)
             loss = loss.reshape(shape_of_loss(self.dim))
             if not self.keeps_output:
                 return loss

@@ -177,7 +177,7 @@ def with_loss(
     key = own_key, loss.combines, structure, kinds, objective.keeps_output, dim
     known = runner.with_losses.pop(key, None)
     # What the former function reads may have changed since.
-    if known is None or key_of(known[1].function) != own_key or known[1].is_stale():
+    if known is None or not known[1].computes(loss.function, own_key):
         if known is not None:
             runner.forget(known[0])
         layer = loss_layer(loss, structure, dims, objective.keeps_output, dim, device)

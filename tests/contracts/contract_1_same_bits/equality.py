@@ -81,9 +81,9 @@ class StepLoss:
     Attributes:
         make: returns the function for the step of a number.
         target: returns the target for an output of this shape, or None if there is none.
-        total: the sum of the losses of a micro-batch, for the step of a number.
-        divisor: what the sum is divided by, for a target and a batch size.
-        is_normalizer: whether `divisor` is passed; else the loss is one whose divisor the pipeline knows.
+        total: the sum of the losses of a micro-batch, for the step of a number; or their mean.
+        divisor: what the sum is divided by, for a target and a batch size; None for a mean over samples.
+        is_normalizer: whether `divisor` is passed; else the pipeline finds it.
     """
 
     make: Callable[[int], Any]
@@ -121,12 +121,19 @@ def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _of_elements(module: nn.Module, function: Any) -> StepLoss:
-    total = functools.partial(function, reduction="sum")
-    return StepLoss(lambda number: module if number % 2 else function, _noise, lambda number: total, _numel)
+    return StepLoss(
+        lambda number: module if number % 2 else function,
+        _noise,
+        lambda number: function,
+        lambda target, batch: None,
+    )
 
 
-def _numel(target: Tensor, batch: int) -> int:
-    return target.numel()
+def _sum_of_classes(output: Tensor, target: Tensor) -> Tensor:
+    # In float16, a sum may overflow where the mean does not.
+    return F.cross_entropy(
+        output.float() if output.dtype == torch.float16 else output, target, reduction="sum"
+    )
 
 
 # Losses of steps by name; only the first two are for several outputs.
@@ -144,7 +151,7 @@ STEP_LOSSES = {
     "cross entropy": StepLoss(
         lambda number: nn.CrossEntropyLoss() if number % 2 else F.cross_entropy,
         _classes,
-        lambda number: functools.partial(F.cross_entropy, reduction="sum"),
+        lambda number: _sum_of_classes,
         lambda target, batch: (target != -100).sum(),
     ),
     "mean square": _of_elements(nn.MSELoss(), F.mse_loss),
@@ -362,9 +369,24 @@ class PlainLoop(nn.Sequential):
         return tuple(leaf.chunk(self.chunks, self.batch_dim)) if isinstance(leaf, Tensor) else leaf
 
     def step(
-        self, args: Any, kwargs: Any, loss: Callable[..., Tensor], target: Any, divisor: Any
+        self,
+        args: Any,
+        kwargs: Any,
+        loss: Callable[..., Tensor],
+        target: Any,
+        divisor: Any,
+        whole: Callable[..., Tensor] | None = None,
     ) -> tuple[list[Tensor], Callable[[str], None]]:
-        """Returns the losses, and what runs the backwards of the micro-batches in the order of a schedule."""
+        """Returns the losses, and what runs the backwards of the micro-batches in the order of a schedule.
+
+        Args:
+            args: positional arguments of the layers.
+            kwargs: their keyword arguments.
+            loss: the sum of the losses of a micro-batch, or their mean.
+            target: the target; None if there is none.
+            divisor: what the sum is divided by; None for a mean.
+            whole: the loss of the mini-batch, for a single micro-batch.
+        """
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_replicated)
         parts = [self._split(leaf) for leaf in leaves]
         if (
@@ -374,12 +396,24 @@ class PlainLoop(nn.Sequential):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     parts[i] = tuple(p.detach().requires_grad_() for p in parts[i])
         outputs = self.of_microbatches(parts, spec)
-        sums = [
-            loss(output) if target is None else loss(output, _microbatch(target, self.chunks, m))
-            for m, output in enumerate(outputs)
+        if len(outputs) == 1 and whole is not None:
+            loss, divisor = whole, 1
+        targets = [
+            None if target is None else _microbatch(target, self.chunks, m) for m in range(len(outputs))
         ]
+        pairs = list(zip(outputs, targets, strict=True))
+        sums = [loss(output) if own is None else loss(output, own) for output, own in pairs]
         # The losses of micro-batches are added up in float32 at least.
-        losses = [(total.float() if total.element_size() < 4 else total) / divisor for total in sums]
+        sums = [total.float() if total.element_size() < 4 else total for total in sums]
+        if divisor is None:
+            sizes = [len(tree_leaves(own)[0]) for own in targets]
+            times = [
+                torch.tensor(sum(sizes) / size, dtype=total.dtype)
+                for size, total in zip(sizes, sums, strict=True)
+            ]
+            losses = [total / each for total, each in zip(sums, times, strict=True)]
+        else:
+            losses = [total / divisor for total in sums]
 
         def backward(schedule: str) -> None:
             before = [(p, p.grad) for p in self.parameters()]
@@ -575,7 +609,8 @@ def _step(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
             found = (model.step if is_step else model.evaluate)(*args, **kwargs, target=target, **options)
     else:
         with _cast(run), torch.set_grad_enabled(is_step):
-            losses, backward = model.step(args, kwargs, loss.total(number), target, divisor)
+            whole = None if loss.is_normalizer else loss.make(number)
+            losses, backward = model.step(args, kwargs, loss.total(number), target, divisor, whole)
         found = sum(losses[1:], losses[0]).detach()
         if is_step:
             backward(step.way)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import flatten
-from gpipe_fast.training.loss_analysis import Shares, UserLoss, vector_of
+from gpipe_fast.training.loss_analysis import Shares, UserLoss, fill_measures
 from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples
 
 CPU = torch.device("cpu")
@@ -26,12 +26,13 @@ def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> Shares:
     return shares
 
 
-def total(shares: Shares, target: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def total(shares: Shares, target: Tensor, sizes: tuple[int, ...], whole: Tensor = OUTPUT) -> Tensor:
     """Returns the sum of the shares of micro-batches of these sizes."""
-    measures = shares.measures([target], len(OUTPUT))
+    measures = shares.measures([target], len(whole))
     assert measures is not None
-    vector = vector_of([torch.tensor([float(len(OUTPUT))]), *measures], CPU)
-    parts = zip(OUTPUT.split(sizes), target.split(sizes), strict=True)
+    vector = torch.zeros(MAX_MEASURES, dtype=torch.float64)
+    fill_measures(vector, len(whole), measures)
+    parts = zip(whole.split(sizes), target.split(sizes), strict=True)
     return sum((shares(output, [own], vector) for output, own in parts), torch.zeros(()))
 
 
@@ -43,6 +44,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "by the length less one": (lambda y, t: (y - t).square().sum() / (len(y) - 1), TARGET, 1),
     "by the number of elements": (lambda y, t: (y - t).abs().sum() / y.numel(), TARGET, 1),
     "times the length": (lambda y, t: (y - t).square().mean() * len(y), TARGET, 1),
+    "by half the length": (lambda y, t: (y - t).square().sum() / (len(y) / 2), TARGET, 1),
     "counted": (lambda y, t: F.cross_entropy(y, t), CLASSES, 2),
     "by a number of targets": (lambda y, t: (y * (t > 0)).sum() / ((t > 0).sum() + 1e-3), TARGET, 2),
     "several": (lambda y, t: F.cross_entropy(y, t) + 0.1 * y.square().mean() + 3, CLASSES, 2),
@@ -63,6 +65,27 @@ def test_the_shares_of_unequal_micro_batches_add_up(name: str) -> None:
     expected = loss_fn(OUTPUT, target)
     for sizes in ((10,), (5, 5), (1, 8, 1), (2, 2, 2, 4)):
         torch.testing.assert_close(total(shares, target, sizes), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["a mean", "counted", "by the length", "several"])
+def test_numbers_of_samples_are_not_rounded_to_few_bits(name: str, dtype: torch.dtype) -> None:
+    loss_fn, target, _ = LOSSES[name]
+    target = target if target is CLASSES else target.to(dtype)
+    output = OUTPUT.detach().to(dtype)
+    shares = Shares(UserLoss(loss_fn, flatten(target)[1]), [0], 0, CPU)
+    shares.prepare(output, [target])
+    exact = loss_fn(output.float(), target if target is CLASSES else target.float())
+    found = total(shares, target, (3, 7), output)
+    torch.testing.assert_close(found.float(), exact, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_a_sum_of_losses_in_float16_does_not_overflow() -> None:
+    output, target = torch.full((3000, 2), 20.0, dtype=torch.float16), torch.zeros(3000, dtype=torch.long)
+    output[:, 0] = -20
+    shares = Shares(UserLoss(F.cross_entropy, flatten(target)[1]), [0], 0, CPU)
+    shares.prepare(output, [target])
+    torch.testing.assert_close(total(shares, target, (2000, 1000), output).float(), torch.tensor(40.0))
 
 
 def test_a_number_of_targets_that_is_no_sum_is_marked() -> None:
@@ -88,8 +111,20 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "add .*: it reads a value that was changed in place before",
     ),
     "one sample": (lambda y, t: (y[0] * t[0]).sum(), "getitem .*: it combines samples otherwise"),
+    "many samples": (
+        lambda y, t: y.sum() if len(y) > 500 else y.mean(),
+        "its Python code decides by the number of samples",
+    ),
+    "bounded by the length": (
+        lambda y, t: y.clamp(max=len(y)).sum(),
+        "clamp .*: it computes each sample with the number of all samples",
+    ),
+    "rounded": (lambda y, t: y.sum().to(torch.int64) * 1.0, "to .*: it rounds what is added up"),
     "selected by outputs": (lambda y, t: y[y > 0].mean(), "what it is divided by follows from outputs"),
-    "branch": (lambda y, t: y.sum() if len(y) > 4 else y.mean(), "a condition on sizes does not hold"),
+    "branch": (
+        lambda y, t: y.sum() if len(y) > 4 else y.mean(),
+        "its Python code decides by the number of samples",
+    ),
 }
 
 
@@ -113,7 +148,8 @@ def test_the_number_of_measures_is_limited() -> None:
 def test_a_target_that_is_not_split_is_the_same_for_all() -> None:
     scale = torch.linspace(1, 2, 5, dtype=torch.float64)
     shares = shares_of(lambda y, t: (y * t).mean(), scale, dim=None)
-    vector = vector_of([torch.tensor([10.0])], CPU)
+    vector = torch.zeros(MAX_MEASURES, dtype=torch.float64)
+    fill_measures(vector, 10, [])
     found = sum(shares(output, [scale], vector) for output in OUTPUT.split(4))
     torch.testing.assert_close(found, (OUTPUT * scale).mean())
 

@@ -23,8 +23,29 @@ def test_a_normalizer_divides_a_sum() -> None:
     assert loss_of(F.mse_loss, len).divisor(LOGITS) == 8  # type: ignore[misc]
     assert loss_of(F.mse_loss, 3.0).combines == "sum"
     assert loss_of(F.mse_loss).divisor is None
-    with pytest.raises(ValueError, match="MSELoss returns a mean, and normalizer=3 divides a sum; leave"):
-        loss_of(nn.MSELoss(), 3)
+
+
+def weighed(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        F.mse_loss,
+        functools.partial(F.mse_loss, reduction="mean"),
+        functools.partial(functools.partial(F.mse_loss, target=LOGITS.flip(0))),
+        nn.MSELoss(),
+        nn.MSELoss(reduction="sum"),
+    ],
+)
+def test_a_normalizer_divides_the_sum_of_a_mean_of_pytorch(loss_fn: Any) -> None:
+    target = (
+        () if isinstance(loss_fn, functools.partial) and "target" in loss_fn.keywords else (LOGITS.flip(0),)
+    )
+    found = loss_of(loss_fn, 3).function(LOGITS, *target)
+    assert torch.equal(found, F.mse_loss(LOGITS, LOGITS.flip(0), reduction="sum"))
+    assert loss_of(weighed, 3).function is weighed
 
 
 def test_wrong_arguments_are_refused() -> None:
