@@ -23,6 +23,7 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.dynamo import results_given
 from gpipe_fast.torch_private.fake_tensors import enable_python_dispatcher, logging_disabled
 from gpipe_fast.trace.dynamo import Refused, capture
+from gpipe_fast.trace.fake import hint
 from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
 from gpipe_fast.trace.symbols import SymbolicInputs
 from gpipe_fast.training.loss_graph import (
@@ -39,6 +40,8 @@ _PARTS = (2, 4, 3)
 _TOLERANCE = 1e-4
 # Numbers of samples for which the user's code has to decide alike.
 _NUMBERS = 2, 3, 100, 10_007, 1_000_003
+# Random numbers in the dtypes of the outputs and targets; else in float64.
+_EXACTLY = "positive, as they are"
 # The maximum number of elements of random outputs.
 _MAX_ELEMENTS = 2**23
 
@@ -135,24 +138,26 @@ class Shares:
             raise MixesSamples(
                 "an output of the last layer has no batch dimension; return a value for each sample"
             )
-        dims += self._dims
-        failure: Exception | None = None
+        dims += [
+            None if dim is None else _dim_of(tensor, dim)
+            for tensor, dim in zip(targets, self._dims, strict=True)
+        ]
         # The user's code or a parameter may fix sizes, such as that of the classes; others may be small.
-        for kept in _kept_sizes([*tensors, *targets], dims):
+        *first, last = _kept_sizes([*tensors, *targets], dims)
+        for kept in (*first, last):
             try:
-                self._found = _Analysis(
-                    self.loss, [*tensors, *targets], dims, len(tensors), self._device, kept
-                )
-                if self._found.holds([*tensors, *targets]):
-                    break
-                failure = Refused("its Python code decides by sizes")
+                found = _Analysis(self.loss, [*tensors, *targets], dims, len(tensors), self._device, kept)
             except MixesSamples:
                 raise
-            except Exception as error:
-                failure = error
+            except Exception:
+                if kept is last:
+                    raise
+                continue
+            if found.holds([*tensors, *targets]):
+                self._found = found
+                break
         else:
-            assert failure is not None
-            raise failure
+            raise MixesSamples("its Python code decides by the number of samples")
         while self.waiting:
             self.waiting.pop()[0]()
 
@@ -204,10 +209,12 @@ class _Analysis:
         kept: Collection[int],
     ) -> None:
         self._loss, self._num_outputs, self._dims, self._device = loss, num_outputs, dims, device
-        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._allowed: set[int] = set()  # batch sizes of mini-batches
+        self._shapes = [[hint(size) for size in tensor.shape] for tensor in tensors[:num_outputs]]
+        self._kinds = [(tensor.dtype, tensor.requires_grad) for tensor in tensors]
         shapes = _probe_shapes(tensors, dims, kept)
         probes = [
-            torch.empty(shape, dtype=tensor.dtype, device=device)
+            torch.empty(shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
             for tensor, shape in zip(tensors, shapes, strict=True)
         ]
         symbolic = SymbolicInputs(probes, [[True] * len(shape) for shape in shapes])
@@ -220,8 +227,10 @@ class _Analysis:
         self._all = [self._source(name, constants) for name in captured.inputs]
         with symbolic.mode, enable_python_dispatcher():
             inputs = [Input(self._fake(each, symbolic), self._is_output(each)) for each in self._all]
-            self._batch = expression(self._inputs[0].shape[dims[0] or 0])
-            self.split = split_loss(captured.graph, inputs, self._batch)
+        batch = self._inputs[0].shape[dims[0] or 0]
+        with self._undisturbed():
+            self.split = split_loss(captured.graph, inputs, batch, symbolic.mode, device)
+        self._batch = expression(batch)
         self.share = self.split.share
         self.sources = tuple(each for each in self._all if not isinstance(each, _Size))
         states = LayerStates()
@@ -231,7 +240,7 @@ class _Analysis:
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Returns whether the split loss is that for outputs and targets like these."""
-        if self._dtypes != [tensor.dtype for tensor in tensors]:
+        if self._kinds != [(tensor.dtype, tensor.requires_grad) for tensor in tensors]:
             return False
         sizes: dict[Any, Any] = {}
         for own, tensor in zip(self._inputs, tensors, strict=True):
@@ -245,6 +254,7 @@ class _Analysis:
                     return False
         if sizes[self._batch] == 1:  # PyTorch traces for at least two
             tensors = self._of_samples(tensors, 2)
+        self._shapes = [[hint(size) for size in tensor.shape] for tensor in tensors[: self._num_outputs]]
         return self._allows(tensors)
 
     def _allows(self, tensors: Sequence[Tensor]) -> bool:
@@ -264,12 +274,23 @@ class _Analysis:
 
     def measures(self, targets: Sequence[Tensor], batch_size: int) -> list[Tensor]:
         """Returns the measures of a mini-batch but the number of samples."""
+        if batch_size not in self._allowed:
+            if not self._allows(self._of_samples(self._inputs, max(2, batch_size))):
+                raise MixesSamples("its Python code decides by the number of samples")
+            self._allowed.add(batch_size)
         sizes = {self._batch: batch_size}
         for own, tensor in zip(self._inputs[self._num_outputs :], targets, strict=True):
             sizes |= zip(map(expression, own.shape), tensor.shape, strict=True)
-        given: list[Any] = [*[None] * self._num_outputs, *targets]
+        # Of outputs, only shapes and dtypes are read.
+        outputs = [
+            torch.zeros((), dtype=own.dtype, device=self._device).expand(
+                [batch_size if d == dim else size for d, size in enumerate(shape)]
+            )
+            for own, shape, dim in zip(self._inputs, self._shapes, self._dims, strict=False)
+        ]
+        given: list[Any] = [*outputs[: self._num_outputs], *targets]
         with torch.no_grad():
-            found: tuple[Tensor, ...] = self.split.measures(
+            found: tuple[Tensor, ...] = self.split.measures.forward(
                 *[
                     sizes.get(expression(self._inputs[each.tensor].shape[each.dim]))
                     if isinstance(each, _Size)
@@ -315,7 +336,9 @@ class _Analysis:
             raise MixesSamples("its Python code decides by the number of samples")
         failure: Exception | None = None
         is_checked = False
-        for numbers in ("positive", "normal", "ones"):
+        for numbers in ("positive", "normal", "ones", "zeros", _EXACTLY):
+            if is_checked and numbers not in ("positive", "normal"):
+                break
             try:
                 with self._undisturbed():
                     found = self._compared(torch.Generator(self._device).manual_seed(0), numbers)
@@ -326,7 +349,8 @@ class _Analysis:
                 continue
             is_checked = True
             for parts, whole in found:
-                if not torch.allclose(parts, whole, _TOLERANCE, _TOLERANCE):
+                tolerance = _TOLERANCE if numbers != _EXACTLY else self._tolerance()
+                if not torch.allclose(parts, whole, tolerance, tolerance):
                     raise MixesSamples(
                         "on random numbers, what it gives for parts of a mini-batch does not add up to what "
                         "it gives for the whole"
@@ -335,6 +359,11 @@ class _Analysis:
             raise MixesSamples(
                 f"it could not be checked on random numbers, on which it gives no finite number: {failure}"
             )
+
+    def _tolerance(self) -> float:
+        """Returns the error that sums in the dtypes of the outputs and targets may have."""
+        dtypes = [each.dtype for each in self._inputs if each.is_floating_point()]
+        return 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -350,11 +379,14 @@ class _Analysis:
 
     def _compared(self, generator: torch.Generator, kind: str) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of what the parts and the whole of a random mini-batch give."""
+        is_double = kind != _EXACTLY
         others = {
-            i: tensor.double() if tensor.is_floating_point() else tensor
+            i: (own.double() if own.is_floating_point() and is_double else own.clone())
+            .detach()
+            .requires_grad_(own.requires_grad)
             for i, each in enumerate(self._all)
             if not isinstance(each, (int, _Size))
-            for tensor in [_read(each, self._loss, ()).detach()]
+            for own in [_read(each, self._loss, ())]
         }
 
         def inputs_of(tensors: Sequence[Tensor], with_sizes: bool) -> list[Any]:
@@ -386,12 +418,12 @@ class _Analysis:
             for i, part in enumerate(_PARTS)
         ]
         assert self._captured.graph is not None
-        loss = self._captured.graph(*inputs_of(wholes, True))[0]
+        loss = self._captured.graph.forward(*inputs_of(wholes, True))[0]
         vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
         fill_measures(vector, size, self.measures(wholes[self._num_outputs :], size))
-        shares = [self.share(*inputs_of(tensors, False), vector) for tensors in parts]
+        shares = [self.share.forward(*inputs_of(tensors, False), vector) for tensors in parts]
         total = sum(shares)
-        variable = [tensor for tensor in outputs if tensor.requires_grad]
+        variable = [tensor for tensor in (*outputs, *others.values()) if tensor.requires_grad]
         pairs = [(total.detach().double(), loss.detach().double())]
         if loss.requires_grad:
             gradients = [
@@ -410,21 +442,15 @@ class _Analysis:
             shape = [part if d == dim else hint(size) for d, size in enumerate(own.shape)]
             if math.prod(shape) > _MAX_ELEMENTS:
                 raise MixesSamples("its outputs are too large for it")
-            if own.dtype == torch.bool or not (own.is_floating_point() or own.is_complex()):
-                numbers = torch.randint(
-                    int(kind == "ones"), 2, shape, generator=generator, device=self._device
-                )
-                found.append(numbers.to(own.dtype))
-            else:
-                numbers = (
-                    torch.rand(shape, generator=generator, device=self._device, dtype=torch.float64) * 0.9
-                    + 0.05
-                )
-                if kind == "normal":
-                    numbers = torch.randn(
-                        shape, generator=generator, device=self._device, dtype=torch.float64
-                    )
-                found.append(numbers)
+            options: dict[str, Any] = {"generator": generator, "device": self._device}
+            if not (own.is_floating_point() or own.is_complex()):
+                low, high = int(kind == "ones"), 1 if kind == "zeros" else 2
+                found.append(torch.randint(low, high, shape, **options).to(own.dtype))
+                continue
+            options["dtype"] = torch.float64
+            numbers = torch.randn(shape, **options) if kind == "normal" else torch.rand(shape, **options)
+            numbers = numbers if kind == "normal" else numbers * 0.9 + 0.05
+            found.append(numbers if kind != _EXACTLY else numbers.to(own.dtype))
         return found
 
 
@@ -445,11 +471,6 @@ def fill_measures(vector: Tensor, batch_size: int, others: Sequence[Tensor]) -> 
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\](?:\.size\(\)\[(\d+)\])?")
 _ITEM = r"\['[^']*'\]"
 _PARAMETER = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """Returns a size as a number, without a guard on it."""
-    return size if isinstance(size, int) else int(size.node.hint)  # type: ignore[arg-type]
 
 
 def _dim_of(tensor: Tensor, dim: int) -> int | None:

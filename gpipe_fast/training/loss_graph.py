@@ -29,6 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
+from gpipe_fast.trace.fake import hint
+from gpipe_fast.training.sample_check import Mixed, SampleCheck
 
 # The maximum number of elements of all measures.
 MAX_MEASURES = 64
@@ -72,24 +75,92 @@ class Input:
         return not isinstance(self.value, Tensor)
 
 
-def split_loss(module: fx.GraphModule, inputs: Sequence[Input], batch: sympy.Symbol) -> SplitLoss:
+def split_loss(
+    module: fx.GraphModule,
+    inputs: Sequence[Input],
+    batch: int | torch.SymInt,
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> SplitLoss:
     """Splits the graph of a loss.
 
     Args:
         module: the graph, of calls of PyTorch's functions and methods.
         inputs: its inputs, in order.
-        batch: the symbol of the batch size.
+        batch: the batch size, a symbol.
+        mode: the mode of the fake inputs.
+        device: the device to check operators on.
 
     Raises:
         MixesSamples: the loss combines samples otherwise than described above.
     """
-    return _Splitter(module, inputs, batch).split()
+    splitter = _Splitter(module, inputs, batch, device)
+    with mode, enable_python_dispatcher():
+        splitter.compute_values()
+    return splitter.split()
+
+
+def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph without operators that change a tensor in place: others read their results.
+
+    Raises:
+        MixesSamples: it changes an input, or a tensor that may share its memory with another one.
+    """
+    graph, copies, now = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    # By node, the nodes that may share its memory.
+    views: dict[fx.Node, set[fx.Node]] = {}
+
+    def present(node: fx.Node) -> fx.Node:
+        while node in now:
+            node = now[node]
+        return copies[node]
+
+    for node in module.graph.nodes:
+        changed = _changed(node)
+        if changed is None:
+            copies[node] = graph.node_copy(node, present)
+            base = node.args[0] if node.args else None
+            if _name(node) in _VIEWS and isinstance(base, fx.Node):
+                views[node] = views.setdefault(base, {base})
+                views[node].add(node)
+            continue
+        if changed.op == "placeholder" or len(views.get(changed, ())) > 1 or changed.op == "get_attr":
+            raise MixesSamples(
+                f"{_name(node)} at {_place(node)}: it changes a tensor in place that may share its memory "
+                "with another one; change a clone, or use an operator that returns its result"
+            )
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), present)
+        if _name(node) == "setitem":
+            copies[node] = graph.call_function(with_item, args)
+        elif _name(node) in _IN_PLACE:
+            copies[node] = graph.call_function(_IN_PLACE[_name(node)], args, kwargs)
+        else:
+            copies[node] = graph.call_method(str(node.target)[:-1], args, kwargs)
+        copies[node].meta = dict(node.meta)
+        now[changed] = node
+    return fx.GraphModule(module, graph)
+
+
+def _changed(node: fx.Node) -> fx.Node | None:
+    """Returns the tensor that an operator changes in place; None if it changes none."""
+    name = _name(node)
+    is_method = node.op == "call_method" and name.endswith("_")
+    if not (is_method or name == "setitem" or name in _IN_PLACE) or node.op == "output":
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
+def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Returns a copy of a tensor with other elements at an index."""
+    found = tensor.clone()
+    found[index] = value
+    return found
 
 
 # Kinds of values, as above; sizes are numbers that may follow from the batch size.
 _OF_SAMPLES, _SHARE, _WHOLE, _SIZE = "of samples", "share", "whole", "size"
 
-_ADD = {"add", "add_", "iadd", "sub", "sub_", "isub", "subtract", "rsub", "radd"}
+_ADD = {"add", "iadd", "sub", "isub", "subtract", "rsub", "radd"}
 _JOIN = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _TIMES = {
     "mul",
@@ -127,6 +198,37 @@ _LINEAR = {
 }
 # Methods that change their tensor in place, whose results stand for it from then on.
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
+# Operators of one element of each operand, beside those that PyTorch marks.
+_POINTWISE = {
+    "truediv",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "clone",
+    "contiguous",
+    "detach",
+    "type_as",
+}
+# What may return a view.
+_VIEWS = {
+    *("view", "view_as", "reshape", "reshape_as", "squeeze", "unsqueeze", "flatten", "unflatten", "ravel"),
+    *("expand", "expand_as", "broadcast_to", "t", "T", "mT", "transpose", "permute", "movedim", "swapaxes"),
+    *(
+        "getitem",
+        "select",
+        "narrow",
+        "unbind",
+        "split",
+        "chunk",
+        "tensor_split",
+        "diagonal",
+        "detach",
+        "alias",
+    ),
+    *("contiguous", "to", "type", "float", "double", "half", "bfloat16", "real", "imag", "unfold", "getattr"),
+}
 # What sizes are computed by, as SymPy and PyTorch name it.
 _ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
 _ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
@@ -173,19 +275,26 @@ class _Measure:
 
 
 class _Splitter:
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Input], batch: sympy.Symbol) -> None:
-        self._module, self._inputs, self._batch = module, inputs, batch
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Input], batch: int | torch.SymInt, device: torch.device
+    ) -> None:
+        self._module, self._inputs, self._device = out_of_place(module), inputs, device
+        self._batch_size = batch
         self._new, self._copies = fx.Graph(), dict[fx.Node, Any]()
         self._kinds: dict[fx.Node, str] = {}
         self._reads: set[fx.Node] = set()  # nodes that follow from outputs
         self._selected: dict[Any, fx.Node] = {}  # by the symbol of a number of selected elements, their mask
-        self._replaced: set[fx.Node] = set()  # nodes whose tensor was changed in place
+        self._of_whole: set[fx.Node] = set()  # nodes that follow from measures, or from the number of samples
         self._measured: list[_Measure] = []
         self._num_measures = 1
 
-    def split(self) -> SplitLoss:
+    def compute_values(self) -> None:
+        """Computes the fake value of each node."""
         for node, value in _values(self._module, [each.value for each in self._inputs]):
             node.meta["value"] = value
+
+    def split(self) -> SplitLoss:
+        self._batch = expression(self._batch_size)  # which running the graph may have made a number
         nodes = list(self._module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         for node, each in zip(placeholders, self._inputs, strict=True):
@@ -195,7 +304,7 @@ class _Splitter:
             self._copies[node] = self._new.placeholder(node.name)
             is_of_samples = self._batch in _symbols(each.value.shape)
             self._kinds[node] = _OF_SAMPLES if is_of_samples else _WHOLE
-            if each.is_output:
+            if each.is_output or each.value.requires_grad:
                 self._reads.add(node)
         self._vector = self._new.placeholder("measures")
         symbols: dict[Any, tuple[fx.Node, int]] = {}
@@ -207,9 +316,18 @@ class _Splitter:
         self._constant_sizes = self._sizes.keys() - {self._batch}
         if self._batch not in self._sizes:
             raise MixesSamples("it needs the number of samples as a constant, as torch.linspace does")
+        numbers = {
+            symbol: hint(each.value.shape[dim])
+            for each in self._inputs
+            for dim, symbol in enumerate(map(expression, () if each.is_size else each.value.shape))
+            if symbol in self._constant_sizes
+        }
+        self._check = SampleCheck(self._batch, numbers, self._device)
         for node, each in zip(placeholders, self._inputs, strict=True):
             if each.is_size:
                 self._copies[node] = self._number(expression(each.value))
+            elif self._kinds[node] == _OF_SAMPLES:
+                self._check.add_input(node)
         *inner, output = nodes
         for node in inner:
             if node.op != "placeholder":
@@ -257,15 +375,16 @@ class _Splitter:
 
     def _add(self, node: fx.Node) -> None:
         arguments, value = node.all_input_nodes, node.meta["value"]
-        for each in arguments:
-            if each in self._replaced:
-                self._refuse(node, "it reads a value that was changed in place before")
         kinds = {self._kinds[each] for each in arguments}
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         makes = _name(node) in _MAKES
         if tensors and not makes and not self._reads.isdisjoint(arguments):
             self._reads.add(node)
-        if not tensors:
+        if not self._of_whole.isdisjoint(arguments):
+            self._of_whole.add(node)
+        if node.op == "get_attr":
+            self._kinds[node], self._copies[node] = _SIZE, self._new.node_copy(node)
+        elif not tensors:
             self._add_size(node, value)
         elif any(_symbols(tensor.shape) - self._constant_sizes for tensor in tensors):
             self._add_of_samples(node, tensors)
@@ -293,9 +412,25 @@ class _Splitter:
         self._kinds[node] = _OF_SAMPLES
         # Sizes in arithmetic are those of the mini-batch; others, as in a view, those at hand.
         is_arithmetic = _name(node) in (_ADD | _TIMES | _OVER | {"pow"})
+        if is_arithmetic and any(map(self._varies, node.all_input_nodes)):
+            self._of_whole.add(node)
         if not is_arithmetic and _name(node) not in _SHAPED and any(map(self._varies, node.all_input_nodes)):
             self._refuse(node, "it computes each sample with the number of all samples")
         self._copies[node] = self._copy(node, of_whole=is_arithmetic)
+        self._select(node, tensors)
+        selections = self._selections_of([node, *node.all_input_nodes])
+        try:
+            if not selections:
+                self._check.add(node)
+            elif _is_pointwise(node) or selections - self._selections_of(node.all_input_nodes):
+                self._check.add_selection(node)
+            else:
+                raise Mixed("it is not known to compute each selected element by itself")
+        except Mixed as mixed:
+            self._refuse(node, str(mixed))
+
+    def _select(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
+        """Notes the mask by which a node selects elements, if it does."""
         for dim, size in enumerate(tensors[0].shape):
             for symbol in _symbols([size]) - self._sizes.keys():
                 masks = [each for each in node.all_input_nodes if _is_mask(each)]
@@ -310,6 +445,11 @@ class _Splitter:
         if any(self._kinds[each] == _SHARE for each in node.all_input_nodes):
             self._refuse(node, "it combines each sample with a value of all samples")
         if name in _SUMS:
+            if name != "sum":
+                try:
+                    self._check.check_sum(node)
+                except Mixed as mixed:
+                    self._refuse(node, str(mixed))
             return self._copy(node)
         if name == "mean":
             return self._mean(node)
@@ -396,7 +536,10 @@ class _Splitter:
         value = node.meta["value"]
         if not isinstance(value, Tensor):
             self._refuse(node, "it has several results that follow from all targets")
-        is_sum = _name(node) in _SUMS_OF_TARGETS
+        if value.is_complex():
+            self._refuse(node, "it is a complex number of all targets")
+        arguments = node.all_input_nodes
+        is_sum = _name(node) in _SUMS_OF_TARGETS and self._of_whole.isdisjoint(arguments)
         found = self._new_measure(node, None, (node,), value.numel(), is_sum, list(value.shape))
         return self._cast(found, value.dtype)
 
@@ -413,6 +556,9 @@ class _Splitter:
         fx.node.map_arg(arguments, nodes.append)
         if not self._reads.isdisjoint(nodes):
             self._refuse(node, "what it is divided by follows from outputs")
+        is_sum = is_sum and self._of_whole.isdisjoint(nodes) and not any(map(self._varies, nodes))
+        if function is None:
+            self._of_whole.add(node)
         first = self._num_measures
         if not isinstance(number, int) or first + number > MAX_MEASURES:
             self._refuse(
@@ -460,8 +606,7 @@ class _Splitter:
             parts = tuple(part(each) for each in operands[:2])
             if len(operands) > 2 or set(rest) - {"alpha"}:
                 self._refuse(node, "its arguments are unknown")
-        self._replace_in_place(node)
-        return self._call(node, parts, rest)
+        return self._new.create_node(node.op, node.target, parts, rest)
 
     # Helpers.
 
@@ -473,30 +618,12 @@ class _Splitter:
             return self._size_of_whole(each, node) if is_of_whole else self._copies[each]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
-        if self._kinds.get(node) != _OF_SAMPLES:
-            self._replace_in_place(node)
-            return self._call(node, args, kwargs)
         return self._new.create_node(node.op, node.target, args, kwargs)
 
     def _varies(self, node: fx.Node) -> bool:
         """Returns whether a node is a size that follows from the number of samples."""
         sizes = pytree.tree_leaves(node.meta["value"]) if self._kinds[node] == _SIZE else []
         return bool(_symbols(sizes) - self._constant_sizes)
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        name = _name(node)
-        if node.op == "call_function" and name in _IN_PLACE:
-            return self._new.call_function(_IN_PLACE[name], args, kwargs)
-        if node.op == "call_method" and name.endswith("_") and not name.endswith("__"):
-            return self._new.call_method(name[:-1], args, kwargs)
-        return self._new.create_node(node.op, node.target, args, kwargs)
-
-    def _replace_in_place(self, node: fx.Node) -> None:
-        name = _name(node)
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            changed = node.args[0]
-            if isinstance(changed, fx.Node) and self._kinds[changed] != _OF_SAMPLES:
-                self._replaced.add(changed)
 
     def _number(self, expression: Any, of_whole: bool = False) -> Any:
         """Adds a number, given as an expression of sizes: those at hand, or of the mini-batch."""
@@ -546,7 +673,8 @@ class _Splitter:
         value = node.meta["value"]
         if isinstance(value, Tensor):
             return self._weighted(node, self._copies[node])
-        return self._part(of, self._number(expression(value), of_whole=True))
+        number = self._number(expression(value), of_whole=True)
+        return self._part(of, self._for(of, number) if isinstance(number, fx.Node) else number)
 
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
         raise MixesSamples(f"{_name(node)} at {_place(node)}: {why}")
@@ -630,6 +758,13 @@ _READING = (F.ctc_loss, F.gaussian_nll_loss)
 
 def _is_unbacked(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.has_hint()
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Returns whether an operator computes each element of its result from one element of each operand."""
+    packet = getattr(torch.ops.aten, _name(node), None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return _name(node) in _POINTWISE or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
 def _is_mask(node: fx.Node) -> bool:

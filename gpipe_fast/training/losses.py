@@ -257,7 +257,10 @@ class LossLayer(Skippable):
             return
         others: list[Tensor] = []
         if self.shares is not None:
-            found = self.shares.measures(targets, batch_size)
+            try:
+                found = self.shares.measures(targets, batch_size)
+            except MixesSamples as error:
+                raise ValueError(_refusal(self.function, error)) from None
             if found is None:
                 # Layers before the loss run in Python, and it is analysed during the run.
                 again = functools.partial(self.measure, measures, targets, batch_size, processes)

@@ -78,6 +78,38 @@ def wide() -> object:
     return pipe.step(X[:, None], loss_fn=lambda y: (y.view(-1, 2**22) - 1).sum())
 
 
+def weighted() -> object:
+    size = 2**22
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 1), Wide(size)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(size))
+    return pipe.step(X, target=torch.zeros(4, 1).expand(4, size), loss_fn=loss)
+
+
+class Wide(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, self.size)
+
+
+def longer_batch() -> None:
+    pipe = two_stages(chunks=2)
+    for size in (4, 6):
+        x = torch.ones(size, 3)
+        pipe.step(x, target=x, loss_fn=lambda a, b: F.mse_loss(a, b) * (1 if len(a) == 6 else 2))
+
+
+def numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x))
+
+
+def cholesky(x: Tensor) -> Tensor:
+    return torch.linalg.cholesky(x[:, :, None] * x[:, None] + torch.eye(3))
+
+
+COMPLEX = torch.zeros(4, dtype=torch.complex64)
 WEIGHT = nn.Parameter(torch.ones(3))
 NO_LAYERS = GPipe(nn.Sequential(), [])
 DESCENDING = Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0")
@@ -106,9 +138,18 @@ STEPS = [
     case("different batch sizes, [2, 6]", "", joined),
     case("computes nothing from the output", "", step, lambda a, b: None),
     case("is no parameter of it", "pass an nn.Module", step, lambda a, b: (a * WEIGHT).sum()),
-    case("does not add up to what", "normalizer=", step, lambda a, b: (a - a.flip(0)).abs().sum()),
+    case("does not add up to what", "normalizer=", step, lambda a, b: (a.sum(1) * numbers(a)).sum()),
     case("gives no finite number", "normalizer=", step, lambda a, b: (a / 0).sum()),
-    case("outputs are too large", "normalizer=", wide),
+    case("decides by the number of samples", "normalizer=", longer_batch),
+    case("operands are too large", "normalizer=", wide),
+    case("outputs are too large", "normalizer=", weighted),
+    case("checked on random numbers: ", "normalizer=", step, lambda a, b: cholesky(a).sum()),
+    case("multiplies samples", "normalizer=", step, lambda a, b: torch.einsum("nc,mc->", a, a)),
+    case("it mixes samples", "normalizer=", step, lambda a, b: (a - a.flip(0)).abs().sum()),
+    case("elements depends on data", "normalizer=", step, lambda a, b: a.sum() * b.nonzero().sum()),
+    case("each selected element by itself", "", step, lambda a, b: a[b > 0].cumsum(0).sum()),
+    case("changes a tensor in place", "change a clone", step, lambda a, b: a.sum() + b.add_(1).sum()),
+    case("a complex number of all targets", "", step, lambda a, b: a.sum() * b.sum().abs(), COMPLEX),
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),
     case("the target is on meta", ".to('cpu')", step, target=Y.to("meta")),

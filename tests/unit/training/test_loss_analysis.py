@@ -91,6 +91,119 @@ def test_parameters_of_a_loss_get_their_gradients(kind: str, backend: str) -> No
     torch.testing.assert_close([own.scale.grad, layers[0].weight.grad], expected)
 
 
+class OfTargets(nn.Module):
+    """Computes with parameters and targets alone, too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.centers = kind, nn.Parameter(torch.linspace(0.5, 1, 9).view(3, 3))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        own, loss = self.centers[t], F.cross_entropy(y, t)
+        if self.kind == "penalty":
+            return loss + own.square().mean() + (self.centers - 1).square().mean()
+        weights = own.mean(1)
+        return (weights * F.cross_entropy(y, t, reduction="none")).sum() / weights.sum()
+
+
+def test_parameters_that_targets_choose_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    layers, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), OfTargets("penalty")
+    x, y = torch.randn(7, 4), torch.tensor([0, 1, 2, 2, 1, 0, 1])
+    own(layers(x), y).backward()
+    expected, own.centers.grad = own.centers.grad, None
+    pipe = GPipe(layers, [1, 1], chunks=3)
+    pipe.step(x, target=y, loss_fn=own)
+    torch.testing.assert_close(own.centers.grad, expected)
+    with pytest.raises(ValueError, match="it is not linear in what is added up"):
+        pipe.step(x, target=y, loss_fn=OfTargets("weights"))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_backward_of_ones_own_is_kept_or_refused(backend: str) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(7, 4), torch.randn(7, 3)
+    F.mse_loss(Reversed.apply(layers(x)), y).backward()
+    expected, layers[0].weight.grad = layers[0].weight.grad, None
+    pipe = GPipe(layers, [1, 1], chunks=3, backend=backend)
+    try:
+        pipe.step(x, target=y, loss_fn=lambda output, target: F.mse_loss(Reversed.apply(output), target))
+    except ValueError:
+        return
+    torch.testing.assert_close(layers[0].weight.grad, expected)
+
+
+def test_a_loss_that_changes_a_buffer_is_refused() -> None:
+    class Counting(nn.MSELoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("number", torch.zeros(()))
+
+        def forward(self, y: Tensor, t: Tensor) -> Tensor:
+            self.number += 1
+            return super().forward(y, t)
+
+    loss, pipe = Counting(), GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3)
+    with pytest.raises(ValueError):
+        pipe.step(torch.randn(7, 4), target=torch.randn(7, 3), loss_fn=loss)
+    assert loss.number == 0
+
+
+def test_code_that_decides_by_the_size_of_the_mini_batch_is_refused() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) * (1 if len(y) == 12 else 2)
+
+    pipe.step(torch.randn(9, 4), target=torch.randn(9, 3), loss_fn=loss)
+    with pytest.raises(ValueError, match="its Python code decides by the number of samples"):
+        pipe.step(torch.randn(12, 4), target=torch.randn(12, 3), loss_fn=loss)
+
+
+@pytest.mark.parametrize("dim", [-2, -3])
+def test_a_negative_batch_dim_is_that_of_the_target_too(dim: int) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 7, 4), torch.randn(5, 7, 3)
+    pipe = GPipe(layers, [1], chunks=3, batch_dim=dim)
+    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), F.mse_loss(layers(x), y).detach())
+
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["mean", "weights"])
+def test_outputs_in_half_precision(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(4, 3)).to(dtype), torch.randn(7, 4, dtype=dtype)
+    y = torch.randn(7, 3, dtype=dtype) if kind == "mean" else torch.tensor([0, 1, 2, 2, 1, 0, 1])
+    weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (
+            F.mse_loss(output, target) if kind == "mean" else F.cross_entropy(output.float(), target, weights)
+        )
+
+    found = GPipe(layers, [1], chunks=3).step(x, target=y, loss_fn=loss)
+    torch.testing.assert_close(found, loss(layers(x), y).detach().float(), rtol=2e-2, atol=0)
+
+
+def test_a_single_class() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 1)), [1], chunks=3)
+    loss = pipe.step(torch.randn(7, 4), target=torch.zeros(7, dtype=torch.long), loss_fn=F.cross_entropy)
+    assert loss == 0
+
+
 def test_a_parameter_that_belongs_to_no_module_is_refused() -> None:
     scale = nn.Parameter(torch.ones(()))
     pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=2)

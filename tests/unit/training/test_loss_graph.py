@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import flatten
+from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.training.loss_analysis import Shares, UserLoss, fill_measures
 from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples
 
@@ -36,6 +37,13 @@ def total(shares: Shares, target: Tensor, sizes: tuple[int, ...], whole: Tensor 
     return sum((shares(output, [own], vector) for output, own in parts), torch.zeros(()))
 
 
+def ignored_in_place(target: Tensor) -> Tensor:
+    target = target.clone()
+    target[target == 4] = -100
+    target.masked_fill_(target == 0, -100)
+    return target
+
+
 # The loss, its target, and the number of measures.
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "a mean": (lambda y, t: (y - t).square().mean(), TARGET, 1),
@@ -52,6 +60,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "joined": (lambda y, t: torch.stack([y.mean(), (y * t).sum(), y.new_ones(())]).sum() / 2, TARGET, 1),
     "selected": (lambda y, t: (y - t)[t > 0].square().mean(), TARGET, 2),
     "per column": (lambda y, t: ((y - t).square().mean(0) * torch.arange(5.0)).sum(), TARGET, 1),
+    "added in place": (lambda y, t: (lambda a: a + a.add_(y.sum()))(y.mean()), TARGET, 1),
+    "ignored in place": (lambda y, t: F.cross_entropy(y, ignored_in_place(t)), CLASSES, 2),
     "products": (lambda y, t: (y.T @ t).trace(), TARGET, 1),
 }
 
@@ -106,10 +116,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "divided by outputs": (lambda y, t: t.sum() / y.sum(), "truediv .*: it is not linear"),
     "order": (lambda y, t: (y - y.flip(0)).abs().mean(), "on random numbers, what it gives for parts"),
     "too many": (lambda y, t: (y / t.mean(0)).sum(), "mean .*: it computes several numbers of all targets"),
-    "changed in place": (
-        lambda y, t: (lambda a: a + a.add_(y.sum()))(y.mean()),
-        "add .*: it reads a value that was changed in place before",
-    ),
     "one sample": (lambda y, t: (y[0] * t[0]).sum(), "getitem .*: it combines samples otherwise"),
     "many samples": (
         lambda y, t: y.sum() if len(y) > 500 else y.mean(),
@@ -126,6 +132,64 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "its Python code decides by the number of samples",
     ),
 }
+
+
+def changed_view(y: Tensor, t: Tensor) -> Tensor:
+    a = (y - t).square().sum(0)
+    b = a.view(-1)
+    a.mul_(1 + (t > 0.5).sum())
+    return b.sum()
+
+
+def changed_target(y: Tensor, t: Tensor) -> Tensor:
+    t.masked_fill_(t > 0.5, 0)
+    return (y * t).sum()
+
+
+def written_share(y: Tensor, t: Tensor) -> Tensor:
+    found = torch.zeros(2)
+    found[0] = (y.abs() - 6).relu().mean()
+    return found.sum() + y.square().mean()
+
+
+# Each computes with other samples where the random numbers of the check of the whole loss do not show it.
+HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sums of samples before": lambda y, t: (y.cumsum(0) - 30).relu().mean() + y.square().mean(),
+    "reversed": lambda y, t: ((y - y.flip(0)).abs() - 8).relu().mean(),
+    "sorted": lambda y, t: (y.sort(0)[0] - 9).relu().mean() + y.mean(),
+    "rolled where": lambda y, t: torch.where(t < -9, y.roll(1, 0), y).square().mean(),
+    "by numbers of samples": lambda y, t: ((y - y[(t[:, 0] > 0).long()]) * (t[:, :1] > 9)).square().mean(),
+    "pairs": lambda y, t: torch.einsum("n,m->", y[:, 0] * (t[:, 0] > 9), y[:, 1]) + y.sum(),
+    "small": lambda y, t: 1e-6 * y.cumsum(0).square().mean(),
+    "softmax of samples": lambda y, t: (y.softmax(0) - 1).relu().sum() + y.mean(),
+    "largest targets": lambda y, t: (y * t.cumsum(0)).mean(),
+    "changed view": changed_view,
+    "changed target": changed_target,
+    "written share": written_share,
+    "compared with the length": lambda y, t: (y * (y < len(y))).sum(),
+    "chosen length": lambda y, t: (y * torch.where(t > 9, len(y), 1)).mean(),
+    "decided by the length": lambda y, t: F.mse_loss(y, t) * (1 if len(y) == 10 else 2),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_mixes_samples_is_found_where_it_does_not_matter(name: str) -> None:
+    with pytest.raises((MixesSamples, Refused)):
+        shares = shares_of(HIDDEN[name], TARGET.detach().clone())
+        shares.measures([TARGET], len(OUTPUT))
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of shares of targets": lambda y, t: ((t / t.sum()) * y).sum() / (t / t.sum()).sum(),
+    "of centred targets": lambda y, t: y.sum() / (t - t.sum() / t.numel()).square().sum(),
+    "times the length": lambda y, t: y.sum() / (t.abs() * len(t)).sum(),
+    "of a mask": lambda y, t: y.sum() / (t > t.sum() / 50).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_replicas_cannot_add_up_are_marked(name: str) -> None:
+    assert not all(shares_of(SUMS[name], TARGET).are_sums)
 
 
 @pytest.mark.parametrize("name", REFUSED)

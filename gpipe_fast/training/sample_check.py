@@ -1,0 +1,191 @@
+"""Checks, operator by operator, that what is computed for a sample follows from this sample alone.
+
+Each operator runs by itself on random numbers, for a few samples; then the numbers of one sample after the
+other are replaced. An element of the result may change with one sample only, to which it then belongs. So an
+operator that mixes samples is found although its result may not matter to the loss of random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import Tensor, fx
+
+from gpipe_fast.torch_private import pytree
+
+# How many samples there are, and how often random numbers are drawn.
+_NUM_SAMPLES, _NUM_DRAWS = 3, 2
+# The maximum number of elements of an operand.
+_MAX_ELEMENTS = 2**22
+
+# For each index along the batch dimension of a value, the sample it belongs to; -1 for none.
+Owners = Tensor
+
+
+class Mixed(Exception):
+    """Raised where an operator mixes samples. The message says how."""
+
+
+class SampleCheck:
+    """Runs operators on random numbers.
+
+    Args:
+        batch: the symbol of the batch size.
+        sizes: the other symbols, with numbers to take for them.
+        device: the device to run on.
+    """
+
+    def __init__(self, batch: sympy.Symbol, sizes: Mapping[sympy.Symbol, int], device: torch.device) -> None:
+        self._numbers = {batch: _NUM_SAMPLES, **sizes}
+        self._batch, self._device = batch, device
+        self._owners: dict[fx.Node, list[Owners | None]] = {}
+
+    def add_input(self, node: fx.Node) -> None:
+        """Adds an input that has a batch dimension."""
+        self._owners[node] = [torch.arange(_NUM_SAMPLES)]
+
+    def add_selection(self, node: fx.Node) -> None:
+        """Adds a value with as many elements as data select, or one that is computed from such values."""
+        self._owners[node] = [None]
+
+    def add(self, node: fx.Node) -> None:
+        """Adds a value with a batch dimension, which an operator computes.
+
+        Raises:
+            Mixed: it mixes samples.
+        """
+        first: Any = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and isinstance(first.meta["value"], (tuple, list)):
+            index: Any = node.args[1]
+            self._owners[node] = [self._owners[first][index]]
+            return
+        results = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        dims = [self._dim_of(result) for result in results]
+        found: list[Tensor | None] = [None] * len(results)
+        for draw in range(_NUM_DRAWS):
+            before, *changed = self._run(node, draw)
+            for i, dim in enumerate(dims):
+                if dim is None:
+                    continue
+                rows = torch.stack([_differ(before[i], each[i], dim) for each in changed]).cpu()
+                if (rows.sum(0) > 1).any():
+                    raise Mixed("it mixes samples")
+                owners = torch.where(rows.any(0), rows.long().argmax(0), -1)
+                known = found[i]
+                if known is not None and ((known != owners) & (known >= 0) & (owners >= 0)).any():
+                    raise Mixed("it mixes samples")
+                found[i] = owners if known is None else torch.maximum(known, owners)
+        inherited = [each[0] for each in map(self._owners.get, node.all_input_nodes) if each is not None]
+        self._owners[node] = [
+            owners if owners is None else _completed(owners, [each for each in inherited if each is not None])
+            for owners in found
+        ]
+
+    def check_sum(self, node: fx.Node) -> None:
+        """Checks that what an operator computes of all samples adds up over them.
+
+        Raises:
+            Mixed: it does not.
+        """
+        before, *changed = self._run(node, 0, pairs=True)
+        one, other, both = (each[0].double() for each in changed)
+        whole = before[0].double()
+        scale = sum(each.abs().max() for each in (whole, one, other, both)) + 1e-30
+        if (whole - one - other + both).abs().max() > 1e-6 * scale:
+            raise Mixed("it multiplies samples with each other")
+
+    def _run(self, node: fx.Node, draw: int, pairs: bool = False) -> list[list[Tensor]]:
+        """Returns the results for random numbers, and with those of one sample replaced, for each sample.
+
+        With ``pairs``, with those of the first, of the second, and of both of them.
+        """
+        replaced = [(0,), (1,), (0, 1)] if pairs else [(sample,) for sample in range(_NUM_SAMPLES)]
+        failure: Exception | None = None
+        for kind in ("normal", "positive", "zeros"):
+            generator = torch.Generator(self._device).manual_seed(draw)
+            first, second = (
+                {n: self._random(n, kind, generator) for n in node.all_input_nodes} for _ in "ab"
+            )
+            try:
+                found = [_call(node, first)]
+                for samples in replaced:
+                    mixed = {n: self._mixed(n, first[n], second[n], samples) for n in first}
+                    found.append(_call(node, mixed))
+                return found
+            except Mixed:
+                raise
+            except Exception as error:  # numbers that do not fit, such as negative ones
+                failure = error
+        raise Mixed(f"it could not be checked on random numbers: {failure}")
+
+    def _random(self, node: fx.Node, kind: str, generator: torch.Generator) -> Any:
+        return pytree.tree_map(lambda leaf: self._drawn(leaf, kind, generator), node.meta["value"])
+
+    def _drawn(self, value: Any, kind: str, generator: torch.Generator) -> Any:
+        if not isinstance(value, Tensor):
+            return self._number(value)
+        shape = [self._number(size) for size in value.shape]
+        if torch.Size(shape).numel() > _MAX_ELEMENTS:
+            raise Mixed("its operands are too large to be checked on random numbers")
+        if not (value.is_floating_point() or value.is_complex()):
+            high = 1 if kind == "zeros" else 2
+            return torch.randint(high, shape, generator=generator, device=self._device).to(value.dtype)
+        dtype = torch.complex128 if value.is_complex() else torch.float64
+        if kind == "normal":
+            return torch.randn(shape, generator=generator, dtype=dtype, device=self._device)
+        return torch.rand(shape, generator=generator, dtype=dtype, device=self._device) * 0.9 + 0.05
+
+    def _mixed(self, node: fx.Node, first: Any, second: Any, samples: Sequence[int]) -> Any:
+        owners = self._owners.get(node)
+        if owners is None:
+            return first
+        found, leaves = [], pytree.tree_leaves(second)
+        values = pytree.tree_leaves(node.meta["value"])
+        for own, value, a, b in zip(owners, values, pytree.tree_leaves(first), leaves, strict=True):
+            dim = self._dim_of(value) if isinstance(a, Tensor) else None
+            if own is None or dim is None:
+                found.append(a)
+                continue
+            rows = torch.isin(own, torch.tensor(samples)).to(a.device)
+            found.append(torch.where(rows.view([-1] + [1] * (a.dim() - dim - 1)), b, a))
+        return pytree.tree_unflatten(found, pytree.tree_flatten(first)[1])
+
+    def _dim_of(self, value: Tensor) -> int | None:
+        """Returns the batch dimension of a value."""
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and self._batch in size.node.expr.free_symbols:
+                return dim
+        return None
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return int(value.node.expr.subs(self._numbers))
+        return float(value.node.expr.subs(self._numbers)) if isinstance(value, torch.SymFloat) else value
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = node.target
+    found = (
+        getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+    )
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _differ(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Returns which indices along a dimension have elements that differ."""
+    if a.shape != b.shape:
+        raise Mixed("the number of its elements depends on data")
+    same = (a == b) | ((a != a) & (b != b))
+    return ~same.movedim(dim, 0).flatten(1).all(1) if same.dim() > 1 else ~same
+
+
+def _completed(owners: Owners, inherited: Iterable[Owners]) -> Owners:
+    """Returns the owners; where no sample made a difference, those of an operand of the same size."""
+    for other in inherited:
+        if other.shape == owners.shape:
+            owners = torch.where(owners < 0, other, owners)
+    return owners
