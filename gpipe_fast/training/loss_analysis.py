@@ -218,7 +218,8 @@ class _Analysis:
             for tensor, shape in zip(tensors, shapes, strict=True)
         ]
         symbolic = SymbolicInputs(probes, [[True] * len(shape) for shape in shapes])
-        self._inputs = symbolic.inputs
+        with symbolic.mode:  # no leaves, as in a step
+            self._inputs = [x.clone() if x.requires_grad else x for x in symbolic.inputs]
         with results_given(reduced_like), logging_disabled():
             self._captured = captured = capture(loss, self._inputs, {})
         if captured.graph is None:

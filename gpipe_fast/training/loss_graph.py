@@ -124,7 +124,8 @@ def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
                 views[node] = views.setdefault(base, {base})
                 views[node].add(node)
             continue
-        if changed.op == "placeholder" or len(views.get(changed, ())) > 1 or changed.op == "get_attr":
+        is_own = changed.op not in ("placeholder", "get_attr") and len(views.get(changed, ())) <= 1
+        if not is_own or (node.op == "call_method" and not hasattr(Tensor, str(node.target)[:-1])):
             raise MixesSamples(
                 f"{_name(node)} at {_place(node)}: it changes a tensor in place that may share its memory "
                 "with another one; change a clone, or use an operator that returns its result"
@@ -672,7 +673,7 @@ class _Splitter:
         """Adds the part of a whole value, or of a size of the mini-batch, that a micro-batch has."""
         value = node.meta["value"]
         if isinstance(value, Tensor):
-            return self._weighted(node, self._copies[node])
+            return self._part(of, self._copies[node])
         number = self._number(expression(value), of_whole=True)
         return self._part(of, self._for(of, number) if isinstance(number, fx.Node) else number)
 

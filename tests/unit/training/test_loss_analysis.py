@@ -170,6 +170,18 @@ def test_code_that_decides_by_the_size_of_the_mini_batch_is_refused() -> None:
         pipe.step(torch.randn(12, 4), target=torch.randn(12, 3), loss_fn=loss)
 
 
+@pytest.mark.parametrize("name", ["requires_grad", "is_leaf"])
+def test_code_that_asks_for_the_graph_of_the_output(name: str) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(7, 4), torch.randn(7, 3)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (2 if getattr(output, name) else 1)
+
+    found = GPipe(layers, [1], chunks=3).step(x, target=y, loss_fn=loss)
+    torch.testing.assert_close(found, loss(layers(x), y).detach())
+
+
 @pytest.mark.parametrize("dim", [-2, -3])
 def test_a_negative_batch_dim_is_that_of_the_target_too(dim: int) -> None:
     torch.manual_seed(0)
