@@ -61,10 +61,8 @@ class RealLayouts(FakeTensorMode):
         is_exact = not _mixes_dtypes(tensors) and func is not aten._embedding_bag.default
         if is_exact and all(map(_is_strictly_contiguous, tensors)):
             return fake
-        if any(
-            isinstance(size, torch.SymInt) and not size.node.has_hint() for t in tensors for size in t.shape
-        ):
-            return fake  # as many elements as data select
+        if any(depends_on_data(size) for tensor in tensors for size in tensor.shape):
+            return fake
         # A kernel for gradients may read out of bounds where the forward's kernel would have raised. In eval
         # mode, a batch norm saves empty statistics.
         if any(0 in map(hint, t.shape) for t in tensors if not (t.dim() == 1 and _is_batch_norm(func))):
@@ -111,7 +109,7 @@ def _is_strictly_contiguous(tensor: Tensor) -> bool:
 
     ``is_contiguous`` is true for a channels_last tensor of 1 x 1 images, which the kernels treat differently.
     """
-    if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in tensor.shape):
+    if any(map(depends_on_data, tensor.shape)):
         return False
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -132,6 +130,11 @@ def _real_zeros(value: Any) -> Any:
     shape, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
     zeros = torch.zeros(span(shape, strides), dtype=value.dtype, device=value.device)
     return with_bits(zeros.as_strided(shape, strides), bits_of(value))
+
+
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Returns whether a size follows from elements of a tensor, as the number that a mask selects."""
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
 
 
 def hint(size: int | torch.SymInt) -> int:

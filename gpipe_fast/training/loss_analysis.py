@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import re
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ class UserLoss(nn.Module):
     """A loss as a function of the tensors of an output and a target.
 
     Attributes:
-        function: the user's function or module.
+        function: the user's function or module; of a method of a module, the function of the class.
+        owner: the module whose method it is; None for another function.
         target: the nesting of the target; None if there is none.
     """
 
@@ -61,6 +63,11 @@ class UserLoss(nn.Module):
             self.owner, function = function.__self__, function.__func__  # whose parameters are the loss's
         self.function, self.target = function, target
         self.output: Structure | None = None
+
+    @property
+    def given(self) -> Callable[..., Any]:
+        """What the user has given: the function, the module or the method."""
+        return self.function if self.owner is None else types.MethodType(self.function, self.owner)
 
     def forward(self, *tensors: Tensor) -> Any:
         """Returns the loss of the tensors of an output and a target."""
@@ -279,6 +286,8 @@ class _Analysis:
             if not self._allows(self._of_samples(self._inputs, max(2, batch_size))):
                 raise MixesSamples("its Python code decides by the number of samples")
             self._allowed.add(batch_size)
+        if len(self.split.are_sums) == 1:
+            return []
         sizes = {self._batch: batch_size}
         for own, tensor in zip(self._inputs[self._num_outputs :], targets, strict=True):
             sizes |= zip(map(expression, own.shape), tensor.shape, strict=True)

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
-from gpipe_fast.trace.fake import hint
+from gpipe_fast.trace.fake import depends_on_data, hint
 from gpipe_fast.training.sample_check import Mixed, SampleCheck
 
 # The maximum number of elements of all measures.
@@ -47,8 +47,8 @@ class SplitLoss:
 
     Attributes:
         share: returns it, given the inputs of the graph and a vector of measures.
-        measures: returns the measures but the number of samples, given the inputs of a mini-batch; those that
-            do not follow from targets may be None.
+        measures: returns the measures but the number of samples, given the inputs of a mini-batch. Of outputs
+            it reads shapes and dtypes alone.
         are_sums: for each measure, whether those of replicas add up.
     """
 
@@ -161,101 +161,53 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 # Kinds of values, as above; sizes are numbers that may follow from the batch size.
 _OF_SAMPLES, _SHARE, _WHOLE, _SIZE = "of samples", "share", "whole", "size"
 
-_ADD = {"add", "iadd", "sub", "isub", "subtract", "rsub", "radd"}
-_JOIN = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-_TIMES = {
-    "mul",
-    "mul_",
-    "imul",
-    "multiply",
-    "rmul",
-    "dot",
-    "mv",
-    "mm",
-    "matmul",
-    "inner",
-    "tensordot",
-    "einsum",
-}
-_OVER = {"div", "div_", "itruediv", "truediv", "divide", "true_divide"}
-_LINEAR = {
-    *("neg", "neg_", "negative", "pos", "positive", "sum", "mean", "trace", "cumsum", "diff"),
-    *(
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "type_as",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-    ),
-    *("view", "view_as", "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "flatten", "ravel"),
-    *("expand", "expand_as", "repeat", "t", "transpose", "permute", "movedim", "getitem", "select", "narrow"),
-    *("unbind", "split", "chunk", "index_select", "roll", "flip", "tile", "diagonal", "detach_"),
-}
-# Methods that change their tensor in place, whose results stand for it from then on.
-_IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
-# Operators of one element of each operand, beside those that PyTorch marks.
-_POINTWISE = {
-    "truediv",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "clone",
-    "contiguous",
-    "detach",
-    "type_as",
-}
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ADD = _names("add sub subtract rsub radd")
+_JOIN = _names("stack cat concat concatenate hstack vstack")
+_PRODUCTS = _names("dot mv mm matmul inner tensordot einsum")
+_TIMES = _names("mul multiply rmul") | _PRODUCTS
+_OVER = _names("div truediv divide true_divide")
+_CASTS = _names("float double half bfloat16 to type type_as contiguous clone detach alias")
+_MOVES = _names(
+    """view view_as reshape reshape_as squeeze unsqueeze flatten unflatten ravel expand expand_as broadcast_to
+    t transpose permute movedim swapaxes getitem select narrow unbind split chunk diagonal"""
+)
+# What is linear in its first operand.
+_LINEAR = (
+    _CASTS
+    | _MOVES
+    | _names("neg negative positive sum mean trace cumsum diff repeat tile index_select roll flip")
+)
 # What may return a view.
-_VIEWS = {
-    *("view", "view_as", "reshape", "reshape_as", "squeeze", "unsqueeze", "flatten", "unflatten", "ravel"),
-    *("expand", "expand_as", "broadcast_to", "t", "T", "mT", "transpose", "permute", "movedim", "swapaxes"),
-    *(
-        "getitem",
-        "select",
-        "narrow",
-        "unbind",
-        "split",
-        "chunk",
-        "tensor_split",
-        "diagonal",
-        "detach",
-        "alias",
-    ),
-    *("contiguous", "to", "type", "float", "double", "half", "bfloat16", "real", "imag", "unfold", "getattr"),
-}
+_VIEWS = (_CASTS - {"clone"}) | _MOVES | _names("T mT tensor_split real imag unfold getattr")
+# Operators of one element of each operand, beside those that PyTorch marks.
+_POINTWISE = _CASTS | {"truediv"}
+# What takes the sizes of its result.
+_SHAPED = _MOVES | _names(
+    "repeat pad one_hot zeros ones full empty arange eye new_zeros new_ones new_full new_empty"
+)
+# What makes tensors like another one, whose elements it does not read.
+_MAKES = _names("new_ones new_zeros new_full new_tensor zeros_like ones_like full_like")
+_SUMS = {"sum", "bmm"} | _PRODUCTS
+_SUMS_OF_TARGETS = _names("sum count_nonzero bincount histc")
+# Operators of Python that change a tensor in place, with those that return their result.
+_IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
 # What sizes are computed by, as SymPy and PyTorch name it.
 _ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
 _ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
 _ARITHMETIC |= {"IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv}
-_SUMS = {"sum", *_TIMES - {"mul", "mul_", "imul", "multiply", "rmul"}, "bmm"}
-_SUMS_OF_TARGETS = {"sum", "count_nonzero", "bincount", "histc"}
-# What takes the sizes of its result.
-_SHAPED = {
-    *("view", "view_as", "reshape", "expand", "expand_as", "repeat", "flatten", "unflatten", "broadcast_to"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full", "empty", "arange", "eye"),
-    *(
-        "narrow",
-        "split",
-        "chunk",
-        "getitem",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "one_hot",
-        "pad",
-    ),
-}
-# What makes tensors like another one, whose elements it does not read.
-_MAKES = {"new_ones", "new_zeros", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
+# Losses of PyTorch whose mean is that over elements, and those whose mean is over the sum of their weights.
+_OF_ELEMENTS = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
+    *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
+)
 _WEIGHTED = (F.mse_loss, F.l1_loss)
+# Losses that read elements, so that they cannot run on fake tensors.
+_READING = (F.ctc_loss, F.gaussian_nll_loss)
 
 
 @dataclass(frozen=True)
@@ -288,6 +240,7 @@ class _Splitter:
         self._of_whole: set[fx.Node] = set()  # nodes that follow from measures, or from the number of samples
         self._measured: list[_Measure] = []
         self._num_measures = 1
+        self._times: fx.Node | None = None  # how many times more samples a mini-batch has
 
     def compute_values(self) -> None:
         """Computes the fake value of each node."""
@@ -345,6 +298,7 @@ class _Splitter:
             )
         copy = self._copies[loss] if self._kinds[loss] == _SHARE else self._shared(loss, loss)
         self._new.output(copy)
+        self._new.eliminate_dead_code()
         return SplitLoss(
             fx.GraphModule(self._module, self._new),
             self._graph_of_measures(),
@@ -377,7 +331,7 @@ class _Splitter:
     def _add(self, node: fx.Node) -> None:
         arguments, value = node.all_input_nodes, node.meta["value"]
         kinds = {self._kinds[each] for each in arguments}
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(value)
         makes = _name(node) in _MAKES
         if tensors and not makes and not self._reads.isdisjoint(arguments):
             self._reads.add(node)
@@ -476,14 +430,14 @@ class _Splitter:
                 )
             size = next(iter(bound.arguments.values())).meta["value"].numel()
             return self._over(node, self._total(node, bound), self._number(expression(size), of_whole=True))
-        return self._weighted(node, self._copy(node))
+        return self._part(node, self._copy(node))
 
     def _mean(self, node: fx.Node) -> fx.Node:
         """Adds a mean over samples, or over elements of them that are selected by targets."""
         reduced = node.all_input_nodes[0]
         selections = self._selections_of([reduced])
         if not selections:
-            return self._weighted(node, self._copy(node))
+            return self._part(node, self._copy(node))
         rest = reduced.meta["value"].shape[1:]
         if len(node.args) > 1 or node.kwargs or len(selections) > 1 or self._selections_in(rest):
             self._refuse(node, "it is a mean over selected elements along some dimensions")
@@ -578,7 +532,7 @@ class _Splitter:
         own = [each for each in node.all_input_nodes if self._kinds[each] == _SHARE]
         if name in _ADD or (name in _JOIN and node.op == "call_function"):
             return self._sum(node)
-        values = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        values = _tensors_in(node.meta["value"])
         if not all(value.is_floating_point() or value.is_complex() for value in values):
             self._refuse(node, "it rounds what is added up over samples")
         leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in own]
@@ -615,8 +569,7 @@ class _Splitter:
         """Adds a copy of a node; with sizes of the whole mini-batch, if `of_whole`."""
 
         def argument(each: fx.Node) -> Any:
-            is_of_whole = of_whole and self._varies(each)
-            return self._size_of_whole(each, node) if is_of_whole else self._copies[each]
+            return self._whole_size(each, node) if of_whole and self._varies(each) else self._copies[each]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
         return self._new.create_node(node.op, node.target, args, kwargs)
@@ -647,35 +600,32 @@ class _Splitter:
             first = self._new.call_function(_ARITHMETIC[name], (first, other))
         return first
 
-    def _size_of_whole(self, size: fx.Node, node: fx.Node) -> fx.Node:
-        found: fx.Node = self._number(expression(size.meta["value"]), of_whole=True)
-        return self._for(node, found)
-
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self._new.call_method("to", (node, dtype))
 
     def _part(self, node: fx.Node, value: Any) -> fx.Node:
         """Adds a value times the part of the samples that a micro-batch has, in the precision of a node."""
-        both = self._number(self._batch, of_whole=True), self._sizes[self._batch]
-        times = self._for(node, self._new.call_function(operator.truediv, both))
-        return self._new.call_function(operator.truediv, (value, times))
+        if self._times is None:
+            both = self._number(self._batch, of_whole=True), self._sizes[self._batch]
+            self._times = self._new.call_function(operator.truediv, both)
+        return self._new.call_function(operator.truediv, (value, self._for(node, self._times)))
 
     def _for(self, node: fx.Node, number: fx.Node) -> fx.Node:
         """Adds a number without dimensions in the dtype of a node's value, or float32 for a narrower one."""
-        tensors = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(node.meta["value"])
         return self._cast(number, _precise(tensors[0].dtype))
-
-    def _weighted(self, node: fx.Node, copy: fx.Node) -> fx.Node:
-        """Adds the share that a mean over samples has."""
-        return self._part(node, copy)
 
     def _shared(self, node: fx.Node, of: fx.Node) -> fx.Node:
         """Adds the part of a whole value, or of a size of the mini-batch, that a micro-batch has."""
         value = node.meta["value"]
         if isinstance(value, Tensor):
             return self._part(of, self._copies[node])
-        number = self._number(expression(value), of_whole=True)
-        return self._part(of, self._for(of, number) if isinstance(number, fx.Node) else number)
+        return self._part(of, self._whole_size(node, of))
+
+    def _whole_size(self, size: fx.Node, node: fx.Node) -> Any:
+        """Adds a size of the mini-batch, in the precision of a node."""
+        number = self._number(expression(size.meta["value"]), of_whole=True)
+        return self._for(node, number) if isinstance(number, fx.Node) else number
 
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
         raise MixesSamples(f"{_name(node)} at {_place(node)}: {why}")
@@ -693,12 +643,6 @@ def counted_targets(target: Tensor, weight: Tensor | None, ignored: int) -> Tens
         return counts.sum()
     classes = target.where(counts, 0).long()
     return torch.where(counts, weight.to(target.device)[classes], 0).sum()
-
-
-_OF_ELEMENTS = (
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
-    *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
-)
 
 
 def _bound_loss(
@@ -741,7 +685,7 @@ def reduced_like(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     name = str(getattr(target, "__name__", target))
     first = args[0] if args else None
-    if not isinstance(first, Tensor) or not (target in _READING or any(map(_is_unbacked, first.shape))):
+    if not isinstance(first, Tensor) or not (target in _READING or any(map(depends_on_data, first.shape))):
         return None
     if name in ("sum", "mean") and len(args) == 1 and not kwargs:
         return first.new_empty(())
@@ -754,11 +698,8 @@ def reduced_like(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return first.new_empty(shape) if target in _READING else None
 
 
-_READING = (F.ctc_loss, F.gaussian_nll_loss)
-
-
-def _is_unbacked(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and not size.node.has_hint()
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_pointwise(node: fx.Node) -> bool:

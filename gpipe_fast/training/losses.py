@@ -230,7 +230,7 @@ class LossLayer(Skippable):
     @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
-        function: Callable[..., Any] = self.module.user.function
+        function: Callable[..., Any] = self.module.user.given
         return function
 
     def computes(self, function: Callable[..., Any], key: Hashable) -> bool:
@@ -291,7 +291,7 @@ class LossLayer(Skippable):
         try:
             self.shares.prepare(args[0], [tensor for tensor in popped[:-1] if tensor is not None])
         except (MixesSamples, Refused) as error:
-            raise ValueError(_refusal(self.shares.loss.function, error)) from None
+            raise ValueError(_refusal(self.function, error)) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in Python."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils._sympy.functions import Mod
 
 from gpipe_fast import GPipe
-from gpipe_fast.trace.dynamo import Captured, capture, scope_of
+from gpipe_fast.trace.dynamo import Captured, Refused, _assume, capture, scope_of
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 FACTOR = 2.0
@@ -70,3 +72,12 @@ def test_gradients_that_are_views_are_no_obstacle_and_stay(view: str) -> None:
     with torch.no_grad():
         assert torch.equal(pipe(X), layer(X))
     assert all(p.grad is g for p, g in zip(layer.parameters(), gradients, strict=True))
+
+
+def test_a_condition_with_a_remainder_of_a_product() -> None:
+    """SymPy writes Mod(a, b * c) as ``a % b*c``."""
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    condition = sympy.Ne(Mod(a, a * (b - 1)), 0)
+    _assume([condition], {a: 9, b: 5})
+    with pytest.raises(Refused, match="a condition on sizes does not hold"):
+        _assume([condition], {a: 9, b: 2})

@@ -57,6 +57,18 @@ def test_a_step_analyses_a_loss_once(counted: Counted) -> None:
     assert counted.number == 1
 
 
+class Squares(nn.Module):
+    def loss(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t)
+
+
+def test_a_method_is_analysed_once(counted: Counted) -> None:
+    pipe, owner = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3), Squares()
+    for _ in range(3):
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 3), loss_fn=owner.loss)
+    assert counted.number == 1
+
+
 def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
     loss = UserLoss(lambda y, t: F.mse_loss(y.view(-1, 2, 3).sum(1), t), flatten(torch.ones(1))[1])
     shares = Shares(loss, [0], 0, CPU)
