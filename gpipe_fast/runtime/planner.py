@@ -279,7 +279,7 @@ class Planner:
         if checkpoint != checkpoint_before:
             changed.append("checkpoint")
         what = ", ".join(changed) or "at most layouts of gradients"
-        log.debug("a new plan; from the latest one's call differ: %s", what)
+        log.debug("a new plan; its call differs from that of the latest one in %s", what)
 
     def _exchange_layers_in_python(self, base: Planner) -> None:
         """Lets this planner and its base run the same layers in Python, apart from the last one here."""

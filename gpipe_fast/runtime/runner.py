@@ -86,7 +86,7 @@ class StepInputs:
             backward; None for nothing.
         offer: tells other processes the losses, the first of the outputs that it gets; None if there are
             none, or the losses are there.
-        measure: computes what the loss needs of the whole mini-batch into one of the tensors; or None.
+        measure: writes the measures of the mini-batch into one of the tensors; None if the loss has none.
     """
 
     tensors: tuple[Tensor, ...]
@@ -500,7 +500,7 @@ class Runner:
         return self._observed(inputs, plan)
 
     def _observed(self, inputs: Inputs, function: Callable[[str | None], _Result]) -> _Result:
-        """Calls a function of the name of a global hook with modes and hooks disabled."""
+        """Calls a function, without the modes and hooks around it, with the name of a global hook or None."""
         if not has_observers(inputs.tensors, self.modules):
             return function(None)
         return without_observers(function, global_hook())

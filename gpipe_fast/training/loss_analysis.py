@@ -1,7 +1,7 @@
 """Finds how the loss of a mini-batch is the sum of shares of its micro-batches, for any function of a user.
 
 The function is captured by Dynamo, like a layer, with symbols for all sizes; `split_loss` splits its graph.
-The result is compared with the graph, on random numbers and for several batch sizes.
+On random numbers, the shares of parts of a mini-batch are compared with what the whole graph computes.
 """
 
 from __future__ import annotations
@@ -366,9 +366,8 @@ class _Analysis:
                         "it gives for the whole"
                     )
         if not is_checked:
-            raise MixesSamples(
-                f"it could not be checked on random numbers, on which it gives no finite number: {failure}"
-            )
+            reason = f": {failure}" if failure else ""
+            raise MixesSamples(f"on random numbers it gives no finite number{reason}")
 
     def _tolerance(self) -> float:
         """Returns the error that sums in the dtypes of the outputs and targets may have."""
@@ -497,7 +496,7 @@ def _other_sizes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[
 
 
 def _kept_sizes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[int]]:
-    """Returns which sizes to keep as they are, in one analysis after the other: none, one, all."""
+    """Returns the sizes that each analysis to be tried keeps: none, then each of them alone, then all."""
     sizes = _other_sizes(tensors, dims)
     return [[], *([size] for size in sizes if len(sizes) > 1), sizes]
 

@@ -8,11 +8,11 @@ The graph has a symbol for the batch size, so each value is one of these::
     share        has none, follows from outputs: the losses          adds up over the micro-batches
     whole        has none, follows from no output: scale, 0.1        the same in every micro-batch
 
-What reduces targets alone, such as the number of those that count, is computed for the whole mini-batch
-before, and given to every micro-batch as a *measure*; the number of samples is the first one. A sum over
-samples is a share; a mean is one if it is divided by N / n; and so is a whole value, where it is added to
-a share. Whatever else is computed from shares has to be linear in them. What combines samples otherwise is
-refused.
+A number that follows from targets alone, such as how many of them count, is a *measure*: it is computed for
+the whole mini-batch before the step, and given to every micro-batch. The first measure is N. A sum over
+samples is a share; a mean over samples becomes a share by a division by N / n, and so does a whole value that
+is added to a share. Everything else that is computed from shares must be linear in them. A loss that combines
+samples in another way is refused.
 """
 
 from __future__ import annotations
@@ -518,8 +518,7 @@ class _Splitter:
         if not isinstance(number, int) or first + number > MAX_MEASURES:
             self._refuse(
                 node,
-                f"it computes several numbers of all targets, and at most {MAX_MEASURES - 1} are possible, "
-                "as many for all sizes",
+                f"it computes more than {MAX_MEASURES - 1} numbers of all targets, or as many as a size says",
             )
         self._num_measures += number
         self._measured.append(_Measure(function, arguments, number, is_sum))

@@ -115,7 +115,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "pairs": (lambda y, t: (y @ t.T).sum(), "matmul .*: it compares samples with each other"),
     "divided by outputs": (lambda y, t: t.sum() / y.sum(), "truediv .*: it is not linear"),
     "order": (lambda y, t: (y - y.flip(0)).abs().mean(), "on random numbers, what it gives for parts"),
-    "too many": (lambda y, t: (y / t.mean(0)).sum(), "mean .*: it computes several numbers of all targets"),
+    "too many": (
+        lambda y, t: (y / t.mean(0)).sum(),
+        "mean .*: it computes more than 63 numbers of all targets",
+    ),
     "one sample": (lambda y, t: (y[0] * t[0]).sum(), "getitem .*: it combines samples otherwise"),
     "many samples": (
         lambda y, t: y.sum() if len(y) > 500 else y.mean(),
@@ -212,7 +215,9 @@ def test_the_number_of_measures_is_limited() -> None:
     def loss(y: Tensor, t: Tensor) -> Tensor:
         return sum((y.sum() / t.amax() for _ in range(MAX_MEASURES)), y.sum())  # type: ignore[return-value]
 
-    with pytest.raises(MixesSamples, match="several numbers of all targets, and at most 63 are possible"):
+    with pytest.raises(
+        MixesSamples, match="it computes more than 63 numbers of all targets, or as many as a size says"
+    ):
         shares_of(loss, TARGET)
 
 
