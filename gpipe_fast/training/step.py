@@ -172,7 +172,7 @@ def with_loss(
         loss = loss._replace(combines="sum")  # of one micro-batch, which is the mini-batch
     given, dims = given_of(targets, inputs.batch_size, device)
     structure = None if targets is None else targets.structure
-    kinds = tuple((tensor.dtype, tensor.dim()) for tensor in given)
+    kinds = tuple((tensor.dtype, tensor.dim(), d) for tensor, d in zip(given, dims, strict=True))
     own_key = key_of(loss.function)
     key = own_key, loss.combines, structure, kinds, objective.keeps_output, dim
     known = runner.with_losses.pop(key, None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, replicate
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.training import loss_analysis
@@ -55,6 +55,25 @@ def test_a_step_analyses_a_loss_once(counted: Counted) -> None:
         loss = nn.CrossEntropyLoss()  # made anew
         pipe.step(torch.randn(size, 4), target=torch.ones(size, dtype=torch.long), loss_fn=loss)
     assert counted.number == 1
+
+
+def test_a_target_that_is_no_longer_split_is_another_one() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3))
+    pipe, x, weights = GPipe(layers, [1], chunks=3), torch.randn(3, 4), torch.randn(3, 3)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return (y * t).square().sum() / t.square().sum()
+
+    def of_columns(y: Tensor, t: Tensor) -> Tensor:
+        return (y @ t).square().sum() / t.square().sum()
+
+    for target, function in ((weights, loss), (replicate(weights), of_columns), (weights, loss)):
+        found = pipe.step(x, target=target, loss_fn=function)
+        torch.testing.assert_close(found, function(layers(x), weights).detach())
+    for target in (weights, replicate(weights)):
+        found = pipe.step(x, target=target, loss_fn=lambda y, t: y.square().sum() / t.square().sum())
+        torch.testing.assert_close(found, layers(x).square().sum().detach() / weights.square().sum())
 
 
 class Squares(nn.Module):
