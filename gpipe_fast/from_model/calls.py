@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from gpipe_fast.arguments import check_module
 from gpipe_fast.devices import Device
-from gpipe_fast.from_model.batch import Differs, batch_dims, probes_for, unify
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
+from gpipe_fast.from_model.capture import CapturedCall, Given, Modules, capture_call, surroundings
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
+from gpipe_fast.from_model.graph_reader import open_dataclass, place
 from gpipe_fast.from_model.loss_rules import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
-from gpipe_fast.from_model.record import Recorder, open_dataclass, place, record_call, surroundings
-from gpipe_fast.from_model.watch import attributes_of
+from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims, hold
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.module_warnings import changing_number_text
@@ -32,14 +32,16 @@ from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import TRACING_LOCK
-from gpipe_fast.strides import bits_of, with_bits
+from gpipe_fast.strides import bits_of
+from gpipe_fast.trace.layer_states import LayerState
 from gpipe_fast.training.step import Losses
 from gpipe_fast.user_warning import warn_user
 
 _log = logging.getLogger("gpipe_fast")
 
-# The maximum numbers of kinds of calls, and of programs, that are kept.
+# The maximum numbers of kinds of calls, of paths of a kind, and of programs, that are kept.
 _MAX_KINDS = 256
+_MAX_PATHS = 16
 _MAX_PROGRAMS = 32
 _NUM_ITEMS = "num_items_in_batch"
 _GUIDE = "docs/guide/not_sequential.md"
@@ -52,20 +54,64 @@ Parts = list[list[Tensor]]
 Group = tuple[tuple[int, int], ...]
 
 
+class Path:
+    """What forward does in a state of the model, and for what it decides by sizes and elements.
+
+    Attributes:
+        flow: the calls that it makes.
+        program: the program that makes them.
+        state: the state of the model.
+        sizes: sizes of micro-batches for which it is known to do so.
+    """
+
+    def __init__(self, flow: Dataflow, program: Program, state: LayerState) -> None:
+        self.flow, self.program, self.state = flow, program, state
+        self.sizes: set[tuple[int, ...]] = set()
+
+    def is_for(self, sizes: tuple[int, ...]) -> bool:
+        """Returns whether forward does this for micro-batches of some sizes, as far as sizes decide."""
+        if sizes not in self.sizes and min(sizes) > 1 and hold(self.flow.conditions, sizes):
+            self.sizes.add(sizes)
+        return sizes in self.sizes
+
+
 class CallKind:
-    """A kind of call: everything but the elements of tensors is the same.
+    """A kind of call: everything but sizes that are symbols, and the elements of tensors, is the same.
 
     Attributes:
         split: the inputs that are split into micro-batches.
         lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
             group have the same size.
         counts_items: whether the number of targets is an input, the last one.
-        paths: records by what forward decided, and their programs.
+        shapes: the shapes of the inputs of the first call.
+        paths: what forward does.
     """
 
-    def __init__(self, split: frozenset[int], lengths: Sequence[Group], counts_items: bool) -> None:
+    def __init__(
+        self,
+        split: frozenset[int],
+        lengths: Sequence[Group],
+        counts_items: bool,
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
         self.split, self.lengths, self.counts_items = split, tuple(lengths), counts_items
-        self.paths: list[tuple[Dataflow, Program]] = []
+        self.shapes = shapes
+        self.paths: list[Path] = []
+
+    def symbols(self) -> dict[tuple[int, int], int]:
+        """Returns the index of the size that a dimension follows, by the input and the dimension."""
+        lengths = {dim: i for i, group in enumerate(self.lengths, 1) for dim in group}
+        return {(index, 0): 0 for index in self.split} | lengths
+
+    def includes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Returns whether a call with inputs of these shapes is of this kind."""
+        symbols, sizes = self.symbols(), dict[int, int]()
+        for index, (own, other) in enumerate(zip(self.shapes, shapes, strict=True)):
+            for dim, size in enumerate(other):
+                symbol = symbols.get((index, dim))
+                if size != (own[dim] if symbol is None else sizes.setdefault(symbol, size)):
+                    return False
+        return True
 
 
 class Calls:
@@ -120,7 +166,8 @@ class Calls:
     def _forget(self) -> None:
         self._kinds: OrderedDict[Any, CallKind] = OrderedDict()
         self._programs: list[Program] = []
-        self._lengths: dict[Any, tuple[list[torch.Size], list[Group]]] = {}
+        # By everything but the sizes of a call: its shapes, the dimensions that vary, and its kinds.
+        self._lengths: dict[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = {}
 
     def set_blocks(
         self, model: nn.Module, blocks: list[nn.Module], opened: set[nn.Module] | None = None
@@ -289,10 +336,11 @@ class Calls:
                         held.enter_context(lock)
                 held.enter_context(TRACING_LOCK)
                 return call.find()
-        except CannotCut as refused:
+        except (CannotCut, Differs) as refused:
+            otherwise = "for another batch size, forward " if isinstance(refused, Differs) else ""
             raise RuntimeError(
-                f"{call.title} cannot be cut into layers: {refused}; name others with blocks=..., or write "
-                f"the layers yourself ({_GUIDE})"
+                f"{call.title} cannot be cut into layers: {otherwise}{refused}; name others with blocks=..., "
+                f"or write the layers yourself ({_GUIDE})"
             ) from None
         except (TypeError, AttributeError) as error:
             advice = call.advice_on_nested_arguments()
@@ -329,7 +377,6 @@ class _CallOf:
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self._device = torch.device("cpu") if found.type == "meta" else found
-        self._output: Any = None
 
     def find(self) -> tuple[CallKind, Program, Parts]:
         """Returns the kind of the call, its program, and the inputs of each micro-batch."""
@@ -358,18 +405,31 @@ class _CallOf:
         return ""
 
     def _key(self, shapes: bool = True) -> Any:
-        """Returns everything that the kind of a call depends on; without shapes, if they may differ."""
+        """Returns what the kind of a call depends on; without sizes, if they may differ."""
         tensors = tuple(
-            (*((tuple(x.shape), x.stride()) if shapes else (x.dim(),)), x.dtype, x.requires_grad, bits_of(x))
+            (
+                *((tuple(x.shape), x.stride()) if shapes else _order(x)),
+                x.dtype,
+                x.requires_grad,
+                bits_of(x),
+            )
             for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        opened = [self._model, *self._calls._opened]
-        attributes = (
-            attributes_of(opened),
-            tuple((p.dtype, p.requires_grad) for p in self._model.parameters()),
+        modules = list(self._names)
+        model = (
+            # By identity, because programs keep them alive; the plain model is another object in each call.
+            tuple((id(module), module.training) for module in modules if module is not self._model),
+            self._model.training,
+            tuple(
+                (x.dtype, x.requires_grad, tuple(x.shape))
+                for module in modules
+                for table in (module._parameters, module._buffers)
+                for x in table.values()
+                if x is not None
+            ),
         )
-        more = self._device, self._whole, modes, attributes, self._calls.settings.chunks if shapes else None
+        more = self._device, self._whole, modes, model, self._calls.settings.chunks if shapes else None
         return self._inputs.structure, tensors, more
 
     # What kind of call it is.
@@ -389,25 +449,31 @@ class _CallOf:
             else:
                 found = find_blocks(self._model, self._record_whole, calls._needed)
                 calls.set_blocks(self._model, *found)
-        lengths = self._length_groups()
+        lengths, known = self._length_groups()
+        shapes = [x.shape for x in tensors]
+        for kind in known:
+            if kind.includes(shapes):
+                return kind
         first_error: Exception | None = None
         for split in splits:
             for groups in (lengths, []) if lengths else ([],):
                 try:
-                    return self._kind_of(split, groups)
+                    known.append(self._kind_of(split, groups))
+                    return known[-1]
                 except CannotCut:
                     raise
                 except Exception as error:  # the model's own, for inputs of shapes that do not fit together
                     first_error = first_error or error
-        if isinstance(first_error, Differs):
-            raise CannotCut(f"for another batch size, forward {first_error}") from None
         assert first_error is not None
         raise first_error
 
-    def _length_groups(self) -> list[Group]:
-        """Returns the dimensions whose sizes differ from those of other calls that are like this one."""
+    def _length_groups(self) -> tuple[list[Group], list[CallKind]]:
+        """Returns the dimensions whose sizes differ from those of calls that are else like this one.
+
+        And the kinds of those calls.
+        """
         key, shapes = self._key(shapes=False), [x.shape for x in self._inputs.tensors]
-        before, known = self._calls._lengths.get(key, (shapes, []))
+        before, known, kinds = self._calls._lengths.get(key, (shapes, [], []))
         group_of = {dim: index for index, group in enumerate(known) for dim in group}
         groups: dict[Any, list[tuple[int, int]]] = {}
         for index, (old, new) in enumerate(zip(before, shapes, strict=True)):
@@ -416,8 +482,8 @@ class _CallOf:
                 if group is not None or old[dim] != new[dim]:
                     groups.setdefault((group, old[dim], new[dim]), []).append((index, dim))
         found = [tuple(group) for group in groups.values()]
-        self._calls._lengths[key] = shapes, found
-        return found
+        self._calls._lengths[key] = shapes, found, kinds
+        return found, kinds
 
     def _possible_splits(self) -> Iterator[frozenset[int]]:
         """Returns which inputs may be split: those whose first dimension is the batch, if not by chance."""
@@ -434,15 +500,13 @@ class _CallOf:
                     yield frozenset(split) - {index}
 
     def _kind_of(self, split: frozenset[int], lengths: Sequence[Group]) -> CallKind:
-        kind = CallKind(split, lengths, False)
+        kind = CallKind(split, lengths, False, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
-        flow = self._flow(kind, parts[0], parts)
-        output = self._output
-        counting = self._kind_with_items(kind, flow, parts)
+        captured = self._capture(kind, parts[0], parts)
+        counting = self._kind_with_items(kind, captured.flow, parts)
         if counting is not None:
             return counting
-        self._output = output
-        self._add_path(kind, flow)
+        self._add_path(kind, captured, parts)
         return kind
 
     def _kind_with_items(self, kind: CallKind, flow: Dataflow, parts: Parts) -> CallKind | None:
@@ -451,16 +515,17 @@ class _CallOf:
             return None
         if not any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
             return None
-        found, items = CallKind(kind.split, kind.lengths, True), len(self._inputs.tensors)
+        found, items = CallKind(kind.split, kind.lengths, True, kind.shapes), len(self._inputs.tensors)
         try:
             parts = [[*part, torch.tensor(1, device="cpu")] for part in parts]
-            counted = self._flow(found, parts[0], parts)
+            captured = self._capture(found, parts[0], parts)
         except Exception:  # forward does not take it
             self._calls._takes_items = False
             return None
-        if not any(uses(counted, ref, [items]) for ref in self._scalars(counted)):
+        flow = captured.flow
+        if not any(uses(flow, ref, [items]) for ref in self._scalars(flow)):
             return None
-        self._add_path(found, counted)
+        self._add_path(found, captured, parts)
         return found
 
     def _takes_argument(self, name: str) -> bool:
@@ -508,7 +573,7 @@ class _CallOf:
 
     def _count_items(self, kind: CallKind, parts: Parts) -> int:
         """Returns how many targets of the whole mini-batch count, by the rule of the model's loss."""
-        flow = kind.paths[0][0]
+        flow = kind.paths[0].flow
         mean = next(mean for ref in self._scalars(flow) for mean in cross_entropies(flow, ref))
         with torch.no_grad():
             return sum(
@@ -531,37 +596,60 @@ class _CallOf:
 
     def _program(self, kind: CallKind, parts: Parts) -> Program:
         """Returns the program for what forward decides for these micro-batches."""
-        if len(kind.paths) == 1 and not kind.paths[0][0].decisions:
-            return kind.paths[0][1]
-        found = [self._path(kind, part, parts) for part in parts]
-        if all(program is found[0] for program in found):
-            return found[0]
+        held: dict[LayerState, bool] = {}
+        found = [self._path(kind, part, parts, held) for part in parts]
+        if all(path.program is found[0].program for path in found):
+            return found[0].program
+        whole = self._path(kind, self.inputs_and_items(parts), parts, held)
+        if not all(
+            whole.is_for(sizes) or self._is_equal(kind, whole.flow, part)
+            for sizes, part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items()
+        ):
+            raise Differs("does something else")
         warn_user(
             "forward does something else for some micro-batches than for others, as transformers does for a "
             "mask that masks nothing; now all do what the whole mini-batch does, and last bits may differ "
             "from the plain loop's"
         )
-        return self._path(kind, self.inputs_and_items(parts), parts)
+        return whole.program
 
-    def _path(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Program:
-        for flow, program in kind.paths:
-            if self._holds(flow, tensors, self.sizes(kind, [tensors])[0]):
-                return program
-        return self._add_path(kind, self._flow(kind, tensors, parts))
+    def _path(
+        self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts, held: dict[LayerState, bool]
+    ) -> Path:
+        """Returns what forward does for the tensors of a micro-batch.
 
-    def _holds(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
+        Args:
+            kind: the kind of call.
+            tensors: the tensors.
+            parts: the tensors of all micro-batches.
+            held: whether the model is in a state, as far as that is known.
+        """
+        sizes = self.sizes(kind, [tensors])[0]
+        for path in reversed(kind.paths):
+            if path.state not in held:
+                held[path.state] = path.state.holds(self._model)
+            if held[path.state] and path.is_for(sizes) and self._decides(path.flow, tensors, sizes):
+                return path
+        path = self._add_path(kind, self._capture(kind, tensors, parts), parts)
+        held[path.state] = True
+        return path
+
+    def _decides(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
+        """Returns whether forward decides by the elements of tensors as it did in a capture."""
+        if not flow.decisions:
+            return True
         read = _read_with_data if not self._calls.processes.is_mesh else refuse_reading
         evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
         with torch.no_grad():
             return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
-    def _add_path(self, kind: CallKind, flow: Dataflow) -> Program:
-        calls = self._calls
-        opened = open_dataclass(self._output)
-        output_class = None if opened is self._output else type(self._output)
+    def _add_path(self, kind: CallKind, captured: CapturedCall, parts: Parts) -> Path:
+        calls, flow = self._calls, captured.flow
+        opened = open_dataclass(captured.returned)
+        output_class = None if opened is captured.returned else type(captured.returned)
         known = (p for p in calls._programs if p.split == kind.split and p.output_class is output_class)
-        unconditional = dataclasses.replace(flow, decisions=()).pruned()
-        program = next((p for p in known if _same(p.flow, unconditional)), None)
+        unconditional = dataclasses.replace(flow, decisions=(), conditions=()).pruned()
+        program = next((p for p in known if p.flow == unconditional), None)
         if program is None:
             program = Program(
                 unconditional,
@@ -576,50 +664,55 @@ class _CallOf:
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
-        kind.paths.append((flow, program))
-        return program
+        path = Path(flow, program, captured.state)
+        path.sizes |= {each for each in self.sizes(kind, parts) if min(each) < 2}  # compared by `_capture`
+        kind.paths.append(path)
+        del kind.paths[:-_MAX_PATHS]
+        return path
 
-    # Records.
+    # CapturedCall.
 
-    def _flow(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Dataflow:
-        """Records a call with these tensors, and with other sizes; returns what all records share."""
-        opened, blocks = self._calls._opened, self._calls.blocks
-        flow, self._output = self._record(tensors, self._decide_by(tensors), opened, blocks)
-        check_calls(flow, blocks, self._names)
-        answers = [each.answer for each in flow.decisions]
-        own, needed = self.sizes(kind, [tensors])[0], self.sizes(kind, parts)
-        taken = {size for x in (*tensors, *self._model.parameters()) for size in x.shape}
-        probes = probes_for(own, taken | {size for each in needed for size in each})
-        flows = [flow.pruned()]
-        sizes = [own, *probes, *dict.fromkeys(each for each in needed if each != own)]
-        for other in sizes[1:]:
-            resized = [self._resized(kind, index, x, other) for index, x in enumerate(tensors)]
-            again, _ = self._record(resized, _repeat(answers), opened, blocks)
-            flows.append(again.pruned())
-        return unify(flows, sizes)
+    def _capture(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> CapturedCall:
+        """CapturedCall a call with these tensors.
 
-    @staticmethod
-    def _resized(kind: CallKind, index: int, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        shape = list(tensor.shape)
-        if index in kind.split:
-            shape[0] = sizes[0]
-        for group, size in zip(kind.lengths, sizes[1:], strict=True):
-            for dim in (dim for i, dim in group if i == index):
-                shape[dim] = size
-        return tensor if shape == list(tensor.shape) else _like(tensor, shape)
+        Raises:
+            CannotCut: it cannot be captured.
+            Differs: forward does something else for some of the micro-batches because of their sizes.
+        """
+        found = self._captured(kind, tensors, symbolic=True)
+        check_calls(found.flow, self._calls.blocks, self._names)
+        flow = found.flow.pruned()
+        for sizes, part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items():
+            if min(sizes) < 2 and not self._is_equal(kind, flow, part):
+                raise Differs(f"does something else for a size of {min(sizes)}")
+        return found._replace(flow=flow)
+
+    def _is_equal(self, kind: CallKind, flow: Dataflow, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether forward makes the calls of a capture for sizes of 0 or 1, too.
+
+        PyTorch assumes that symbols are at least 2.
+        """
+        sizes = self.sizes(kind, [tensors])[0]
+        single = self._captured(kind, tensors, symbolic=False).flow.pruned()
+        return _without_storages(single) == _without_storages(flow.at(lambda leaf: at_sizes(leaf, sizes)))
+
+    def _captured(self, kind: CallKind, tensors: Sequence[Tensor], symbolic: bool) -> CapturedCall:
+        sizes = self.sizes(kind, [tensors])[0]
+        modules = Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
+        given = Given(tensors, kind.symbols(), sizes, self._build)
+        return capture_call(
+            self._model, given, modules, self._device, self._decide_by(tensors, sizes), symbolic
+        )
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         tensors = self._inputs.tensors
-        return self._record(tensors, self._decide_by(tensors), opened, blocks)[0]
+        given = Given(tensors, {}, (), self._build)
+        modules = Modules({self._model, *opened}, set(blocks))
+        decide = self._decide_by(tensors, ())
+        return capture_call(self._model, given, modules, self._device, decide, symbolic=False).flow
 
-    def _decide_by(self, tensors: Sequence[Tensor]) -> Any:
-        return _decide_by(tensors, self._device, not self._calls.processes.is_mesh)
-
-    def _record(
-        self, tensors: Sequence[Tensor], decide: Any, opened: Any, blocks: Any
-    ) -> tuple[Dataflow, Any]:
-        call = self._model, self._model.forward, self._build, tensors
-        return record_call(*call, {self._model, *opened}, set(blocks), self._device, decide)
+    def _decide_by(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+        return _decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
@@ -645,36 +738,30 @@ def _with_data(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
-def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a tensor on the meta device with another shape, and dimensions in the same order in memory."""
-    strides, span = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), -d)):
-        if tensor.stride(dim) or tensor.shape[dim] == 1:
-            strides[dim] = span
-            span *= shape[dim]
-    found = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-    return with_bits(found, bits_of(tensor)).requires_grad_(tensor.requires_grad)
+def _without_storages(flow: Dataflow) -> Dataflow:
+    """Returns a capture without what depends on sizes alone: a result that needs no copy shares memory."""
+    values = tuple(dataclasses.replace(each, storage=0) for each in flow.values)
+    return dataclasses.replace(flow, values=values, conditions=())
 
 
-def _decide_by(tensors: Sequence[Tensor], device: torch.device, may_read: bool) -> Any:
+def _order(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns the order of a tensor's dimensions in memory, and which of them repeat its elements."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (strides[dim], -dim))
+    return tuple(order), tuple(stride == 0 for stride in strides)
+
+
+def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device, may_read: bool) -> Any:
     """Returns a function that reads from tensors what forward reads from its inputs."""
 
-    def decide(target: Any, arguments: Nested, recorder: Recorder) -> Any:
-        flow = Dataflow(
-            recorder.num_inputs,
-            tuple(recorder.values),
-            tuple(recorder.calls),
-            arguments,
-            (),
-            _NO_SURROUNDINGS,
-        )
+    def decide(target: Any, arguments: Nested, flow: Dataflow, own: Callable[[Owned], Tensor]) -> Any:
         known = _known(tensors)
 
         def answer(draw: Any) -> Any:
             def read(owned: Owned) -> Tensor:
-                return _with_data(recorder.tensors(owned)) if may_read else refuse_reading(owned)
+                return _with_data(own(owned)) if may_read else refuse_reading(owned)
 
-            evaluation = Evaluation(flow, known, (), device, draw=draw, read=read)
+            evaluation = Evaluation(flow, known, sizes, device, draw=draw, read=read)
             return evaluation.call(target, arguments)
 
         with torch.no_grad():
@@ -693,9 +780,6 @@ def _decide_by(tensors: Sequence[Tensor], device: torch.device, may_read: bool) 
     return decide
 
 
-_NO_SURROUNDINGS = surroundings(torch.device("cpu"))
-
-
 def _constant_draw(flow: Dataflow, number: float) -> Any:
     def draw(call: Any) -> Tensor:
         if call.target is not torch.rand:
@@ -704,24 +788,3 @@ def _constant_draw(flow: Dataflow, number: float) -> Any:
         return torch.full(value.shape, number, dtype=value.dtype, device="cpu")
 
     return draw
-
-
-def _repeat(answers: Sequence[Any]) -> Any:
-    left = iter(answers)
-
-    def decide(target: Any, arguments: Nested, recorder: Recorder) -> Any:
-        try:
-            return next(left)
-        except StopIteration:
-            raise Differs(f"reads another number from a tensor at {place()}") from None
-
-    return decide
-
-
-def _same(a: Dataflow, b: Dataflow) -> bool:
-    """Returns whether two records make the same calls."""
-    try:
-        unify([a, b], [(), ()])
-    except Differs:
-        return False
-    return a.num_inputs == b.num_inputs and a.surroundings == b.surroundings

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gpipe_fast.from_model.batch import Number, numbers_in
 from gpipe_fast.from_model.dataflow import Call, CannotCut, Dataflow
+from gpipe_fast.from_model.sizes import Size, sizes_of
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ def _last_uses(
 
 def sizes_in(calls: Sequence[Call]) -> list[int]:
     """Returns the sizes that numbers among the arguments of calls follow."""
-    numbers = [number for call in calls for number in numbers_in(call.arguments.leaves)]
-    return sorted({size for number in numbers for sizes in number.terms() for size in sizes})
+    found = [number for call in calls for number in sizes_of(call.arguments.leaves)]
+    return sorted({size for number in found for size in number.sizes()})
 
 
 def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, int] | None:
     """Returns the first of some values that has a dimension of a size, and that dimension; or None."""
     for ref in refs:
         for dim, number in enumerate(flow.values[ref].shape):
-            if isinstance(number, Number) and number.terms() == {(size,): 1} and not number.constant:
+            if isinstance(number, Size) and number.is_size(size):
                 return ref, dim
     return None
 

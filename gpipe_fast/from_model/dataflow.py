@@ -154,7 +154,7 @@ class RecordedTensor:
     """A tensor that a call reads or makes.
 
     Attributes:
-        shape: its shape, of integers; or of `Number` once several batch sizes are known.
+        shape: its shape: integers, and `Size` where they follow from sizes of the inputs.
         dtype: its dtype.
         requires_grad: whether a gradient reaches it.
         storage: a number that tensors with the same memory share.
@@ -194,6 +194,7 @@ class Dataflow:
         result: what the model returned.
         decisions: what it read from its input tensors.
         surroundings: the modes around the call of the model.
+        conditions: the conditions on the sizes of the inputs under which it holds.
     """
 
     num_inputs: int
@@ -202,6 +203,7 @@ class Dataflow:
     result: Nested
     decisions: tuple[Decision, ...]
     surroundings: Surroundings
+    conditions: tuple[Any, ...] = ()
 
     def producers(self) -> dict[int, int]:
         """Returns, for each value that is no input, the index of the call that makes it."""
@@ -301,4 +303,23 @@ class Dataflow:
             nested(self.result),
             tuple(replace(each, arguments=nested(each.arguments)) for each in guards),
             self.surroundings,
+            self.conditions,
+        )
+
+    def at(self, leaf: Callable[[Any], Any]) -> Dataflow:
+        """Returns it with each leaf, and each size of a shape, replaced by a function's result."""
+
+        def nested(value: Nested) -> Nested:
+            return Nested(tuple(map(leaf, value.leaves)), value.spec)
+
+        return replace(
+            self,
+            values=tuple(replace(each, shape=tuple(map(leaf, each.shape))) for each in self.values),
+            calls=tuple(
+                replace(call, arguments=nested(call.arguments), result=nested(call.result))
+                for call in self.calls
+            ),
+            result=nested(self.result),
+            decisions=tuple(replace(each, arguments=nested(each.arguments)) for each in self.decisions),
+            conditions=(),
         )

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gpipe_fast.from_model.batch import at_sizes
 from gpipe_fast.from_model.dataflow import Call, CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
+from gpipe_fast.from_model.sizes import at_sizes
 from gpipe_fast.torch_private import pytree
 
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.from_model.batch import Number
 from gpipe_fast.from_model.cut import Part, size_source, sizes_in
 from gpipe_fast.from_model.dataflow import (
     Call,
@@ -34,7 +33,7 @@ from gpipe_fast.from_model.dataflow import (
     Slice,
     Surroundings,
 )
-from gpipe_fast.from_model.watch import Identity
+from gpipe_fast.from_model.sizes import Size
 
 
 class GlueLayer(nn.Module):
@@ -109,7 +108,11 @@ _CLASSES_LIMIT = 512
 
 
 def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLayer]:
-    key = (name, source, tuple((key, Identity(value)) for key, value in constants.items()))
+    key = (
+        name,
+        source,
+        tuple((key, id(value)) for key, value in constants.items()),
+    )  # which a class keeps alive
     if key not in _classes:
         while len(_classes) >= _CLASSES_LIMIT:
             del _classes[next(iter(_classes))]
@@ -248,12 +251,8 @@ class _Writer:
             return f"self.{self._tensor(leaf)}"
         if isinstance(leaf, Device):
             return "device"
-        if isinstance(leaf, Number):
-            terms = [
-                " * ".join([str(factor)] * (factor != 1) + [self._sizes[size] for size in sizes])
-                for sizes, factor in leaf.terms().items()
-            ]
-            return f"({' + '.join([*terms, str(leaf.constant)] if leaf.constant else terms)})"
+        if isinstance(leaf, Size):
+            return f"({leaf.code(self._sizes)})"
         if isinstance(leaf, Slice):
             return f"slice({self._leaf(leaf.start)}, {self._leaf(leaf.stop)}, {self._leaf(leaf.step)})"
         if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, str, bytes):

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.from_model.batch import batch_dims
 from gpipe_fast.from_model.dataflow import Call, Dataflow, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation
+from gpipe_fast.from_model.sizes import batch_dims
 
 # Batch sizes of the parts on which a rule is checked, and the error that sums in float32 may have.
 _PARTS = (1, 2)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.from_model.batch import at_sizes, batch_dims
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
 from gpipe_fast.from_model.loss_rules import Rule, combine, concatenates, find_rule
+from gpipe_fast.from_model.sizes import at_sizes, batch_dims
 from gpipe_fast.torch_private import pytree
 
 LOSSES = ("exact", "per-microbatch")

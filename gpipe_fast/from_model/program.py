@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import GradScaler
 from gpipe_fast.from_model.cut import cut
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
+from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.layer import make_layer
 from gpipe_fast.from_model.loss_rules import Rule
 from gpipe_fast.from_model.outputs import Output, model_outputs, put_together
-from gpipe_fast.from_model.record import open_dataclass
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.torch_private import pytree

@@ -27,10 +27,21 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import AttrSource, RandomValueSource, TensorPropertySource, get_local_source_name
+from torch._dynamo.source import (
+    AttrSource,
+    RandomValueSource,
+    TempLocalSource,
+    TensorPropertySource,
+    get_local_source_name,
+)
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.autograd_function import autograd_function_apply
@@ -184,6 +195,127 @@ def caught_exceptions_shown(look: Callable[[type, types.CodeType], None]) -> Ite
         yield
 
 
+def calls_as_nodes(
+    function_of: Callable[[Any], Any], opened: Callable[[Any, str, type], None]
+) -> contextlib.AbstractContextManager[Any]:
+    """Makes calls of some modules, and of some functions with a backward of their own, single nodes.
+
+    Args:
+        function_of: returns the target of the nodes for a module or a subclass of `Function`, or None. It is
+            called with fake tensors, and returns their results' leaves; its ``result`` is what these are of.
+        opened: called with the module, the name of an argument and its class, if no node can have it; then
+            the call is captured by what it calls.
+    """
+
+    def as_node(original: Any, value_of: Callable[[Any], Any]) -> Any:
+        def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            function = function_of(value_of(self))
+            if function is None:
+                return original(self, tx, args, kwargs)
+            for name, argument in [*enumerate(args), *kwargs.items()]:
+                if not _has_proxy(argument):
+                    opened(value_of(self), repr(name), argument.python_type())
+                    return original(self, tx, args, kwargs)
+            proxies = dynamo_utils.proxy_args_kwargs(args, kwargs)
+            proxy = tx.output.create_proxy("call_function", function, *proxies)
+            wrapped: Any = wrap_fx_proxy(tx, proxy)
+            leaves = iter(wrapped.items)
+            return _variable(tx, function.result, leaves)
+
+        return call
+
+    stack = contextlib.ExitStack()
+    for cls, name, value_of in (
+        (UnspecializedNNModuleVariable, "call_function", lambda variable: variable.value),
+        (AutogradFunctionVariable, "call_apply", lambda variable: variable.fn_cls),
+    ):
+        stack.enter_context(mock.patch.object(cls, name, as_node(getattr(cls, name), value_of)))
+    return stack
+
+
+def _has_proxy(argument: Any) -> bool:
+    try:
+        argument.as_proxy()
+    except (Unsupported, NotImplementedError):
+        return False
+    return True
+
+
+def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
+    """Returns Dynamo's variable for a nested value, with these variables in the place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if type(value) in (tuple, list):
+        kind = TupleVariable if type(value) is tuple else ListVariable
+        return kind([_variable(tx, each, tensors) for each in value], mutation_type=ValueMutationNew())
+    if isinstance(value, Mapping) or hasattr(value, "_fields"):
+        items = value.items() if isinstance(value, Mapping) else zip(value._fields, value, strict=True)
+        named = {name: _variable(tx, each, tensors) for name, each in items}
+        return SourcelessBuilder.create(tx, type(value)).call_function(tx, [], named)
+    return SourcelessBuilder.create(tx, value)
+
+
+def elements_answered(answer: Callable[[Any, str, Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Takes from a function what captured code reads of the elements of tensors, in a block.
+
+    Args:
+        answer: returns the result of a method of a tensor, such as ``item``, or of ``bool``. It is called
+            with the graph so far, the method's name, and the node of the tensor.
+    """
+    step, call = symbolic_convert.InstructionTranslatorBase.step, TensorVariable.call_method
+
+    def answered(tx: Any, name: str, tensor: Any) -> Any:
+        tracer = tx.output.current_tracer
+        found = answer(None if tracer.parent is not None else tracer.graph, name, tensor.as_proxy().node)
+        tx.output.create_proxy("call_function", elements_read, (tensor.as_proxy(),), {})
+        return SourcelessBuilder.create(tx, found)
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if name in ("item", "tolist") and not args and not kwargs:
+            return answered(tx, name, self)
+        return call(self, tx, name, args, kwargs)
+
+    def new_step(self: Any) -> Any:
+        pointer = self.instruction_pointer
+        if pointer is not None and self.stack and _is_branch(self.instructions[pointer].opname):
+            top = self.stack[-1].realize()
+            if isinstance(top, TensorVariable):
+                self.stack[-1] = answered(self, "bool", top)
+        return step(self)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(symbolic_convert.InstructionTranslatorBase, "step", new_step))
+    stack.enter_context(mock.patch.object(TensorVariable, "call_method", call_method))
+    return stack
+
+
+def elements_read(tensor: Any) -> None:
+    """The target of nodes that keep a tensor in the graph whose elements captured code has read."""
+
+
+def _is_branch(opname: str) -> bool:
+    return opname in ("TO_BOOL", "UNARY_NOT") or (
+        "JUMP" in opname and "IF_" in opname and "NONE" not in opname
+    )
+
+
+def nodes_watched(
+    watch: Callable[[Any, Any, Any, Callable[[], Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Lets a function run each node of a graph with fake tensors, in a block.
+
+    Args:
+        watch: called with Dynamo's records, the node, its arguments, and a function that runs it; returns the
+            result.
+    """
+    original = dynamo_utils.run_node
+
+    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        return watch(tracer, node, (args, kwargs), lambda: original(tracer, node, args, kwargs, nnmodule))
+
+    return mock.patch.object(dynamo_utils, "run_node", run_node)
+
+
 @contextlib.contextmanager
 def tensor_attributes_shown(look: Callable[[str, Source | None], None]) -> Iterator[None]:
     """Shows each attribute of a tensor that the captured code reads, in a block.
@@ -228,6 +360,7 @@ def effective_changes_only(names: list[str]) -> Iterator[None]:
             f"{source.name}.{attribute}" if attribute else source.name
             for variable in found
             if (source := getattr(variable, "source", None)) is not None
+            and not isinstance(source, TempLocalSource)  # an object that the captured code makes
             for attribute in side_effects.store_attr_mutations.get(variable) or [""]
         ]
         return found
@@ -273,6 +406,12 @@ def input_sources(output: Any) -> list[Source]:
     """Returns the source of each input of a captured graph."""
     by_index = output.output_graph.export_metadata.graph_input_idx_to_local_source
     return [source for _, source in sorted(by_index.items())]
+
+
+def sources_of(graph: Any) -> dict[Any, Source]:
+    """Returns the source of each input of a graph that is being captured."""
+    nodes = graph.find_nodes(op="placeholder")
+    return {node: node.meta["grapharg"].source for node in nodes if "grapharg" in node.meta}
 
 
 def is_random_value(source: Source) -> bool:

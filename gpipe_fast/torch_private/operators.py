@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import Argument, DispatchKey
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 # Batch norm's Python kernel decomposes nothing: it calls the functional operator, which returns the new

@@ -163,6 +163,7 @@ class Captured:
         self.inputs = tuple(inputs)
         self._constant_inputs = frozenset(constants)
         self._replace: ReplaceConstant | None = None
+        self._outputs: Any = None
         self._device = modes.default_device()
         environment = found.graph_capture_output.get_runtime_env()
         self.graph, backend_id = None, "_none"
@@ -177,8 +178,6 @@ class Captured:
                 for symbol in condition.free_symbols
                 if symbol in shape_env.var_to_sources
             }
-            for node in self.graph.graph.nodes:
-                node.meta.pop("example_value", None)  # fake tensors, with their mode
         self._function = environment.forward_callable(
             backend_id, self._run_graph, extra_globals=entry.__globals__
         )
@@ -219,6 +218,16 @@ class Captured:
         finally:
             self._replace = None
 
+    def as_captured(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what forward returned in the capture, fake tensors included, and has its side effects."""
+        assert self.graph is not None
+        outputs = self.graph.graph.output_node().args[0]
+        self._outputs = fx.node.map_arg(outputs, lambda node: node.meta["example_value"])
+        try:
+            return self._function(layer, tuple(args), dict(kwargs), ())
+        finally:
+            self._outputs = None
+
     def check_sizes(
         self,
         layer: nn.Module,
@@ -238,6 +247,8 @@ class Captured:
 
     def _run_graph(self, *loaded: Any) -> Any:
         assert self.graph is not None
+        if self._outputs is not None:
+            return self._outputs
         if self._replace is not None and self._constant_inputs:
             loaded = tuple(
                 self._replace(value) if index in self._constant_inputs and _is_real(value) else value
@@ -319,24 +330,12 @@ def capture(
         Refused: the layer cannot be captured faithfully.
     """
     entry = _new_entry(layer)
-    scope = (layer, tuple(args), dict(kwargs), tuple(popped))
-    with _capturing() as observed, skip_scope({}), _without_views_as_gradients(layer):
-        try:
-            found = dynamo.capture_whole(entry, scope)
-            output = found.graph_capture_output
-            sources = _sources(output)
-            module = None if found.backend_input is None else found.backend_input.graph_module
-            guards = _guards(output, module, entry, layer, observed.looked_for_keys)
-            # A cycle that no collection finds: it leads through autograd's graph of a fake argument.
-            output.output_graph.shape_env.tracked_fakes = None
-        except Refused:
-            raise
-        except Exception as error:
-            _log.debug("%s cannot be captured", type(layer).__name__, exc_info=error)
-            raise _refusal(error, observed.changes) from None
+    with skip_scope({}):
+        arguments = args, kwargs, popped
+        found, module, sources, guards, _ = captured_graph(layer, entry, arguments, _is_own_tensor)
     if module is not None:
         _check_operators(module)
-        _check_custom_functions(module, output.traced_code, layer)
+        _check_custom_functions(module, found.graph_capture_output.traced_code, layer)
     if any(source.name.endswith("()") for source in sources):
         raise Refused("it reads a tensor through a weak reference")
     constants = {
@@ -346,7 +345,52 @@ def capture(
     }
     _check_constants(constants.values(), layer)
     _check_unchanged(module, constants)
-    return Captured(guards, constants, found, entry, [source.name for source in sources])
+    captured = Captured(guards, constants, found, entry, [source.name for source in sources])
+    for node in module.graph.nodes if module is not None else ():
+        node.meta.pop("example_value", None)  # fake tensors, with their mode
+    return captured
+
+
+def captured_graph(
+    layer: nn.Module,
+    entry: types.FunctionType,
+    arguments: tuple[Sequence[Any], Mapping[str, Any], Sequence[Tensor | None]],
+    is_own: Callable[[Source], bool],
+    shown: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+) -> tuple[Any, fx.GraphModule | None, list[Source], Guards, list[str]]:
+    """Captures a function of a layer and of arguments; arguments as of `capture`.
+
+    Args:
+        layer: the layer.
+        entry: the function, with a code object and globals of its own.
+        arguments: the positional arguments, the keyword arguments and the skip tensors.
+        is_own: returns whether a source is a tensor whose metadata callers compare.
+        shown: surrounds the capture, and leaves Python's side effects to the first run; or None.
+
+    Returns:
+        What Dynamo has found, the graph, the source of each input of the graph, the guards, and the names of
+        what the function changes.
+
+    Raises:
+        Refused: the layer cannot be captured faithfully.
+    """
+    args, kwargs, popped = arguments
+    scope = (layer, tuple(args), dict(kwargs), tuple(popped))
+    with _capturing(shown) as observed, _without_views_as_gradients(layer):
+        try:
+            found = dynamo.capture_whole(entry, scope)
+            output = found.graph_capture_output
+            sources = _sources(output)
+            module = None if found.backend_input is None else found.backend_input.graph_module
+            guards = _guards(output, module, entry, layer, observed.looked_for_keys, is_own)
+            # A cycle that no collection finds: it leads through autograd's graph of a fake argument.
+            output.output_graph.shape_env.tracked_fakes = None
+        except Refused:
+            raise
+        except Exception as error:
+            _log.debug("%s cannot be captured", type(layer).__name__, exc_info=error)
+            raise _refusal(error, observed.changes) from None
+    return found, module, sources, guards, list(map(_readable, dict.fromkeys(observed.changes)))
 
 
 @contextlib.contextmanager
@@ -444,8 +488,11 @@ class _Observed:
 
 
 @contextlib.contextmanager
-def _capturing() -> Iterator[_Observed]:
+def _capturing(
+    shown: Callable[[], contextlib.AbstractContextManager[None]] | None,
+) -> Iterator[_Observed]:
     """Prepares a capture in a block, and observes it."""
+    config = _CONFIG | ({"side_effect_replay_policy": "silent"} if shown is not None else {})
     observed = _Observed()
     dynamo.forget_imports()
     random_state = random.getstate()  # a capture draws from `random` where the layer does
@@ -460,11 +507,12 @@ def _capturing() -> Iterator[_Observed]:
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(observed),
         dynamo.tensor_attributes_shown(_check_attribute),
-        dynamo.settings(_CONFIG, _logging_functions()),
+        dynamo.settings(config, _logging_functions()),
         dynamo.fake_mode_of(RealLayouts),
         dynamo.get_metrics_context(),
         dynamo.dynamo_timed("gpipe_capture"),
         dynamo.function_modes_cleared(),
+        shown() if shown is not None else contextlib.nullcontext(),
     ):
         try:
             dynamo.logger.disabled = True  # a refused layer runs in Python, which is not an error
@@ -563,6 +611,7 @@ def _guards(
     entry: types.FunctionType,
     layer: nn.Module,
     looked_for_keys: bool,
+    is_own: Callable[[Source], bool],
 ) -> Guards:
     graph = output.output_graph
     on_layer, ambient = [], []
@@ -570,7 +619,7 @@ def _guards(
         root = get_local_source_name(guard.originating_source)
         if root == "layer":
             # Callers compare the metadata of parameters and buffers themselves.
-            if guard.create_fn_name() != "TENSOR_MATCH" or not _is_own_tensor(guard.originating_source):
+            if guard.create_fn_name() != "TENSOR_MATCH" or not is_own(guard.originating_source):
                 on_layer.append(guard)
         elif root is None and not _is_compared_by_callers(guard):
             ambient.append(guard)

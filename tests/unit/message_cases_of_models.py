@@ -6,16 +6,23 @@ import random
 import sys
 import types
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.from_model.layer import _paths
 from tests.unit.message_cases import Case, case
+
+
+class Config:
+    """An object that a model has."""
+
+    def __init__(self) -> None:
+        self.calls = 0
 
 
 class Model(nn.Module):
@@ -25,6 +32,7 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_blocks))
         self.bias = nn.Parameter(torch.zeros(4))
+        self.config = Config()
         self.function = function or two_blocks
         self.seen: list[Tensor] = []
 
@@ -99,19 +107,8 @@ def ordered(*order: int) -> object:
     return cut(Model(forward, 3), blocks="blocks")
 
 
-class Bound(torch.autograd.Function):
-    """A function whose apply is bound before."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-bound = Bound.apply
+class Shared:
+    """Something that blocks may share."""
 
 
 def seed(model: Any, x: Tensor) -> Tensor:
@@ -127,6 +124,15 @@ def set_attribute(model: Any, x: Tensor) -> Tensor:
 def append(model: Any, x: Tensor) -> Tensor:
     model.seen.append(x)
     return x
+
+
+def count(model: Any, x: Tensor) -> Tensor:
+    model.config.calls += 1
+    return x
+
+
+def decide_by_size() -> None:
+    cut_after(lambda x, y: y if len(x) > 1 else -y)(torch.randn(7, 4))
 
 
 def add_to_parameter(model: Any, x: Tensor) -> Tensor:
@@ -145,12 +151,26 @@ def with_hooks_of(name: str) -> object:
     return cut(model, blocks="inner.blocks")
 
 
+class Collector:
+    """A variable as transformers has one."""
+
+    def set(self, outputs: Any) -> None: ...
+
+    def reset(self, token: Any) -> None: ...
+
+    def get(self) -> None: ...
+
+
 def collecting() -> object:
-    collector: ContextVar[Any] = ContextVar("collector")
-    collector.set({"hidden_states": []})
-    module = types.SimpleNamespace(_active_collector=collector)
+    collector = Collector()
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        collector.set({"hidden_states": []})
+        return two_blocks(model, x)
+
+    module = types.SimpleNamespace(CompileableContextVar=Collector)
     with mock.patch.dict(sys.modules, {"transformers.utils.output_capturing": module}):
-        return cut(Model())
+        return cut(Model(forward))
 
 
 def quantized() -> object:
@@ -168,26 +188,12 @@ def change_in_place(model: Any, x: Tensor) -> Tensor:
     return model.blocks[1](x + base) + alias.sum()
 
 
-def branch_by_batch(x: Tensor, y: Tensor) -> Tensor:
-    return y.relu() if len(x) > 4 else y.tanh()
-
-
 def replace_forward() -> None:
     cut(Model()).forward = print
 
 
 CONSTANT, LINEAR = torch.ones(4), nn.Linear(4, 4)
 NESTED = nn.Sequential(nn.ModuleDict({"0": nn.Linear(4, 4), "1": nn.ReLU()}), nn.ReLU())
-
-
-def twice(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def scripted() -> object:
-    """A function of TorchScript is called, which PyTorch does not show."""
-    with mock.patch.dict(globals(), {"twice": torch.jit.script(twice)}):
-        return between(lambda model, x: twice(x))()
 
 
 def out_of_order() -> None:
@@ -256,31 +262,35 @@ OF_MODELS = [
     case("adds up to 7", "the 2 blocks, or to 4", lambda: cut(Model(), balance=[3, 4])),
     case("got past_key_values", "model.plain().generate", lambda: cut(Model())(X, past_key_values=object())),
     case("got [[]]", "a batch dimension", lambda: cut(Model(), torch.tensor(1.0))),
-    case("calls another function at", "blocks=...", after(branch_by_batch)),
     case("which depends on a Linear", "blocks=...", between(lambda m, x: x if x.sum() > 0 else -x)),
     case("writes to 'shared'", "side channel", shares, dict),
-    case("a SimpleNamespace is passed", "as 'shared'; it may", shares, types.SimpleNamespace),
+    case("a Shared is passed", "as 'shared'; it may", shares, Shared),
     case("writes to seen, a side channel", "blocks=...", between(append)),
     case("sets last, a side effect", "blocks=...", between(set_attribute)),
     case("bias is changed in place between blocks", "blocks=...", between(add_to_parameter)),
-    case("apply was bound to a variable", "write Bound.apply(...)", between(lambda m, x: bound(x))),
+    case("with functions as arguments", "blocks=...", between(lambda m, x: checkpoint(torch.tanh, x))),
+    case("no module has is changed in place", "blocks=...", between(lambda m, x: x + CONSTANT.mul_(1))),
+    case("a set is passed between modules", "blocks=...", after(lambda x, y: (y, {1}))),
+    case("changes an attribute in each call", "blocks=...", between(count)),
+    case("forward computes nothing", "blocks=...", lambda: cut(Model(lambda m, x: 3), blocks="blocks")),
+    case("decides by the number of samples", "blocks=...", after(lambda x, y: y if len(x) == 2 else -y)),
+    case("for another batch size, forward does", "blocks=...", decide_by_size),
     case("detach_ is called between blocks", "without '_'", between(lambda m, x: x.tanh().detach_())),
-    case("seeds PyTorch's generator", "blocks=...", between(seed)),
+    case("manual_seed", "blocks=...", between(seed)),
     case("draws from Python's random", "blocks=...", between(lambda m, x: x * random.random())),
     case("of size 2*B", "to get None in its place", after(lambda x, y: torch.cat([y, -y]))),
     case("returns 0 numbers with a gradient", "pass the labels", lambda: cut(Model()).step(X)),
     case("forward changes an input tensor in place", "blocks=...", after(lambda x, y: y + x.add_(1))),
     case("in another layer than the one that made it", "copy it first", lambda: cut(Model(change_in_place))),
     case("that no module has as an attribute", "register it as a buffer", between(lambda m, x: x + CONSTANT)),
-    case("a Linear that is no submodule of the model", "blocks=...", between(lambda m, x: LINEAR(x))),
-    case("shape of a tensor depends on its elements", "blocks=...", after(lambda x, y: y[x > 0])),
+    case("that no module has as an attribute", "blocks=...", between(lambda m, x: LINEAR(x))),
+    case("size depends on the elements of a tensor", "blocks=...", after(lambda x, y: y[x > 0])),
     case("hidden_states would be collected", "model.plain()", collecting),
     case("output tensor compares samples", "get None in its place", after(lambda x, y: y @ y.T)),
     case("output tensor of a batch does not follow", "'per-microbatch'", after(lambda x, y: y.std())),
     case("got 'cuda', and the stages are on cpu", "devices=[...]", lambda: cut(Model()).cuda()),
     case("denied to replace forward", "functools.wraps", replace_forward),
     case("a set is returned by a module", "", lambda: list(_paths({1, 2}, "r"))),
-    case("where PyTorch shows no call of a function", "blocks=...", scripted),
     case("output [1] is a parameter", "read it from the model", lambda: cut(Model(with_parameter))),
     case("got a Linear", "expected layer 0", out_of_order),
 ]

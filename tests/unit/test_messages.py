@@ -37,7 +37,6 @@ EXEMPT = {
     "the trace has ": "a kind of result that PyTorch's tracer makes of no known layer",
     "raise first_error": "an error of the user's model",
     "raise failure": "an error of a mini-batch, raised after the results of those before",
-    "raise Differs": "its text becomes the reason in another message, which cases trigger",
     "raise Unknown": "its text becomes the reason in another message, which cases trigger",
     "raise CannotLaunch": "the pass catches it, and leaves the nodes",
     "raise Conflict": "the grouping catches it, and computes the values in two kernels",

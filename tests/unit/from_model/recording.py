@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.from_model.blocks import opened_for
+from gpipe_fast.from_model.capture import Given, Modules, capture_call
 from gpipe_fast.from_model.dataflow import Dataflow
-from gpipe_fast.from_model.record import record_call
 
 
 class Calls(nn.Module):
@@ -28,13 +28,24 @@ def no_decision(*args: Any) -> Any:
     raise AssertionError("forward reads a number from a tensor")
 
 
-def record_of(function: Any, *inputs: Tensor, blocks: Sequence[nn.Module] = ()) -> Dataflow:
-    """Returns the record of a function, or of a model with these blocks, without unused calls."""
+def record_of(
+    function: Any, *inputs: Tensor, blocks: Sequence[nn.Module] = (), split: Sequence[int] = ()
+) -> Dataflow:
+    """Returns the capture of a function, or of a model with these blocks, without unused calls.
+
+    Args:
+        function: the function or the model.
+        inputs: its inputs.
+        blocks: the blocks.
+        split: the inputs whose first dimension is the batch.
+    """
     model = function if isinstance(function, nn.Module) else Calls(function, _modules_in(function))
-    opened = opened_for(model, blocks)
-    call = model, model.forward, lambda given: (tuple(given), {}), inputs
-    flow, _ = record_call(*call, opened, set(blocks), torch.device("cpu"), no_decision)
-    return flow.pruned()
+    modules = Modules(opened_for(model, blocks), set(blocks))
+    sizes = [inputs[split[0]].shape[0]] if split else []
+    given = Given(inputs, {(i, 0): 0 for i in split}, sizes, lambda tensors: (tuple(tensors), {}))
+    return capture_call(
+        model, given, modules, torch.device("cpu"), no_decision, symbolic=bool(split)
+    ).flow.pruned()
 
 
 def _modules_in(function: Callable[..., Any]) -> list[nn.Module]:

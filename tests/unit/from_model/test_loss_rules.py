@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.from_model.batch import probes_for, unify
 from gpipe_fast.from_model.loss_rules import Rule, combine, find_rule
 from tests.unit.from_model.recording import Calls, record_of
 
@@ -18,12 +17,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def rule_of(loss: Loss, targets: Tensor) -> Rule | None:
-    sizes = [(4,), *probes_for((4,), taken=())]
-    model, flows = Calls(lambda x, y: loss(LINEAR(x), y), [LINEAR]), []
-    for (size,) in sizes:
-        inputs = torch.empty(size, 3, 5), torch.empty(size, *targets.shape[1:], dtype=targets.dtype)
-        flows.append(record_of(model, *inputs))
-    flow = unify(flows, sizes)
+    model = Calls(lambda x, y: loss(LINEAR(x), y), [LINEAR])
+    flow = record_of(model, torch.empty(4, 3, 5), targets, split=[0, 1])
     return find_rule(flow, next(flow.result.refs()), ())
 
 

@@ -1,0 +1,543 @@
+"""A call of a model as PyTorch's Dynamo captures it: a graph whose blocks are single nodes, as a `Dataflow`.
+
+Modules that contain no block are single nodes, too. What runs between them is captured as calls of PyTorch's
+functions, and not as calls of the operators of which these consist. The batch size and lengths are symbols,
+so that one capture holds for all sizes for which the user's code decides alike.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, NoReturn
+
+import sympy  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import Function
+
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Place, Surroundings
+from gpipe_fast.from_model.graph_reader import (
+    CONSTANTS,
+    GraphReader,
+    Run,
+    Seen,
+    WholeCall,
+    map_tensors,
+    open_dataclass,
+    place_of,
+    plain,
+)
+from gpipe_fast.from_model.sizes import Differs, Size, symbol_of
+from gpipe_fast.from_model.stand_ins import (
+    ReadOwned,
+    collectors_refused,
+    configurations,
+    fake_parameters,
+    owners,
+    real_tensors,
+    restored_attributes,
+)
+from gpipe_fast.randomness.random import is_random
+from gpipe_fast.strides import bits_of, with_bits
+from gpipe_fast.torch_private import dynamo, pytree
+from gpipe_fast.torch_private.dynamo import Source
+from gpipe_fast.torch_private.fake_tensors import (
+    ConstantSource,
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    logging_disabled,
+)
+from gpipe_fast.torch_private.modes import TorchDispatchMode, disable_current_modes
+from gpipe_fast.trace.dynamo import Captured, Refused, captured_graph
+from gpipe_fast.trace.fake import RealLayouts
+from gpipe_fast.trace.layer_states import LayerState, LayerStates
+
+# Returns what forward reads from a tensor, given a function such as `bool`, its arguments, the calls so far,
+# and a function that returns the tensors of modules.
+Decide = Callable[[Any, Nested, Dataflow, ReadOwned], Any]
+
+# How often a forward may write to a configuration, such as a default that it has found out.
+_MAX_EFFECTS = 3
+
+
+class Given(NamedTuple):
+    """The input tensors of a call, and which of their sizes are symbols.
+
+    Attributes:
+        tensors: the tensors, whose metadata alone is read.
+        symbols: the index of the size that a dimension follows, by the tensor's number and the dimension.
+        sizes: the sizes: the batch size, and lengths.
+        build: returns the positional and keyword arguments with other tensors as inputs.
+    """
+
+    tensors: Sequence[Tensor]
+    symbols: Mapping[tuple[int, int], int]
+    sizes: Sequence[int]
+    build: Callable[[Sequence[Tensor]], tuple[Any, Any]]
+
+
+class Modules(NamedTuple):
+    """Modules of a model.
+
+    Attributes:
+        opened: those that are captured by what they call.
+        blocks: the blocks.
+    """
+
+    opened: Set[nn.Module]
+    blocks: Set[nn.Module]
+
+
+class CapturedCall(NamedTuple):
+    """A captured call.
+
+    Attributes:
+        flow: the calls, decisions and sizes.
+        returned: what the model returned, with fake tensors.
+        state: the state of the model in which it was captured.
+    """
+
+    flow: Dataflow
+    returned: Any
+    state: LayerState
+
+
+def capture_call(
+    model: nn.Module, given: Given, modules: Modules, device: torch.device, decide: Decide, symbolic: bool
+) -> CapturedCall:
+    """Captures a call of a model.
+
+    Args:
+        model: the model.
+        given: the inputs.
+        modules: the modules to open, and the blocks.
+        device: the device of all tensors.
+        decide: returns what forward reads from a tensor.
+        symbolic: whether sizes are symbols.
+
+    Raises:
+        CannotCut: the call cannot be captured.
+        Differs: forward decides by the number of samples.
+        Exception: forward itself raises.
+    """
+    opened, effects = set(modules.opened), 0
+    while effects < _MAX_EFFECTS:
+        attempt = _Attempt(model, given, Modules(opened, modules.blocks), device, decide, symbolic)
+        try:
+            found = attempt.run()
+        except _Open as another:
+            opened.add(another.module)
+            continue
+        if found is not None:
+            return found
+        effects += 1
+    raise CannotCut("forward changes an attribute in each call, a side effect")
+
+
+class _Open(Exception):
+    """Raised where a module cannot be a single node.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class _Attempt:
+    """One capture; arguments as of `capture_call`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Given,
+        modules: Modules,
+        device: torch.device,
+        decide: Decide,
+        symbolic: bool,
+    ) -> None:
+        self._model, self._given, self._modules = model, given, modules
+        self._device, self._decide = device, decide
+        self._names = {module: name for name, module in model.named_modules()}
+        self._mode = RealLayouts(ShapeEnv())
+        self._env = ShapeEnv()  # later Dynamo's
+        self._sizes: dict[int, torch.SymInt] = {}
+        self._inputs = [self._input(i, x, symbolic) for i, x in enumerate(given.tensors)]
+        self._args, self._kwargs = given.build([fake for fake, _ in self._inputs])
+        self._around = surroundings(device)
+        self._runs: dict[fx.Node, Run] = {}
+        self._decisions: list[tuple[Any, fx.Node, Any, Place]] = []
+        self._error: Exception | None = None
+
+    def _input(self, index: int, tensor: Tensor, symbolic: bool) -> tuple[Tensor, tuple[Any, ...]]:
+        """Returns a fake input tensor, and its shape."""
+        sizes, shape = list[Any](tensor.shape), list[Any](tensor.shape)
+        for dim in range(tensor.dim()):
+            symbol = self._given.symbols.get((index, dim))
+            if symbol is not None:
+                sizes[dim] = self._size(symbol) if symbolic else self._given.sizes[symbol]
+                shape[dim] = Size(symbol_of(symbol)) if symbolic else sizes[dim]
+        with self._mode:
+            strides = _strides_like(tensor, sizes)
+            fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=self._device)
+            fake = with_bits(fake, bits_of(tensor)).requires_grad_(tensor.requires_grad)
+        return fake, tuple(shape)
+
+    def _size(self, index: int) -> torch.SymInt:
+        """Returns a size as an integer that PyTorch follows."""
+        if index not in self._sizes:
+            meta = torch.empty(max(2, self._given.sizes[index]), device="meta")  # 0 and 1 would be numbers
+            source = ConstantSource(f"size_{index}")
+            context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+            fake = self._mode.from_tensor(meta, static_shapes=False, source=source, symbolic_context=context)
+            size = fake.shape[0]
+            assert isinstance(size, torch.SymInt)
+            self._sizes[index] = size
+        return self._sizes[index]
+
+    def run(self) -> CapturedCall | None:
+        """Captures the call; returns None if it had a side effect, which the next capture does not have.
+
+        Raises:
+            CannotCut: it cannot be captured.
+        """
+        call, entry = (self._args, self._kwargs), _new_entry()
+        with (
+            fake_parameters(self._names, self._mode, self._device) as self._read,
+            restored_attributes(self._names) as check_attributes,
+            logging_disabled(),
+            collectors_refused(),
+        ):
+            self._owners = owners(self._names)
+            try:
+                found, module, sources, guards, changes = captured_graph(
+                    self._model, entry, (*call, ()), self._is_own, self._shown
+                )
+            except Refused as refused:
+                first_error = self._error or self._own_error() or CannotCut(str(refused))
+                raise first_error from None
+            if module is None:
+                raise CannotCut("forward computes nothing")
+            self._check_batch()
+            captured = Captured(guards, {}, found, entry)
+            before = configurations(self._names)
+            returned = captured.as_captured(self._model, *call)
+            if configurations(self._names) != before:
+                return None
+            flow = self._flow(module.graph, sources, open_dataclass(returned))
+            check_attributes()
+            if changes:
+                raise CannotCut(f"forward changes {', '.join(changes)}, a side effect")
+        state = LayerState(LayerStates())
+        state.add(self._model, None, captured)
+        state.captures.clear()
+        return CapturedCall(flow, returned, state)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        with (
+            dynamo.calls_as_nodes(self._whole, self._refuse_argument),
+            dynamo.elements_answered(self._answer),
+            dynamo.nodes_watched(self._watch),
+        ):
+            yield
+
+    def _own_error(self) -> Exception | None:
+        """Returns the error that forward raises itself, if it does."""
+        try:
+            with self._mode:
+                self._model.forward(*self._args, **self._kwargs)
+        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, CannotCut) as error:
+            return error
+        except RuntimeError as error:
+            return error if type(error) is RuntimeError and "FakeTensor" not in str(error) else None
+        except Exception:  # one of fake tensors
+            return None
+        return None
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Ends the capture; Dynamo would replace the error by one of its own."""
+        self._error = self._error or error
+        raise error
+
+    # Sizes.
+
+    def _symbols(self) -> dict[sympy.Symbol, int]:
+        """Returns the index of the size that each of Dynamo's symbols stands for."""
+        own = {size.node.expr: index for index, size in self._sizes.items()}
+        found = {}
+        for symbol, sources in self._env.var_to_sources.items():
+            size = self._value_of(sources[0])
+            if isinstance(size, torch.SymInt):
+                found[symbol] = own[size.node.expr]
+        return found
+
+    def _check_batch(self) -> None:
+        """Checks that the batch size may be another.
+
+        Raises:
+            Differs: forward decides by it, down to one number.
+        """
+        for symbol, index in self._symbols().items():
+            if not index and not isinstance(self._env.replace(symbol), sympy.Symbol):
+                raise Differs(f"decides by the number of samples{self._where(symbol)}")
+
+    def _where(self, symbol: sympy.Symbol) -> str:
+        for guard in self._env.guards:
+            line = getattr(guard.sloc, "user_loc", None)
+            if symbol in guard.expr.free_symbols and line is not None:
+                return f" at {line}"
+        return ""
+
+    def _conditions(self, in_sizes: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """Returns the conditions on sizes under which the capture holds."""
+        found = [in_sizes(guard.expr) for guard in self._env.guards if guard.expr.free_symbols]
+        for symbol, index in self._symbols().items():
+            own, bounds = symbol_of(index), self._env.var_to_range[symbol]
+            found += [own >= bounds.lower, own <= bounds.upper, sympy.Eq(own, in_sizes(symbol))]
+        return tuple(dict.fromkeys(sympy.false if each is None else each for each in found))
+
+    # While Dynamo captures.
+
+    def _whole(self, value: Any) -> WholeCall | None:
+        """Returns the target of the node that calls a module or a function; None to capture what it calls."""
+        if isinstance(value, type):
+            is_torchs = value.__module__.startswith("torch.")
+            return None if is_torchs else _Whole(_apply_of(value), value.__name__, self._run_whole)
+        if value in self._modules.opened or value not in self._names:
+            return None
+        return _Whole(value, self._names[value], self._run_whole)
+
+    def _run_whole(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a module, or a function, on fake tensors."""
+        args, kwargs = plain((args, kwargs), lambda leaf: leaf)
+        before, state = pytree.tree_flatten((args, kwargs)), random.getstate()
+        is_module = isinstance(target, nn.Module)
+        try:
+            result = self._result_of(target, args, kwargs) if is_module else target(*args, **kwargs)
+        finally:
+            random.setstate(state)
+        name = self._names[target] if is_module else target.__self__.__name__
+        written = _changed_arguments(before, (args, kwargs))
+        if written:
+            self._fail(
+                CannotCut(
+                    f"{name} writes to {', '.join(written)}, which it gets as an argument: a side channel "
+                    "between blocks, which may run at the same time"
+                )
+            )
+        leaves = pytree.tree_leaves(result)
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))), None)
+        if odd is not None and (not is_module or target in self._modules.blocks):
+            self._fail(CannotCut(f"block {name} returns a {type(odd).__name__}"))
+        if odd is not None:
+            self._fail(_Open(target))
+        return result
+
+    def _result_of(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router."""
+        has_own_call = type(module).__call__ is not nn.Module.__call__
+        run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            first_error = error
+        self._env.pending_fresh_unbacked_symbols.clear()
+        try:
+            return self._result_for_zeros(module, run, args, kwargs)
+        except Exception:
+            raise first_error from None
+
+    def _result_for_zeros(self, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a module on zeros whose sizes tell symbols apart, and returns fake results."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sizes: list[Any] = [size for x in tensors for size in x.shape]
+        symbolic = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
+        taken = {size for x in (*tensors, *module.parameters()) for size in x.shape if type(size) is int}
+        symbols = sorted({symbol for each in symbolic for symbol in each.free_symbols}, key=str)
+        primes = (n for n in range(11, 10_000) if n not in taken and all(n % d for d in range(2, n)))
+        values = {symbol: sympy.Integer(next(primes)) for symbol in symbols}
+        known = {int(each.xreplace(values)): size for each, size in symbolic.items()}
+
+        def zeros(x: Tensor) -> Tensor:
+            shape = [
+                int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
+                for size in x.shape
+            ]
+            return torch.zeros(shape, dtype=x.dtype, device="cpu").requires_grad_(x.requires_grad)
+
+        def fake(x: Tensor) -> Tensor:
+            shape = [known.get(size, size) for size in x.shape]
+            return torch.empty(shape, dtype=x.dtype, device=self._device).requires_grad_(x.requires_grad)
+
+        with disable_current_modes(), real_tensors(module, self._read):
+            returned = run(*map_tensors(zeros, args), **map_tensors(zeros, kwargs))
+        return map_tensors(fake, returned)
+
+    def _refuse_argument(self, value: Any, name: str, kind: type) -> None:
+        """Refuses a block with an argument that no node can have; other modules are opened."""
+        if value in self._modules.blocks:
+            self._fail(
+                CannotCut(
+                    f"block {self._names[value]}: a {kind.__name__} is passed between modules, as {name}; it "
+                    "may be a side channel between blocks"
+                )
+            )
+
+    def _watch(self, output: Any, node: fx.Node, arguments: Any, run: Callable[[], Any]) -> Any:
+        """Runs a node, and notes what it does."""
+        self._env = output.shape_env
+        name = getattr(node.target, "__name__", str(node.target))
+        if name in _CHANGES_OF_SHAPE:
+            self._fail(
+                CannotCut(f"{name} is called between blocks at {place_of(node)}; use the form without '_'")
+            )
+        tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        versions, spy = list(map(_version, tensors)), _Spy()
+        with spy:
+            found = run()
+        changed = [x for x, before in zip(tensors, versions, strict=True) if _version(x) != before]
+        self._runs[node] = Run(spy.draws, changed, surroundings(self._device))
+        return found
+
+    def _answer(self, graph: fx.Graph | None, name: str, node: fx.Node) -> Any:
+        """Returns what forward reads from a tensor."""
+        if graph is None:
+            self._fail(CannotCut(f"a function between blocks branches on a tensor at {place_of(node)}"))
+        target = {"bool": bool, "item": Tensor.item, "tolist": Tensor.tolist}[name]
+        try:
+            reader = GraphReader(graph, self._seen(dynamo.sources_of(graph)))
+            answer = self._decide(target, reader.nested(((node,), {})), reader.flow(), self._read)
+        except Exception as error:
+            self._fail(error)
+        self._decisions.append((target, node, answer, place_of(node)))
+        return answer
+
+    def _value_of(self, source: Source | None) -> Any:
+        """Returns what is at a place that Dynamo names; None if it is outside of the model and the call."""
+        scope = {"layer": self._model, "args": self._args, "kwargs": self._kwargs, "popped": ()}
+        try:
+            return None if source is None else eval(source.name, {"L": scope})
+        except Exception:  # a global variable, or a place that only Dynamo knows
+            return None
+
+    def _is_own(self, source: Source) -> bool:
+        """Returns whether a source is a tensor of a module, whose metadata the caller compares."""
+        value = self._value_of(source)
+        return isinstance(value, Tensor) and id(value) in self._owners
+
+    # The calls.
+
+    def _seen(self, sources: Mapping[fx.Node, Source]) -> Seen:
+        symbols = {symbol: symbol_of(index) for symbol, index in self._symbols().items()}
+
+        def in_sizes(expression: Any) -> Any:
+            expression = sympy.sympify(self._env.replace(expression))
+            return expression.xreplace(symbols) if expression.free_symbols <= symbols.keys() else None
+
+        return Seen(
+            self._inputs,
+            self._owners,
+            self._names,
+            self._modules.blocks,
+            self._runs,
+            lambda node: self._value_of(sources.get(node)),
+            in_sizes,
+            self._around,
+            self._device,
+        )
+
+    def _flow(self, graph: fx.Graph, sources: Sequence[Source], returned: Any) -> Dataflow:
+        seen = self._seen(dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True)))
+        reader = GraphReader(graph, seen)
+        decisions = tuple(
+            Decision(target, reader.nested(((node,), {})), answer, where)
+            for target, node, answer, where in self._decisions
+        )
+        return reader.flow(reader.nested(returned), decisions, self._conditions(seen.in_sizes))
+
+
+class _Whole(WholeCall):
+    """A call that runs with fake tensors; ``run`` does so, given the target and the arguments."""
+
+    def __init__(self, target: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__(target, name)
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        self.result = self._run(self.target, args, kwargs)
+        return [leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Tensor)]
+
+
+class _Spy(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or is_random(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+# Methods that change the shape of a tensor, or cut it from the graph, in place.
+_CHANGES_OF_SHAPE = {"detach_", "transpose_", "t_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_"}
+_CHANGES_OF_SHAPE |= {"resize_", "resize_as_", "set_", "as_strided_"}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@functools.lru_cache(maxsize=256)
+def _apply_of(function: type[Function]) -> Any:
+    """Returns the same object each time, so that layers with equal code share a class."""
+    return function.apply
+
+
+def _new_entry() -> types.FunctionType:
+    """Returns a function that calls the forward of a model, with a code object and globals of its own."""
+
+    def gpipe_model(layer: Any, args: Any, kwargs: Any, popped: Any) -> Any:
+        return layer.forward(*args, **kwargs)
+
+    return types.FunctionType(gpipe_model.__code__.replace(), {"__builtins__": builtins}, "gpipe_model")
+
+
+def surroundings(device: torch.device) -> Surroundings:
+    """Returns the modes of the calling thread."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return Surroundings(torch.is_grad_enabled(), autocast)
+
+
+def _strides_like(tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
+    """Returns strides for another shape, with dimensions in the same order in memory."""
+    strides, span = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), -d)):
+        if tensor.stride(dim) or tensor.shape[dim] == 1:
+            strides[dim] = span
+            span = span * shape[dim]
+    return strides
+
+
+def _changed_arguments(before: Any, after: Any) -> list[str]:
+    """Returns the names of the arguments, positional and keyword ones, that are not as they were."""
+    (args, kwargs), (old_args, old_kwargs) = after, pytree.tree_unflatten(*before)
+    pairs = {f"argument {i}": pair for i, pair in enumerate(zip(args, old_args, strict=True))}
+    pairs |= {repr(name): (kwargs[name], old_kwargs[name]) for name in kwargs}
+    return [name for name, (x, y) in pairs.items() if not _is_same(x, y)]
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    ours, theirs = pytree.tree_flatten(x), pytree.tree_flatten(y)
+    return ours[1] == theirs[1] and all(a is b for a, b in zip(ours[0], theirs[0], strict=True))

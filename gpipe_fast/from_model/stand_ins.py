@@ -1,0 +1,195 @@
+"""Fake tensors in the place of those that a model has, and its attributes, while a call of it is captured."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_fast.from_model.dataflow import CannotCut, Owned
+from gpipe_fast.strides import empty_like
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
+
+# The modules of a model, with their names.
+Names = Mapping[nn.Module, str]
+# Returns the real tensor that a module has.
+ReadOwned = Callable[[Owned], Tensor]
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, vars(module)
+
+
+def owners(names: Names) -> dict[int, tuple[Tensor, Owned]]:
+    """Returns the tensors of modules and where they are, by identity; the outermost owner counts."""
+    return {
+        id(tensor): (tensor, Owned(module, name))
+        for module in reversed(list(names))
+        for table in _tables(module)
+        for name, tensor in table.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+@contextlib.contextmanager
+def fake_parameters(names: Names, mode: FakeTensorMode, device: torch.device) -> Iterator[ReadOwned]:
+    """Replaces the parameters and buffers of modules, and other tensors that they have, in a block.
+
+    Yields a function that returns the real tensor.
+
+    Args:
+        names: the modules.
+        mode: the fake mode.
+        device: the device of all fake tensors.
+    """
+    fakes: dict[int, Tensor] = {}
+    before = [
+        (table, name, tensor)
+        for module in names
+        for table in _tables(module)
+        for name, tensor in table.items()
+        if isinstance(tensor, Tensor)
+    ]
+    try:
+        for table, name, tensor in before:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(tensor, mode, device)
+            table[name] = fakes[id(tensor)]
+        real = {(id(table), name): tensor for table, name, tensor in before}
+
+        def read(owned: Owned) -> Tensor:
+            own = _tables(owned.owner)
+            return next(real[id(t), owned.name] for t in own if (id(t), owned.name) in real)
+
+        yield read
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    with mode:
+        fake = empty_like(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def real_tensors(module: nn.Module, read: ReadOwned) -> Iterator[None]:
+    """Puts the real tensors of a module back for a block, with copies of its buffers."""
+    tables: list[tuple[nn.Module, dict[str, Any]]] = [
+        (inner, table) for inner in module.modules() for table in (inner._parameters, inner._buffers)
+    ]
+    before = [(*each, *item) for each in tables for item in each[1].items() if item[1] is not None]
+    try:
+        for inner, table, name, _ in before:
+            real = read(Owned(inner, name))
+            table[name] = real.clone() if table is inner._buffers else real
+        yield
+    finally:
+        for _, table, name, fake in before:
+            table[name] = fake
+
+
+_TABLES = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_NOT_CONFIGURATIONS = (nn.Module, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+
+def configurations(names: Names) -> list[Any]:
+    """Returns the plain attributes of the objects that modules have, such as of a configuration."""
+    objects = {id(x): x for m in names for x in vars(m).values() if hasattr(x, "__dict__")}
+    return [
+        (key, value)
+        for each in objects.values()
+        if not isinstance(each, _NOT_CONFIGURATIONS)
+        for key, value in vars(each).items()
+        if isinstance(value, _PLAIN)
+    ]
+
+
+@contextlib.contextmanager
+def restored_attributes(names: Names) -> Iterator[Callable[[], None]]:
+    """Restores the attributes of modules after a block; yields a check that nothing was written to them.
+
+    It raises `CannotCut`.
+    """
+    before = {module: dict(vars(module)) for module in names}
+    contents = [
+        (f"{name}.{key}".lstrip("."), value, _contents(value))
+        for module, name in names.items()
+        for key, value in vars(module).items()
+        if key not in _TABLES and isinstance(value, (dict, list, builtins.set))
+    ]
+
+    def check() -> None:
+        for name, value, known in contents:
+            if not _are_same(_contents(value), known):
+                raise CannotCut(
+                    f"forward writes to {name}, a side channel between blocks, which may run at the same time"
+                )
+        for module, name in names.items():
+            for key, value in vars(module).items():
+                if value is not before[module].get(key) and key not in _TABLES:
+                    raise CannotCut(f"forward sets {f'{name}.{key}'.lstrip('.')}, a side effect")
+
+    try:
+        yield check
+    finally:
+        for module, attributes in before.items():
+            state = vars(module)
+            for key in state.keys() - attributes.keys():
+                del state[key]
+            state.update(attributes)
+        for _, value, known in contents:
+            if not _are_same(_contents(value), known):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(known)
+
+
+def _contents(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _are_same(contents: list[Any], others: list[Any]) -> bool:
+    if len(contents) != len(others):
+        return False
+    pairs = zip(contents, others, strict=True)
+    return all(
+        x is y or (type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is, x, y)))
+        for x, y in pairs
+    )
+
+
+def _is(x: Any, y: Any) -> bool:
+    return x is y or (isinstance(x, _PLAIN) and x == y)
+
+
+def collectors_refused() -> contextlib.AbstractContextManager[Any]:
+    """Refuses outputs that transformers collects inside of blocks, by a variable of the context."""
+    collecting = sys.modules.get("transformers.utils.output_capturing")
+    variable = getattr(collecting, "CompileableContextVar", None)
+    if variable is None:
+        return contextlib.nullcontext()
+
+    def set_outputs(self: Any, outputs: Any) -> None:
+        names = [key for key in outputs if not key.startswith("_")]
+        if names:
+            raise CannotCut(
+                f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or "
+                "call model.plain() for such an output"
+            )
+
+    def reset(self: Any, token: Any) -> None: ...
+
+    def get(self: Any) -> None: ...
+
+    return mock.patch.multiple(variable, set=set_outputs, reset=reset, get=get)
