@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import _extension, progress, switches
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment
+from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.fuse.availability import loader_of
 from gpipe_fast.fuse.casts import hoist_parameter_casts
 from gpipe_fast.layers.structure import layer_title
@@ -120,6 +121,7 @@ class TracedStage:
         fusion: fuses the graphs; None to leave them as they are.
         device: the device that the graph was made for.
         origin: the layers that the graph was made for; equal layers share it.
+        threads: the number of intra-op threads that the graph was made for; lowering depends on it.
         lowered: the lowered stages, by the arguments of ``lower``.
     """
 
@@ -128,6 +130,7 @@ class TracedStage:
     fusion: Fusion | None = None
     device: torch.device = _CPU
     origin: str = ""
+    threads: int = field(default_factory=torch.get_num_threads)
     lowered: dict[tuple[SavedFraction, bool], LoweredStage] = field(default_factory=dict)
 
     @property
@@ -180,7 +183,8 @@ class TracedStage:
         key = saved_fraction, defers_weights
         found = self.lowered.get(key)  # another thread may drop it
         if found is None:
-            found = self.lowered[key] = self._lower(*key)
+            with intra_op_threads(self.threads):
+                found = self.lowered[key] = self._lower(*key)
         return found
 
     def _lower(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpipe_fast import GPipe
+from gpipe_fast.lower import bitwise_addmm
 from gpipe_fast.schedule import fill_drain
 from tests.internals import inject_failure, remove_faults
 from tests.models import convolutions, features, images, mlp
@@ -137,6 +138,29 @@ def test_stages_are_lowered_for_the_threads_they_run_with() -> None:
         pipe.threads_per_stage = threads
         with intra_op_threads(callers):
             assert unequal(pipeline_step(pipe, x), expected) == [], f"{threads} threads"
+
+
+@pytest.mark.parametrize("first", ["call", "memory", "inference"])
+def test_decisions_of_lowering_are_made_with_the_threads_of_stages(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[int]()
+
+    def are_equal(*operands: object) -> bool:
+        used.append(torch.get_num_threads())
+        return True
+
+    monkeypatch.setattr(bitwise_addmm, "_are_equal", are_equal)
+    pipe = GPipe(nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17)), [1, 2], chunks=4)
+    pipe.threads_per_stage, x = 3, torch.randn(64, 17)
+    with intra_op_threads(1):
+        if first == "memory":
+            assert pipe.memory(x)
+        elif first == "inference":
+            with torch.no_grad():
+                pipe(x)
+        pipe(x).sum().backward()
+    assert set(used) == {3}
 
 
 def test_steps_and_failures_do_not_change_thread_counts_of_callers_and_new_threads() -> None:

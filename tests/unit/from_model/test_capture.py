@@ -1,4 +1,4 @@
-"""A record has the calls of a model's forward, and leaves the model as it was."""
+"""A capture has the calls of a model's forward, and leaves the model as it was."""
 
 from __future__ import annotations
 
