@@ -700,9 +700,8 @@ class _CallOf:
         sizes = self.sizes(kind, [tensors])[0]
         modules = Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
         given = Given(tensors, kind.symbols(), sizes, self._build)
-        return capture_call(
-            self._model, given, modules, self._device, self._decide_by(tensors, sizes), symbolic
-        )
+        decide = self._decide_by(tensors, sizes)
+        return capture_call(self._model, given, modules, self._device, decide, symbolic=symbolic)
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         tensors = self._inputs.tensors

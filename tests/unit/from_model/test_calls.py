@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe
+from gpipe_fast.from_model import calls
+from gpipe_fast.from_model.capture import capture_call
 from gpipe_fast.from_model.outputs import LOSSES
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -215,3 +218,90 @@ def test_weights_of_classes(changed: bool) -> None:
         model.loss.weight.copy_(torch.arange(6.0))
     for targets in (Y, torch.full((7,), 5), torch.tensor([5, 5, 5, 0, 0, 0, 1])):
         torch.testing.assert_close(model(X, targets), model.plain()(X, targets))
+
+
+class Tokens(nn.Module):
+    """Blocks on tokens with positions, a causal mask, and a function of their output."""
+
+    def __init__(self, function: Callable[..., Any] = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.positions = nn.Embedding(9, 6), nn.Embedding(64, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.function = function
+
+    def forward(self, tokens: Tensor, weights: Tensor | None = None) -> Any:
+        length = tokens.shape[1]
+        x = self.embedding(tokens) + self.positions(torch.arange(length))
+        mask = torch.ones(length, length).tril()
+        for block in self.blocks:
+            x = torch.tanh(block(mask @ x / length)) + x
+        return self.function(x if weights is None else x * weights[..., None])
+
+
+def of_tokens(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    return GPipe.from_model(Tokens(function), inputs, devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+
+
+def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(batch * length)
+    return (
+        torch.randint(9, (batch, length), generator=generator),
+        torch.rand(batch, length, generator=generator),
+    )
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The captures so far: whether each had symbols for sizes."""
+    found: list[bool] = []
+
+    def counted(*args: Any, symbolic: bool) -> Any:
+        found.append(symbolic)
+        return capture_call(*args, symbolic=symbolic)
+
+    monkeypatch.setattr(calls, "capture_call", counted)
+    return found
+
+
+SIZES = [(7, 5), (9, 5), (7, 11), (12, 3), (30, 64), (8, 17), (6, 2), (11, 29)]
+
+
+def test_further_sizes_need_no_capture(captures: list[bool]) -> None:
+    model = of_tokens(lambda x: {"sum": x.square().sum((1, 2)), "last": x[:, -1]}, *tokens(7, 5))
+    for sizes in SIZES[:3]:
+        assert equals_the_loop(model, *tokens(*sizes))
+    before = list(captures)
+    for sizes in SIZES[3:]:
+        assert equals_the_loop(model, *tokens(*sizes))
+    assert captures == before
+    assert before.count(True) == 2  # of the first length, and of all
+
+
+DECIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a long one": lambda x: x * 2 if x.shape[1] > 16 else x + 1,
+    "an odd one": lambda x: x * 2 if x.shape[1] % 2 else x + 1,
+    "one of 11": lambda x: x * 2 if x.shape[1] == 11 else x + 1,
+    "a product": lambda x: x * 2 if x.shape[0] * x.shape[1] > 30 else x + 1,
+    "a quotient": lambda x: x[:, : x.shape[1] // 2 + 1] * (x.shape[1] // 3),
+    "a root": lambda x: x / math.sqrt(x.shape[1]),
+    "halves": lambda x: torch.stack(x.split(x.shape[1] // 2 + 1, dim=1)[0].unbind(-1)).permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_code_that_decides_by_a_length_does_so_in_each_call(name: str) -> None:
+    model = of_tokens(DECIDES[name], *tokens(6, 5))
+    for _, length in SIZES:
+        assert equals_the_loop(model, *tokens(6, length))
+
+
+def test_single_samples_and_tokens() -> None:
+    model = of_tokens(lambda x: x.reshape(-1, 6).view(x.shape[0], -1, 6), *tokens(3, 5))
+    for batch, length in [(3, 5), (3, 7), (4, 1), (1, 1), (1, 9), (7, 4)]:
+        assert equals_the_loop(model, *tokens(batch, length))
+
+
+def test_what_a_single_sample_would_change_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="for another batch size"):
+        of_tokens(lambda x: x.sum((1, 2)).squeeze() * 2, *tokens(3, 5))(*tokens(4, 5))
