@@ -473,7 +473,7 @@ class _CallOf:
         And the kinds of those calls.
         """
         key, shapes = self._key(shapes=False), [x.shape for x in self._inputs.tensors]
-        before, known, kinds = self._calls._lengths.get(key, (shapes, [], []))
+        before, known, kinds = self._calls._lengths.get(key, (shapes, self._likely_lengths(), []))
         group_of = {dim: index for index, group in enumerate(known) for dim in group}
         groups: dict[Any, list[tuple[int, int]]] = {}
         for index, (old, new) in enumerate(zip(before, shapes, strict=True)):
@@ -484,6 +484,14 @@ class _CallOf:
         found = [tuple(group) for group in groups.values()]
         self._calls._lengths[key] = shapes, found, kinds
         return found, kinds
+
+    def _likely_lengths(self) -> list[Group]:
+        """Returns the dimensions that are probably lengths: the second ones of tokens, masks and labels."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for index, tensor in enumerate(self._inputs.tensors):
+            if tensor.dim() == 2 and not tensor.is_floating_point() and index not in self._whole:
+                groups.setdefault(tensor.shape[1], []).append((index, 1))
+        return [tuple(group) for group in groups.values()]
 
     def _possible_splits(self) -> Iterator[frozenset[int]]:
         """Returns which inputs may be split: those whose first dimension is the batch, if not by chance."""

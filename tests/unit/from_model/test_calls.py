@@ -275,7 +275,7 @@ def test_further_sizes_need_no_capture(captures: list[bool]) -> None:
     for sizes in SIZES[3:]:
         assert equals_the_loop(model, *tokens(*sizes))
     assert captures == before
-    assert before.count(True) == 2  # of the first length, and of all
+    assert before.count(True) == 2  # the second one, because the length of the weights was a number
 
 
 DECIDES: dict[str, Callable[[Tensor], Tensor]] = {
