@@ -6,6 +6,8 @@ Read in PyTorch 2.11.0 and 2.14.1, which differ where a comment says so.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import sys
 import types
@@ -19,12 +21,13 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._dynamo.utils as dynamo_utils
+import torch._dynamo.variables.builtin as dynamo_builtin
 import torch._dynamo.variables.torch as dynamo_torch
 import torch.utils._triton as torch_triton
 from torch._dynamo import convert_frame
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError, Unsupported
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import (
@@ -38,12 +41,13 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_fun
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable, LocalGeneratorObjectVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
 from torch.torch_version import TorchVersion
@@ -172,26 +176,36 @@ def settings(wanted: Mapping[str, Any], ignored_logging: set[Any]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def caught_exceptions_shown(look: Callable[[type, types.CodeType], None]) -> Iterator[None]:
+def caught_exceptions_shown(look: Callable[[type, types.CodeType, bool], None]) -> Iterator[None]:
     """Shows each exception that the captured code raises where a handler may catch it, in a block.
 
+    Adds guards on absent keys of dictionaries and on absent attributes, where a lookup fails.
+
     Args:
-        look: called with the class of the exception and the code that raises it.
+        look: called with the class of the exception, the code that may catch it, and whether guards notice
+            when it would not be raised. They do if a ``raise`` of the captured code raises it, since they
+            cover what leads there.
     """
     translator = symbolic_convert.InstructionTranslatorBase
     original = translator.exception_handler
+    guarded: list[Any] = []  # by identity
 
     def exception_handler(self: Any, raised: Any) -> None:
         is_311 = sys.version_info >= (3, 11)
         handler = self.current_instruction.exn_tab_entry if is_311 else self.block_stack
-        stack = self.exn_vt_stack
-        latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
-        error = latest().python_type()
+        error = _current_exception(self)
+        is_lookup = self.f_code.co_name == "__getattr__" and not _LOOK_UP_ATTRIBUTES
+        if self.current_instruction.opname == "RAISE_VARARGS" and not is_lookup:
+            guarded.append(error)
         if handler:
-            look(error, self.f_code)
+            look(error.python_type(), self.f_code, any(error is each for each in guarded))
         original(self, raised)
 
-    with mock.patch.object(translator, "exception_handler", exception_handler):
+    with (
+        mock.patch.object(translator, "exception_handler", exception_handler),
+        _absent_keys_guarded(guarded),
+        _absent_attributes_guarded(guarded),
+    ):
         yield
 
 
@@ -314,6 +328,93 @@ def nodes_watched(
         return watch(tracer, node, (args, kwargs), lambda: original(tracer, node, args, kwargs, nnmodule))
 
     return mock.patch.object(dynamo_utils, "run_node", run_node)
+
+
+def _current_exception(translator: Any) -> Any:
+    """Returns the exception that is being raised."""
+    stack = translator.exn_vt_stack
+    latest = getattr(stack, "get_raised_exception", None) or stack.get_current_exception  # since 2.14
+    return latest()
+
+
+def _absent_keys_guarded(guarded: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Adds a guard where a key of a dictionary is not found, in a block, and the exception to a list."""
+    name = "getitem_const_raise_exception_if_absent"
+    original = getattr(ConstDictVariable, name)
+
+    def getitem(self: Any, tx: Any, key: Any) -> Any:
+        try:
+            return original(self, tx, key)
+        except ObservedKeyError:
+            # The keys of a dictionary that the captured code has made follow from what is guarded.
+            is_new = isinstance(self.mutation_type, ValueMutationNew)
+            if is_new or (self.source is not None and (key.source is not None or key.is_python_constant())):
+                self.install_dict_contains_guard(tx, [key])
+                guarded.append(_current_exception(tx))
+            raise
+
+    return mock.patch.object(ConstDictVariable, name, getitem)
+
+
+@contextlib.contextmanager
+def _absent_attributes_guarded(guarded: list[Any]) -> Iterator[None]:
+    """Adds a guard where an object has no attribute of its own, in a block, and the exception to a list."""
+    if not _LOOK_UP_ATTRIBUTES:
+        yield
+        return
+    original = _LOOK_UP_ATTRIBUTES[0].generic_getattr
+
+    def generic_getattr(tx: Any, owner: Any, name: str, *default: Any) -> Any:
+        try:
+            found = original(tx, owner, name, *default)
+        except ObservedAttributeError:
+            if owner.source is not None and not tx.output.side_effects.is_modified(owner):
+                _guard_whether_has(owner, name)
+                guarded.append(_current_exception(tx))
+            raise
+        if owner.source is not None and _is_from_getattr(owner, name):
+            install_guard(owner.source.make_guard(functools.partial(_NOT_IN_DICT, attr=name)))
+        return found
+
+    with contextlib.ExitStack() as stack:
+        for module in _LOOK_UP_ATTRIBUTES:
+            stack.enter_context(mock.patch.object(module, "generic_getattr", generic_getattr))
+        yield
+
+
+# The modules that look up attributes by `generic_getattr`, since 2.14.
+_LOOK_UP_ATTRIBUTES: list[Any] = [
+    module for module in (symbolic_convert, dynamo_builtin) if hasattr(module, "generic_getattr")
+]
+_NOT_IN_DICT = GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT
+
+
+def _is_from_getattr(owner: Any, name: str) -> bool:
+    """Returns whether ``__getattr__`` computes an attribute; callers compare the attributes of modules."""
+    value = owner.value if isinstance(owner, UserDefinedObjectVariable) else None
+    if isinstance(value, torch.nn.Module) or not hasattr(type(value), "__getattr__"):
+        return False
+    return hasattr(value, "__dict__") and inspect.getattr_static(value, name, owner) is owner
+
+
+@contextlib.contextmanager
+def asked_attributes_guarded() -> Iterator[None]:
+    """Makes Dynamo guard whether Python modules and functions have an attribute, if asked, in a block."""
+    with contextlib.ExitStack() as stack:
+        for kind in (PythonModuleVariable, BaseUserFunctionVariable):
+            original = kind.call_obj_hasattr
+
+            def call_obj_hasattr(self: Any, tx: Any, name: str, original: Any = original) -> Any:
+                if self.source is not None:
+                    _guard_whether_has(self, name)
+                return original(self, tx, name)
+
+            stack.enter_context(mock.patch.object(kind, "call_obj_hasattr", call_obj_hasattr))
+        yield
+
+
+def _guard_whether_has(owner: Any, name: str) -> None:
+    install_guard(owner.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
 
 
 @contextlib.contextmanager

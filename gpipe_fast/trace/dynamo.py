@@ -382,7 +382,7 @@ def captured_graph(
             output = found.graph_capture_output
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
-            guards = _guards(output, module, entry, layer, observed.looked_for_keys, is_own)
+            guards = _guards(output, module, entry, layer, is_own)
             # A cycle that no collection finds: it leads through autograd's graph of a fake argument.
             output.output_graph.shape_env.tracked_fakes = None
         except Refused:
@@ -480,11 +480,9 @@ class _Observed:
 
     Attributes:
         changes: Dynamo's names of what forward changes.
-        looked_for_keys: whether forward may have looked for absent keys of dictionaries.
     """
 
     changes: list[str] = field(default_factory=list)
-    looked_for_keys: bool = False
 
 
 @contextlib.contextmanager
@@ -504,8 +502,9 @@ def _capturing(
         dynamo.triton_kernels_known(),
         dynamo.sent_values_replace_yields(),
         dynamo.shown_keys_guarded(),
+        dynamo.asked_attributes_guarded(),
         dynamo.effective_changes_only(observed.changes),
-        _caught_lookups_refused(observed),
+        _caught_lookups_refused(),
         dynamo.tensor_attributes_shown(_check_attribute),
         dynamo.settings(config, _logging_functions()),
         dynamo.fake_mode_of(RealLayouts),
@@ -522,18 +521,13 @@ def _capturing(
             random.setstate(random_state)
 
 
-def _caught_lookups_refused(observed: _Observed) -> contextlib.AbstractContextManager[None]:
-    """Refuses layers that catch errors of lookups in a block, whose results Dynamo does not guard.
-
-    ``Mapping.get`` may catch a ``KeyError``; the keys of dictionaries are compared then.
-    """
+def _caught_lookups_refused() -> contextlib.AbstractContextManager[None]:
+    """Refuses layers that catch errors of lookups in a block, unless guards notice that one would succeed."""
     known = (_TORCH, inspect.__file__)  # their lookups are of classes and functions
 
-    def look(error: type, code: types.CodeType) -> None:
+    def look(error: type, code: types.CodeType, is_guarded: bool) -> None:
         is_lookup = issubclass(error, (AttributeError, LookupError, NameError, ImportError))
-        if issubclass(error, KeyError) and code is Mapping.get.__code__:
-            observed.looked_for_keys = True
-        elif is_lookup and not code.co_filename.startswith(known):
+        if is_lookup and not is_guarded and not code.co_filename.startswith(known):
             raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
 
     return dynamo.caught_exceptions_shown(look)
@@ -610,7 +604,6 @@ def _guards(
     module: fx.GraphModule | None,
     entry: types.FunctionType,
     layer: nn.Module,
-    looked_for_keys: bool,
     is_own: Callable[[Source], bool],
 ) -> Guards:
     graph = output.output_graph
@@ -626,7 +619,7 @@ def _guards(
     check_layer, check_ambient = (
         dynamo.check_of(graph, entry.__code__, guards) for guards in (on_layer, ambient)
     )
-    reads = _reads([*on_layer, *ambient], entry, layer, looked_for_keys)
+    reads = _reads([*on_layer, *ambient], output.traced_code, entry, layer)
     stable = {read.name for read in reads if read.is_stable}
     deep = [guard for guard in on_layer if guard.originating_source.name not in stable]
     classes = {type(module) for module in layer.modules()}
@@ -666,8 +659,12 @@ def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
     }
 
 
+# Functions that take the keys of a dictionary, which Dynamo does not guard then.
+_TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", *(name for name in dir(set) if name[0] != "_")})
+
+
 def _reads(
-    guards: Iterable[Guard], entry: types.FunctionType, layer: nn.Module, with_keys: bool
+    guards: Iterable[Guard], code: Iterable[types.CodeType], entry: types.FunctionType, layer: nn.Module
 ) -> tuple[Read, ...]:
     """Returns the places that guards are about, as far as Python expressions name them.
 
@@ -679,9 +676,10 @@ def _reads(
     # ``list(table)`` is guarded by the length alone, ``f(*table)`` without the order.
     of_keys = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
     counted = {guard.originating_source.name for guard in guards if guard.create_fn_name() in of_keys}
+    are_taken = any(not _TAKE_KEYS.isdisjoint(each.co_names) for each in code)
     for name in dict.fromkeys(guard.originating_source.name for guard in guards):
         try:
-            keys = with_keys or name in counted
+            keys = are_taken or name in counted
             read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
@@ -748,6 +746,8 @@ def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
     if attribute is None:
         return True
     if item is None:
+        if isinstance(value, type):  # may get an attribute for which forward looks
+            return False
         # ``move_to_end`` changes no item.
         return type(value) is dict or bool(TABLE.search(read.name)) or _is_immutable(value)
     if attribute in ("_parameters", "_buffers", "_modules"):

@@ -32,6 +32,7 @@ IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtyp
 _COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType, enum.Enum)
 _CONTAINERS = (list, dict, set, tuple, frozenset)
 _TORCH = os.path.dirname(torch.__file__)
+_ENVIRONMENT: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 # Modules' own tables, of hooks, parameters, buffers or modules.
 TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
 
@@ -203,16 +204,11 @@ def unguarded_state(guards: Iterable[Guards]) -> Callable[[], bool]:
     for function in called:
         shadowed = vars(builtins).keys() & set(function.__code__.co_names) - function.__globals__.keys()
         snapshot.add_dict_items(function.__globals__, shadowed, False)
-    for each in guards:
-        asked = _names_asked_for(each.code)
-        for read in each.reads if asked else ():
-            if read.name.startswith("G[") and isinstance(module := read.value(None), ModuleType):
-                snapshot.add_dict_items(vars(module), asked, False)
-    if any(each.reads_environment for each in guards):
-        snapshot.add_container(os.environ._data)  # type: ignore[attr-defined]
+    # By value: PyTorch stores some variables again.
+    environment = dict(_ENVIRONMENT) if any(each.reads_environment for each in guards) else None
 
     def is_unchanged() -> bool:
-        if not snapshot.unchanged(()):
+        if not snapshot.unchanged(()) or (environment is not None and environment != _ENVIRONMENT):
             return False
         for function, own_code, defaults, keyword_defaults in functions:
             if (
@@ -224,17 +220,6 @@ def unguarded_state(guards: Iterable[Guards]) -> Callable[[], bool]:
         return True
 
     return is_unchanged
-
-
-def _names_asked_for(code: Iterable[CodeType]) -> set[str]:
-    """Returns the names for which users' code may ask a Python module by ``hasattr``."""
-    return {
-        constant
-        for each in code
-        if not each.co_filename.startswith(_TORCH) and {"hasattr", "getattr"} & set(each.co_names)
-        for constant in each.co_consts
-        if isinstance(constant, str) and constant.isidentifier()
-    }
 
 
 _HEAP_TYPE = 1 << 9

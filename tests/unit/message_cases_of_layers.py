@@ -66,8 +66,8 @@ def replace_data(layer: Any) -> None:
 
 def catch_a_lookup(layer: Any, x: Tensor) -> Any:
     try:
-        return x * layer.absent
-    except AttributeError:
+        return x * ABSENT  # type: ignore[name-defined]
+    except NameError:
         return x
 
 
@@ -206,7 +206,7 @@ TRACING = [
         lambda layer, x: x * isinstance(layer, Answering),
     ),
     case("a cache", "cached", in_aten, lambda layer, x: x * cached()),
-    case("may catch AttributeError", "backend='auto'", in_aten, catch_a_lookup),
+    case("may catch NameError", "backend='auto'", in_aten, catch_a_lookup),
     case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
     case("is_contiguous()", "backend='auto'", in_aten, lambda own, x: ASKS_FOR_LAYOUT.apply(own.linear(x))),
     case("its argument is not made of", "got set", popping_a_set),
