@@ -38,10 +38,14 @@ from torch._dynamo.source import (
     get_local_source_name,
 )
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
-from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.functions import BaseUserFunctionVariable, LocalGeneratorObjectVariable
+from torch._dynamo.variables.functions import (
+    BaseUserFunctionVariable,
+    LocalGeneratorObjectVariable,
+    WrapperUserFunctionVariable,
+)
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -415,6 +419,34 @@ def asked_attributes_guarded() -> Iterator[None]:
 
 def _guard_whether_has(owner: Any, name: str) -> None:
     install_guard(owner.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+
+
+def cached_calls_answered(
+    answer: Callable[[Source | None, Any, tuple[Any, ...] | None, dict[str, Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Takes the results of functions with a cache, `functools.lru_cache`, from a function in a block.
+
+    Args:
+        answer: returns the result, given the source of the cached function, the function, its positional
+            arguments, or None if some argument is no constant, and its keyword arguments; `NotImplemented` if
+            the function below the cache shall be traced.
+    """
+    original = WrapperUserFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        found = NotImplemented
+        if isinstance(self.wrapper_obj, functools._lru_cache_wrapper):
+            if all(each.is_python_constant() for each in (*args, *kwargs.values())):
+                values = tuple(each.as_python_constant() for each in args)
+                named = {key: each.as_python_constant() for key, each in kwargs.items()}
+                found = answer(self.source, self.wrapper_obj, values, named)
+            else:
+                found = answer(self.source, self.wrapper_obj, None, {})
+        return (
+            original(self, tx, args, kwargs) if found is NotImplemented else VariableTracker.build(tx, found)
+        )
+
+    return mock.patch.object(WrapperUserFunctionVariable, "call_function", call_function)
 
 
 @contextlib.contextmanager

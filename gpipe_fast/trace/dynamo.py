@@ -21,7 +21,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -382,7 +382,7 @@ def captured_graph(
             output = found.graph_capture_output
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
-            guards = _guards(output, module, entry, layer, is_own)
+            guards = _guards(output, module, entry, layer, is_own, observed.cached_calls)
             # A cycle that no collection finds: it leads through autograd's graph of a fake argument.
             output.output_graph.shape_env.tracked_fakes = None
         except Refused:
@@ -480,9 +480,38 @@ class _Observed:
 
     Attributes:
         changes: Dynamo's names of what forward changes.
+        cached_calls: the calls of functions with a cache.
     """
 
     changes: list[str] = field(default_factory=list)
+    cached_calls: list[_CachedCall] = field(default_factory=list)
+
+
+class _CachedCall(NamedTuple):
+    """A call of a function with a cache, whose result is a constant of the graph.
+
+    The guard is the same call, which gives what a forward in Python would get.
+    """
+
+    source: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def check_in(self, namespace: dict[str, Any]) -> Check:
+        """Returns a check that the call has the same result."""
+        code = compile(self.source, "<source>", "eval")
+        known = repr(self.result)
+
+        def check(scope: Scope) -> bool:
+            try:
+                found = eval(code, {"G": namespace})(*self.args, **self.kwargs)
+            except Exception:
+                return False
+            return found is self.result or (type(found) is type(self.result) and repr(found) == known)
+
+        return check
 
 
 @contextlib.contextmanager
@@ -505,6 +534,7 @@ def _capturing(
         dynamo.asked_attributes_guarded(),
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(),
+        dynamo.cached_calls_answered(functools.partial(_answer_cached_call, observed.cached_calls)),
         dynamo.tensor_attributes_shown(_check_attribute),
         dynamo.settings(config, _logging_functions()),
         dynamo.fake_mode_of(RealLayouts),
@@ -531,6 +561,30 @@ def _caught_lookups_refused() -> contextlib.AbstractContextManager[None]:
             raise Refused(f"its forward may catch {error.__name__}, whose cause PyTorch does not guard")
 
     return dynamo.caught_exceptions_shown(look)
+
+
+def _answer_cached_call(
+    calls: list[_CachedCall],
+    source: Source | None,
+    function: Any,
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a cached function, and records the call.
+
+    Raises:
+        Refused: the result cannot be compared before each call, or is not immutable.
+    """
+    if not _is_users(function):
+        return NotImplemented
+    name = function.__name__ if source is None else source.name
+    is_global = source is not None and get_local_source_name(source) is None
+    if is_global and args is not None and _is_immutable((*args, *kwargs.values())):
+        result = function(*args, **kwargs)
+        if _is_immutable(result):
+            calls.append(_CachedCall(name, function, args, kwargs, result))
+            return result
+    raise Refused(f"its forward reads a cache, {_readable(name)}")
 
 
 # A trace does not know of which tensor another is a view, which result of an operator, and how often changed.
@@ -605,6 +659,7 @@ def _guards(
     entry: types.FunctionType,
     layer: nn.Module,
     is_own: Callable[[Source], bool],
+    cached_calls: Sequence[_CachedCall],
 ) -> Guards:
     graph = output.output_graph
     on_layer, ambient = [], []
@@ -619,7 +674,9 @@ def _guards(
     check_layer, check_ambient = (
         dynamo.check_of(graph, entry.__code__, guards) for guards in (on_layer, ambient)
     )
-    reads = _reads([*on_layer, *ambient], output.traced_code, entry, layer)
+    cached = {repr(call): call.check_in(entry.__globals__) for call in cached_calls}
+    functions = [call.function for call in cached_calls]
+    reads = _reads([*on_layer, *ambient], output.traced_code, entry, layer, functions)
     stable = {read.name for read in reads if read.is_stable}
     deep = [guard for guard in on_layer if guard.originating_source.name not in stable]
     classes = {type(module) for module in layer.modules()}
@@ -634,9 +691,11 @@ def _guards(
     return Guards(
         check_layer,
         dynamo.check_of(graph, entry.__code__, deep) if deep else None,
-        check_ambient,
+        (lambda scope: check_ambient(scope) and all(check(scope) for check in cached.values()))
+        if cached
+        else check_ambient,
         _conditions(on_layer),
-        _conditions(ambient),
+        _conditions(ambient) | cached.keys(),
         tuple(sorted(classes, key=id)),
         frozenset(output.traced_code) | {function.__code__ for function in _functions(module)},
         reads_environment=any("environ" in str(guard.name) for guard in ambient)
@@ -664,7 +723,11 @@ _TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", *(name for name in dir(s
 
 
 def _reads(
-    guards: Iterable[Guard], code: Iterable[types.CodeType], entry: types.FunctionType, layer: nn.Module
+    guards: Iterable[Guard],
+    code: Iterable[types.CodeType],
+    entry: types.FunctionType,
+    layer: nn.Module,
+    cached_functions: Sequence[Any],
 ) -> tuple[Read, ...]:
     """Returns the places that guards are about, as far as Python expressions name them.
 
@@ -684,7 +747,8 @@ def _reads(
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
             continue
-        _check_guarded(name, value)
+        if not any(value is function for function in cached_functions):
+            _check_guarded(name, value)
         found.append(read._replace(is_stable=_is_stable(read, value, layer)))
     return tuple(found)
 

@@ -85,7 +85,7 @@ def untraced(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def cached() -> float:
+def cached(number: Any) -> float:
     return 2.0
 
 
@@ -205,7 +205,7 @@ TRACING = [
         in_aten,
         lambda layer, x: x * isinstance(layer, Answering),
     ),
-    case("a cache", "cached", in_aten, lambda layer, x: x * cached()),
+    case("a cache", "cached", in_aten, lambda layer, x: x * cached(layer)),
     case("may catch NameError", "backend='auto'", in_aten, catch_a_lookup),
     case("was replaced 16 times", "register it as a buffer", replace_a_tensor),
     case("is_contiguous()", "backend='auto'", in_aten, lambda own, x: ASKS_FOR_LAYOUT.apply(own.linear(x))),
