@@ -17,6 +17,7 @@ from tests.sampling import seed
 
 IMAGES = torch.randn(2, 4, 5, 5)
 LAST = IMAGES.to(memory_format=torch.channels_last)
+ROWS, ENDS = torch.randn(6, 8), torch.tensor([2, 2, 6], dtype=torch.int32)
 OPERATORS: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "group norm": (lambda x: F.group_norm(x, 2), LAST),
     "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), LAST),
@@ -30,6 +31,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Tensor]] = {
         lambda x: torch.ops.aten._log_softmax_backward_data(x, x.contiguous(), 1, x.dtype),
         torch.randn(4, 3).t(),
     ),
+    "product by groups": (lambda x: torch._grouped_mm(x, torch.randn(3, 8, 4), ENDS), ROWS),
+    "padded product by groups": (lambda x: torch._grouped_mm(x, torch.randn(3, 5, 8).mT, ENDS), ROWS),
+    "products of groups": (lambda x: torch._grouped_mm(x.t(), torch.randn(6, 4), ENDS), ROWS),
     "view": (lambda x: x.view(4, 1, 16, 4), torch.randn(4, 64, 1, 1).transpose(1, 2)),
 }
 
