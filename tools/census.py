@@ -1,7 +1,8 @@
-"""torchvision's models as pipelines of `GPipe.from_model`: which run natively, and whether a step is equal.
+"""Models of libraries as pipelines of `GPipe.from_model`: which run natively, and whether a step is equal.
 
-`python -m tools census` examines the smallest model of each family; `python -m tools census 'resnet*'`
-examines every constructor whose name matches a pattern, and writes no table.
+`python -m tools census` examines the smallest model of each family of torchvision, and the models of
+`tools.library_models`; `python -m tools census 'resnet*' 'Llama*'` examines every constructor of torchvision
+and every model whose name matches a pattern, and writes no table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -18,12 +21,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bench.measure import Table
 from bench.measure import write as write_tables
 from gpipe_fast import GPipe, verify
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.reports.verify import Report
+from tools import library_models
 
 NUM_STAGES, CHUNKS, BATCH = 3, 2, 4
 
@@ -192,6 +197,89 @@ def examine(name: str) -> Verdict:
     return verdict
 
 
+@dataclass(frozen=True)
+class LibraryVerdict:
+    """The result for one model of `library_models.MODELS`.
+
+    Attributes:
+        name: the name of the class or constructor.
+        report: the comparison with the plain loop; None if there is no pipeline.
+        in_python: for each kind of layer in Python, its class and the reason.
+        note: why there is no pipeline.
+    """
+
+    name: str
+    report: Report | None = None
+    in_python: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def result(self) -> str:
+        """'equal', the number of differing tensors and the largest difference, or what went wrong."""
+        if self.report is None:
+            return self.note
+        wrong = [row for row in self.report.rows if not row.equal]
+        if not wrong:
+            return "equal"
+        worst = max(wrong, key=lambda row: row.relative)
+        return f"{len(wrong)} of {len(self.report.rows)} tensors differ, {worst.name} by {worst.relative:.1e}"
+
+    def row(self) -> list[object]:
+        """Returns the table row."""
+        native = "" if self.report is None else "native"
+        return [self.name, self.result, "; ".join(self.in_python) or native]
+
+
+def examine_library(name: str) -> LibraryVerdict:
+    """Builds a model of a library and compares one pipelined step with the plain loop."""
+    model = library_models.MODELS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            inputs = dict(model.inputs)
+            pipe = GPipe.from_model(model.build(name), kwargs=inputs, devices=["cpu"] * 2, chunks=3)
+            verdict = LibraryVerdict(name, verify(pipe, **inputs, loss_fn=_loss_of_library))
+        except Exception as error:
+            verdict = LibraryVerdict(name, note=f"{type(error).__name__}: {error}".splitlines()[0])
+    found = (_IN_PYTHON.search(str(each.message)) for each in caught)
+    in_python = tuple(dict.fromkeys(f"{each[1]}: {each[2]}" for each in found if each))
+    gc.collect()
+    verdict = replace(verdict, in_python=in_python)
+    print(*verdict.row(), sep=" | ", flush=True)
+    return verdict
+
+
+_IN_PYTHON = re.compile(r"layer \d+ \((.*?)\) runs in Python: (.*?)(; other layers|$)", re.DOTALL)
+
+
+def _loss_of_library(output: Any) -> Tensor:
+    loss: Tensor | None = getattr(output, "loss", None)
+    return loss_of(list(filter(_is_differentiable, pytree.tree_leaves(output)))) if loss is None else loss
+
+
+def _is_differentiable(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def write_libraries(verdicts: Sequence[LibraryVerdict]) -> None:
+    """Prints the table and writes it to bench/results."""
+    libraries = sorted({library_models.MODELS[v.name].library for v in verdicts})
+    versions = [f"{name} {importlib.import_module(name).__version__}" for name in libraries]
+    native = sum(v.report is not None and not v.in_python for v in verdicts)
+    equal = sum(v.result == "equal" for v in verdicts)
+    text = write_tables(
+        "census_libraries",
+        "Census of models of transformers, timm and diffusers",
+        ["model", "compared with the plain loop", "layers in Python"],
+        [*(v.row() for v in verdicts), [f"{len(verdicts)} models", f"{equal} equal", f"{native} native"]],
+        f"{', '.join(versions)}. Small models with random weights (`tools/library_models.py`), as pipelines "
+        f"of `GPipe.from_model` in 2 stages. One step in training mode, {library_models.BATCH} samples in 3 "
+        "micro-batches, float32, one thread. 'equal' means that output, loss, gradients and buffers are "
+        "bitwise equal. The gradient of a weight that two stages share is summed in another order.\n",
+    )
+    print(text, flush=True)
+
+
 def write(verdicts: Sequence[Verdict]) -> None:
     """Prints the tables and writes them to bench/results."""
     equal = sum(v.result == "equal" for v in verdicts)
@@ -212,15 +300,30 @@ def write(verdicts: Sequence[Verdict]) -> None:
 
 
 def main(patterns: Sequence[str] = ()) -> None:
-    """Examines the models whose names match a pattern; without patterns, `FAMILIES`, and writes the table."""
-    if importlib.util.find_spec("torchvision") is None:
-        print("census: skipped, torchvision is not installed")
-        return
+    """Examines the models whose names match a pattern; without patterns, all in tables, and writes these."""
     torch.set_num_threads(1)
-    every = importlib.import_module("torchvision.models").list_models()
-    names = [name for name in every if any(fnmatch(name, p) for p in patterns)]
-    if patterns and not names:
-        sys.exit(f"census: no model of torchvision matches {', '.join(patterns)}")
-    verdicts = [examine(name) for name in names or FAMILIES.split()]
+    every = importlib.import_module("torchvision.models").list_models() if _has("torchvision") else []
+    libraries = {model.library for model in library_models.MODELS.values()}
+    known = {library for library in sorted(libraries) if _has(library)}
+    models = [name for name, model in library_models.MODELS.items() if model.library in known]
     if not patterns:
-        write(verdicts)
+        if every:
+            write([examine(name) for name in FAMILIES.split()])
+        if models:
+            write_libraries([examine_library(name) for name in models])
+        return
+    names = [name for name in every if any(fnmatch(name, p) for p in patterns)]
+    others = [name for name in models if name not in names and any(fnmatch(name, p) for p in patterns)]
+    if not names and not others:
+        sys.exit(f"census: no model matches {', '.join(patterns)}")
+    for name in names:
+        examine(name)
+    for name in others:
+        examine_library(name)
+
+
+def _has(library: str) -> bool:
+    found = importlib.util.find_spec(library) is not None
+    if not found:
+        print(f"census: skipped {library}, which is not installed")
+    return found

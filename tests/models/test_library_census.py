@@ -1,0 +1,31 @@
+"""A sample of the census of libraries: no layer runs in Python, and a step equals the plain loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import census, library_models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Attention, experts, a state space, an encoder, an encoder with a decoder, images.
+SAMPLE = (
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "MambaForCausalLM",
+    "ModernBertForMaskedLM",
+    "BartForConditionalGeneration",
+    "ViTForImageClassification",
+    "vit_tiny_patch16_224",
+)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_of_a_library_is_all_native_and_equals_the_plain_loop(name: str) -> None:
+    pytest.importorskip(library_models.MODELS[name].library)
+    verdict = census.examine_library(name)
+    assert verdict.report is not None, verdict.note
+    assert not verdict.in_python
+    tied = {"embed", "shared", "tok_embeddings"}
+    for row in verdict.report.rows:
+        assert row.equal or (row.relative < 1e-6 and any(part in row.name for part in tied)), row
