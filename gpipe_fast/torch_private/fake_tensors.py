@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -21,6 +24,27 @@ from torch.utils._sympy.printers import PythonPrinter
 
 # Where a fake mode reports an operator that raised.
 _logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class FakeTensorMode(_FakeTensorMode):
+    """PyTorch's fake mode, whose product of groups takes float32, as the real kernels do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            with self:
+                return _empty_grouped_mm(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _empty_grouped_mm(
+    mat1: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    found: Tensor = _create_grouped_mm_output_tensor(mat1, mat2, offs, out_dtype)
+    return found
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import Argument, DispatchKey
-from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -27,18 +26,6 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Returns the norm of each tensor, as gradient clipping computes it."""
     return torch._foreach_norm(tensors)
-
-
-def empty_grouped_mm(
-    mat1: Tensor,
-    mat2: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns an uninitialized result of `aten._grouped_mm`, which is the arguments' product by groups."""
-    found: Tensor = _create_grouped_mm_output_tensor(mat1, mat2, offs, out_dtype)
-    return found
 
 
 def call_composite(op: OpOverload[Any, Any], *args: Any, **kwargs: Any) -> Any:

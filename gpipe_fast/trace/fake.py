@@ -11,7 +11,7 @@ from torch import Tensor
 from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, ShapeEnv
 from gpipe_fast.torch_private.modes import disable_current_modes
-from gpipe_fast.torch_private.operators import OpOverload, empty_grouped_mm
+from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 aten = torch.ops.aten
@@ -29,9 +29,9 @@ class RealLayouts(FakeTensorMode):
     kernel is a decomposition with the fault that pytorch#88761 mended in softmax's. For tensors of several
     dtypes, fake norms return statistics of a narrower dtype than the real ones, and fake losses the widest
     dtype where real ones return that of the input. The fake sum of bfloat16 embeddings (`_embedding_bag`) has
-    another shape; that of a product of groups (`_grouped_mm`) refuses float32. A fake view may have another
-    stride of a dimension of size one, by which kernels tell channels_last. The real kernel runs once, on
-    zeros, during the trace.
+    another shape. A fake view may have another stride
+    of a dimension of size one, by which kernels tell channels_last. The real kernel runs once, on zeros,
+    during the trace.
 
     Attributes:
         in_place: the name of the operator for which others run. If it changes a tensor in place, then its
@@ -51,11 +51,7 @@ class RealLayouts(FakeTensorMode):
         """Runs the fake kernel, and replaces results whose strides or dtype differ from the real kernel's."""
         if func is not aten.lift_fresh.default:  # the elements of a tensor made from numbers are known
             args = tuple(map(self._without_elements, args))
-        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
-            with self:
-                fake: Any = empty_grouped_mm(*args, **(kwargs or {}))
-        else:
-            fake = super().__torch_dispatch__(func, types, args, kwargs)
+        fake = super().__torch_dispatch__(func, types, args, kwargs)
         if self.in_place == f"{func._schema.name}_" and isinstance(fake, Tensor):
             with self:
                 return torch.empty_strided(fake.shape, args[0].stride(), dtype=fake.dtype, device=fake.device)
