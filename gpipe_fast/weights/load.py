@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.weights.conversion import converted
 from gpipe_fast.weights.lazy_tensor import (
     Entry,
     LazyTensor,
@@ -58,7 +59,7 @@ def load_weights(
             f"init must be a function of a module, got {type(init).__name__}; pass a function such as "
             "init=lambda module: module.reset_parameters()"
         )
-    entries = entries_of(source)
+    entries = converted(module, entries_of(source))
     _add_tied_names(module, entries)
     trial = Targets(_devices(placement()), is_trial=True)
     with warnings.catch_warnings():
