@@ -44,6 +44,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import (
     BaseUserFunctionVariable,
     LocalGeneratorObjectVariable,
+    SkipFunctionVariable,
     WrapperUserFunctionVariable,
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
@@ -98,6 +99,19 @@ def sent_values_replace_yields() -> contextlib.AbstractContextManager[Any]:
         return original(self, tx, name, args, kwargs)
 
     return mock.patch.object(LocalGeneratorObjectVariable, "call_method", call_method)
+
+
+def stream_questions_answered() -> contextlib.AbstractContextManager[Any]:
+    """Lets captured code ask whether a stream is being captured, in a block; Dynamo refuses it for XPUs."""
+    questions = [getattr(of, "is_current_stream_capturing", None) for of in (torch.cuda, torch.xpu)]
+    original = SkipFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if any(self.value is question for question in questions):
+            return SourcelessBuilder.create(tx, False)
+        return original(self, tx, args, kwargs)
+
+    return mock.patch.object(SkipFunctionVariable, "call_function", call_function)
 
 
 def fake_mode_of(kind: type[FakeTensorMode]) -> contextlib.AbstractContextManager[Any]:

@@ -530,6 +530,7 @@ def _capturing(
         mock.patch.dict(dynamo.tracing_questions, _ANSWERS),
         dynamo.triton_kernels_known(),
         dynamo.sent_values_replace_yields(),
+        dynamo.stream_questions_answered(),
         dynamo.shown_keys_guarded(),
         dynamo.asked_attributes_guarded(),
         dynamo.effective_changes_only(observed.changes),
