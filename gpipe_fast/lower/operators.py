@@ -55,6 +55,14 @@ def functional_call(node: fx.Node) -> OperatorCall:
     return OperatorCall(op, schema_order_arguments(op, node), None)
 
 
+# Views in another dtype are copied, with their strides: by these, kernels choose how they round.
+_COPIED_VIEWS = {
+    aten.view_as_complex.default: aten.view_as_complex_copy.out,
+    aten.view_as_real.default: aten.view_as_real_copy.out,
+    aten.view.dtype: aten.view_copy.dtype_out,
+}
+
+
 def out_call(node: fx.Node) -> OperatorCall | None:
     """Returns a bitwise equal call of the out variant, or None if there is no faithful out variant."""
     op = node.target
@@ -62,6 +70,8 @@ def out_call(node: fx.Node) -> OperatorCall | None:
     arguments = schema_order_arguments(op, node)
     if op in (aten.clone.default, aten._to_copy.default):
         return OperatorCall(aten.copy_.default, (None, arguments[0], False), (0,))
+    if op in _COPIED_VIEWS:
+        return OperatorCall(_COPIED_VIEWS[op], (*arguments, None), (len(arguments),))
     if op is aten.relu.default:  # relu's kernel is clamp_min at zero
         return OperatorCall(aten.clamp_min.out, (arguments[0], 0, None), (2,))
     out = _out_variant(op)

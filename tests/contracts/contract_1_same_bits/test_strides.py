@@ -71,6 +71,12 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "convolved view": lambda x: F.conv2d(
         pooled(x).transpose(1, 3).view(len(x), 1, 4, 2), WEIGHT[:3].view(1, 1, 3, 3), padding=1
     ),
+    # Kernels for complex numbers round rows one by one in another way than all at once.
+    "complex rows": lambda x: real(complex_of(x[:, 2:]) * complex_of(x[:, :6])),
+    "complex columns": lambda x: real((complex_of(x).t() * complex_of(x[:, 2:]).t()[:1]).t()),
+    "parts of complex rows": lambda x: (
+        torch.view_as_real(complex_of(x)[:, 1:]).norm(dim=0).expand(len(x), 3, 2)
+    ),
     # The layer reads strides, which become numbers in its graph.
     "stride as a number": lambda x: (x.t().sigmoid() * F.logsigmoid(x.t()).stride(0)).t(),
     "stride of a norm": lambda x: (y := F.group_norm(images(x), 2)) * y.stride(1),
@@ -79,6 +85,14 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
         (len(x), 8), (y.stride(0), y.stride(1))
     ),
 }
+
+
+def complex_of(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.reshape(len(x), -1, 2))
+
+
+def real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x).flatten(1)
 
 
 def images(x: Tensor) -> Tensor:

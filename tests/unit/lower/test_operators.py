@@ -69,7 +69,6 @@ def test_the_out_variant_of_relu_keeps_the_bits_of_special_values() -> None:
         (aten.native_layer_norm.default, (X, [4], None, None, 1e-5)),
         (aten.embedding.default, (X, torch.tensor([0]))),
         (aten.convolution.default, (X[None], X[:, :, None], None, [1], [0], [1], False, [0], 1)),
-        (aten.view_as_complex.default, (X.view(6, 2),)),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
@@ -79,6 +78,13 @@ def test_operators_without_a_real_out_variant_return_their_results(op: Any, args
     returned = functional_call(node)
     assert returned.op is op
     assert returned.out_positions is None
+
+
+def test_views_in_another_dtype_are_copied_into_the_out_tensor() -> None:
+    call = out_call(make_node(aten.view_as_complex.default, X.view(6, 2)))
+    assert call is not None
+    assert call.op is aten.view_as_complex_copy.out
+    assert call.out_positions == (1,)
 
 
 def test_is_pointwise_recognizes_pointwise_operators() -> None:
