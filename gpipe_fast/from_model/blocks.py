@@ -104,10 +104,8 @@ def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[lis
     lists = list(_outer_lists(model))
     found: list[nn.Module] = []
     while lists:
-        candidates = {child for each in lists for child in each}
-        opened = opened_for(model, candidates)
-        flow = record(opened, candidates)
-        runs = [each for each in lists if _runs_in_order(flow, each)]
+        flow = _recorded(model, record, lists)
+        runs = _without_small_sequences([each for each in lists if _runs_in_order(flow, each)], needed)
         found = max(found, _called(flow, {child for each in runs for child in each}), key=len)
         if len(found) >= max(needed, 2):
             break
@@ -119,6 +117,31 @@ def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[lis
     if len(found) >= 2:
         return found, opened_for(model, found)
     return _children_as_blocks(model, record, needed)
+
+
+def _recorded(model: nn.Module, record: RecordCalls, lists: Sequence[nn.Module]) -> Dataflow:
+    """Records a call with the children of all lists as blocks; of the largest list alone, if it must be."""
+    candidates = {child for each in lists for child in each.children()}
+    try:
+        return record(opened_for(model, candidates), candidates)
+    except CannotCut:
+        if len(lists) < 2:
+            raise
+    candidates = set(max(lists, key=_num_elements).children())
+    return record(opened_for(model, candidates), candidates)
+
+
+def _without_small_sequences(lists: list[nn.ModuleList], needed: int) -> list[nn.ModuleList]:
+    """Leaves out sequences that are smaller than a block, as of a timestep's layers, if there are blocks."""
+    blocks = [child for each in lists if isinstance(each, nn.ModuleList) for child in each]
+    if len(blocks) < max(needed, 2):
+        return lists
+    least = min(map(_num_elements, blocks))
+    return [each for each in lists if isinstance(each, nn.ModuleList) or _num_elements(each) >= least]
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _children_as_blocks(
@@ -137,7 +160,7 @@ def _children_as_blocks(
             return best, opened
         opened = opened | closed
         best = [c.target for c in flow.calls if c.is_module and any(True for _ in c.target.parameters())]
-        costs = {module: sum(p.numel() for p in module.parameters()) for module in best}
+        costs = {module: _num_elements(module) for module in best}
         total = sum(costs[module] for module in best)
         large = [m for m in costs if costs[m] * needed > total and any(True for _ in m.children())]
         if not large and len(best) < max(needed, 2):

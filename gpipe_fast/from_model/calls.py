@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class CallKind:
     """A kind of call: everything but sizes that are symbols, and the elements of tensors, is the same.
 
     Attributes:
-        split: the inputs that are split into micro-batches.
+        split: the inputs that are split into micro-batches, with their batch dimensions.
         lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
             group have the same size.
         counts_items: whether the number of targets is an input, the last one.
@@ -89,7 +89,7 @@ class CallKind:
 
     def __init__(
         self,
-        split: frozenset[int],
+        split: Mapping[int, int],
         lengths: Sequence[Group],
         counts_items: bool,
         shapes: Sequence[Sequence[int]],
@@ -101,7 +101,7 @@ class CallKind:
     def symbols(self) -> dict[tuple[int, int], int]:
         """Returns the index of the size that a dimension follows, by the input and the dimension."""
         lengths = {dim: i for i, group in enumerate(self.lengths, 1) for dim in group}
-        return {(index, 0): 0 for index in self.split} | lengths
+        return dict.fromkeys(self.split.items(), 0) | lengths
 
     def includes(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Returns whether a call with inputs of these shapes is of this kind."""
@@ -330,7 +330,7 @@ class Calls:
         try:
             # No block may run in Python while the model is recorded, because its parameters are away then. A
             # running block may itself wait for the tracing lock, so the tracing lock is acquired last.
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as held, _caches_off(call.modules):
                 for program in list(self._programs):
                     for lock in program.runner.locks():
                         held.enter_context(lock)
@@ -356,24 +356,45 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         warn_user("a pipeline keeps no cache of earlier tokens: use_cache=True becomes use_cache=False")
     if getattr(getattr(model, "config", None), "use_cache", False) or kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    if kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "a pipeline keeps no cache of earlier tokens, got past_key_values; to generate text, call "
-            "model.plain().generate(...), or model.generate(..., use_cache=False)"
-        )
+    for name in ("past_key_values", "cache"):  # of transformers before and since 5.24
+        if kwargs.get(name) is not None and not isinstance(kwargs[name], Tensor):
+            raise ValueError(
+                f"a pipeline keeps no cache of earlier tokens, got {name}; to generate text, call "
+                "model.plain().generate(...), or model.generate(..., use_cache=False)"
+            )
     number = kwargs.get(_NUM_ITEMS)
     if type(number) is int:  # a constant would lead to a new program for each number
         kwargs[_NUM_ITEMS] = torch.tensor(number, device="cpu")
     return Inputs.of(args, kwargs, 0)
 
 
+@contextlib.contextmanager
+def _caches_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets the configurations of modules keep no cache of earlier tokens in a block."""
+    configs = {id(config): config for m in modules if (config := getattr(m, "config", None)) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in on:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True
+
+
 class _CallOf:
-    """One call: its micro-batches, and what is known about its kind."""
+    """One call: its micro-batches, and what is known about its kind.
+
+    Attributes:
+        title: the class of the model.
+        modules: the modules of the model.
+    """
 
     def __init__(self, calls: Calls, model: nn.Module, inputs: Inputs) -> None:
         self._calls, self._model, self._inputs = calls, model, inputs
         self.title = type(model).__name__
         self._names = {module: name for name, module in model.named_modules()}
+        self.modules = list(self._names)
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self._device = torch.device("cpu") if found.type == "meta" else found
@@ -416,7 +437,7 @@ class _CallOf:
             for x in self._inputs.tensors
         )
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        modules = list(self._names)
+        modules = self.modules
         model = (
             # By identity, because programs keep them alive; the plain model is another object in each call.
             tuple((id(module), module.training) for module in modules if module is not self._model),
@@ -493,21 +514,29 @@ class _CallOf:
                 groups.setdefault(tensor.shape[1], []).append((index, 1))
         return [tuple(group) for group in groups.values()]
 
-    def _possible_splits(self) -> Iterator[frozenset[int]]:
-        """Returns which inputs may be split: those whose first dimension is the batch, if not by chance."""
+    def _possible_splits(self) -> Iterator[dict[int, int]]:
+        """Returns which inputs may be split, and where: along the first dimension, if not by chance."""
         tensors = self._inputs.tensors
         candidates = [i for i, x in enumerate(tensors) if i not in self._whole and x.dim()]
         for batch in dict.fromkeys(tensors[i].shape[0] for i in candidates):
-            split = [i for i in candidates if tensors[i].shape[0] == batch]
-            yield frozenset(split)
+            split = {i: 0 for i in candidates if tensors[i].shape[0] == batch}
+            yield split
+            # As of three kinds of positions for each sample.
+            inner = {
+                i: tensors[i].shape.index(batch)
+                for i in candidates
+                if i not in split and tuple(tensors[i].shape).count(batch) == 1
+            }
+            if inner:
+                yield split | inner
             doubtful = [i for i in split if batch in tensors[i].shape[1:]]
             if len(doubtful) > 1:
-                yield frozenset(split) - frozenset(doubtful)
+                yield {i: 0 for i in split if i not in doubtful}
             for index in [*doubtful, *(i for i in reversed(split) if i not in doubtful)]:
                 if len(split) > 1:
-                    yield frozenset(split) - {index}
+                    yield {i: 0 for i in split if i != index}
 
-    def _kind_of(self, split: frozenset[int], lengths: Sequence[Group]) -> CallKind:
+    def _kind_of(self, split: Mapping[int, int], lengths: Sequence[Group]) -> CallKind:
         kind = CallKind(split, lengths, False, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
         captured = self._capture(kind, parts[0], parts)
@@ -554,9 +583,10 @@ class _CallOf:
         tensors, calls = self._inputs.tensors, self._calls
         chunks = calls.settings.chunks
         if chunks == "auto":
-            chunks = max(1, min(4 * calls.num_stages, tensors[min(kind.split)].shape[0]))
-        split = {i: tensors[i].chunk(int(chunks)) for i in kind.split}
-        count = len(split[min(kind.split)])
+            first, dim = next(iter(kind.split.items()))
+            chunks = max(1, min(4 * calls.num_stages, tensors[first].shape[dim]))
+        split = {i: tensors[i].chunk(int(chunks), dim) for i, dim in kind.split.items()}
+        count = min(map(len, split.values()))
         parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]
         if kind.counts_items and kind.paths:
             items = torch.tensor(self._count_items(kind, parts), device=self._device)
@@ -575,9 +605,9 @@ class _CallOf:
     @staticmethod
     def sizes(kind: CallKind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
         """Returns the sizes of each micro-batch that numbers of a record follow: batch size and lengths."""
-        first = min(kind.split)
+        first, dim = next(iter(kind.split.items()))
         lengths = tuple(parts[0][group[0][0]].shape[group[0][1]] for group in kind.lengths)
-        return [(part[first].shape[0], *lengths) for part in parts]
+        return [(part[first].shape[dim], *lengths) for part in parts]
 
     def _count_items(self, kind: CallKind, parts: Parts) -> int:
         """Returns how many targets of the whole mini-batch count, by the rule of the model's loss."""

@@ -34,6 +34,7 @@ from gpipe_fast.from_model.graph_reader import (
 )
 from gpipe_fast.from_model.sizes import Differs, Size, symbol_of
 from gpipe_fast.from_model.stand_ins import (
+    COLLECTED,
     ReadOwned,
     collectors_refused,
     configurations,
@@ -214,7 +215,7 @@ class _Attempt:
             fake_parameters(self._names, self._mode, self._device) as self._read,
             restored_attributes(self._names) as check_attributes,
             logging_disabled(),
-            collectors_refused(),
+            collectors_refused() as self._collectors_allowed,
         ):
             self._owners = owners(self._names)
             try:
@@ -222,7 +223,7 @@ class _Attempt:
                     self._model, entry, (*call, ()), self._is_own, self._shown
                 )
             except Refused as refused:
-                first_error = self._error or self._own_error() or CannotCut(str(refused))
+                first_error = self._error or self._own_error(str(refused)) or CannotCut(str(refused))
                 raise first_error from None
             if module is None:
                 raise CannotCut("forward computes nothing")
@@ -250,10 +251,15 @@ class _Attempt:
         ):
             yield
 
-    def _own_error(self) -> Exception | None:
-        """Returns the error that forward raises itself, if it does."""
+    def _own_error(self, reason: str) -> Exception | None:
+        """Returns the error that forward raises itself, if it does.
+
+        Args:
+            reason: why the call cannot be captured.
+        """
+        collects = contextlib.nullcontext if COLLECTED in reason else self._collectors_allowed
         try:
-            with self._mode:
+            with self._mode, collects():
                 self._model.forward(*self._args, **self._kwargs)
         except (TypeError, ValueError, LookupError, AttributeError, AssertionError, CannotCut) as error:
             return error
@@ -322,7 +328,8 @@ class _Attempt:
         before, state = pytree.tree_flatten((args, kwargs)), random.getstate()
         is_module = isinstance(target, nn.Module)
         try:
-            result = self._result_of(target, args, kwargs) if is_module else target(*args, **kwargs)
+            with self._collectors_allowed():
+                result = self._result_of(target, args, kwargs) if is_module else target(*args, **kwargs)
         finally:
             random.setstate(state)
         name = self._names[target] if is_module else target.__self__.__name__
@@ -350,7 +357,8 @@ class _Attempt:
             return run(*args, **kwargs)
         except Exception as error:
             first_error = error
-        self._env.pending_fresh_unbacked_symbols.clear()
+        finally:
+            self._env.pending_fresh_unbacked_symbols.clear()  # those inside of the module
         try:
             return self._result_for_zeros(module, run, args, kwargs)
         except Exception:

@@ -85,7 +85,10 @@ class OwnedTensors:
 
 
 def make_layer(
-    flow: Dataflow, part: Part, batch_dims: Mapping[int, int | None] | None = None
+    flow: Dataflow,
+    part: Part,
+    batch_dims: Mapping[int, int | None] | None = None,
+    given_dims: Mapping[int, int] | None = None,
 ) -> tuple[GlueLayer, OwnedTensors]:
     """Returns the layer of a part, and the tensors that it uses itself.
 
@@ -94,8 +97,9 @@ def make_layer(
         part: the part.
         batch_dims: for the last layer, the batch dimension of each value that it returns, which becomes the
             first one; None for a value without one, which gets one of size 1.
+        given_dims: for the first layer, the batch dimensions of inputs, which are given as the first ones.
     """
-    writer = _Writer(flow, part, batch_dims or {})
+    writer = _Writer(flow, part, batch_dims or {}, given_dims or {})
     source = writer.write()
     name = "Glue" if part.block is None else type(part.block).__name__
     made = _class_of(name, source, writer.constants)
@@ -135,8 +139,15 @@ class _Writer:
         constants: other objects that it reads, by name.
     """
 
-    def __init__(self, flow: Dataflow, part: Part, batch_dims: Mapping[int, int | None]) -> None:
+    def __init__(
+        self,
+        flow: Dataflow,
+        part: Part,
+        batch_dims: Mapping[int, int | None],
+        given_dims: Mapping[int, int],
+    ) -> None:
         self._flow, self._part, self._batch_dims = flow, part, batch_dims
+        self._given_dims = given_dims
         self._names: dict[int, str] = {}
         self._sizes: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
@@ -148,6 +159,8 @@ class _Writer:
         part = self._part
         given = [self._new_name(ref) for ref in part.given]
         lines = [f"{', '.join(given)}, = values"] if given else []
+        moved = [(self._names[ref], dim) for ref, dim in self._given_dims.items() if dim]
+        lines += [f"{name} = {name}.movedim(0, {dim})" for name, dim in moved]
         if any(self._uses_device(call) for call in part.calls):
             lines.append(f"device = {given[0]}.device")
         for size in sizes_in(part.calls):

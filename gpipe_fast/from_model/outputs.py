@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,14 @@ def put_together(
 
 def leaf_names(value: Any) -> list[str]:
     """Returns a name for each leaf of a nested value, as ``loss`` or ``[0]``."""
-    paths, _ = pytree.tree_flatten_with_path(value)
-    names = ["".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
-    return [name or "tensor" for name in names]
+    return [name or "tensor" for name in _names(value)]
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) or hasattr(value, "_fields"):
+        items = value.items() if isinstance(value, Mapping) else zip(value._fields, value, strict=True)
+        yield from (f"{key}{name}" for key, each in items for name in _names(each))
+    elif isinstance(value, (tuple, list)):
+        yield from (f"[{i}]{name}" for i, each in enumerate(value) for name in _names(each))
+    else:
+        yield from ([""] if pytree.tree_leaves(value) == [value] else map(str, pytree.tree_leaves(value)))

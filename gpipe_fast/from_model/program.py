@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class Program:
 
     Attributes:
         flow: the record.
-        split: the numbers of the inputs that are split into micro-batches.
+        split: the numbers of the inputs that are split into micro-batches, with their batch dimensions.
         outputs: the tensors that the model returns.
         output_class: the class of the object that it returns, if PyTorch does not flatten it; else None.
         layers: the layers.
@@ -57,7 +57,7 @@ class Program:
     def __init__(
         self,
         flow: Dataflow,
-        split: Collection[int],
+        split: Mapping[int, int],
         lengths: Sequence[int],
         blocks: Sequence[nn.Module],
         output_names: Sequence[str],
@@ -67,7 +67,7 @@ class Program:
         is_distributed: bool = False,
     ) -> None:
         self.output_class = output_class
-        self.flow, self.split = flow, frozenset(split)
+        self.flow, self.split = flow, split
         found = model_outputs(flow, output_names, self.split, loss, lengths)
         self.outputs = list(found.values())
         self._is_distributed = is_distributed
@@ -75,7 +75,8 @@ class Program:
             _check_known_everywhere(self.outputs)
         parts = cut(flow, blocks, list(found))
         dims = {output.ref: output.dim for output in self.outputs}
-        made = [*(make_layer(flow, part) for part in parts[:-1]), make_layer(flow, parts[-1], dims)]
+        made = [make_layer(flow, parts[0], given_dims=split)]
+        made += [*(make_layer(flow, part) for part in parts[1:-1]), make_layer(flow, parts[-1], dims)]
         self.layers = [layer for layer, _ in made]
         self._owned = [owned for _, owned in made]
         self.runner = make_runner(nn.Sequential(*self.layers))
@@ -139,7 +140,10 @@ class Program:
     def argument(self, given: SplitInputs) -> tuple[Any, ...]:
         """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
         self.take()
-        return tuple(x if i in self.split else replicate(x) for i, x in enumerate(given.inputs))
+        return tuple(
+            x.movedim(self.split[i], 0) if i in self.split else replicate(x)
+            for i, x in enumerate(given.inputs)
+        )
 
     def step(
         self,

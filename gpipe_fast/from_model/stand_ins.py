@@ -123,6 +123,8 @@ def restored_attributes(names: Names) -> Iterator[Callable[[], None]]:
     It raises `CannotCut`.
     """
     before = {module: dict(vars(module)) for module in names}
+    # The newest transformers adds hooks when it is first asked for hidden states.
+    hooks = [(each, dict(each)) for m in names for each in (m._forward_hooks, m._forward_pre_hooks)]
     contents = [
         (f"{name}.{key}".lstrip("."), value, _contents(value))
         for module, name in names.items()
@@ -153,6 +155,10 @@ def restored_attributes(names: Names) -> Iterator[Callable[[], None]]:
             if not _are_same(_contents(value), known):
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(known)
+        for table, entries in hooks:
+            if table.keys() != entries.keys():
+                table.clear()
+                table.update(entries)
 
 
 def _contents(container: Any) -> list[Any]:
@@ -173,18 +179,34 @@ def _is(x: Any, y: Any) -> bool:
     return x is y or (isinstance(x, _PLAIN) and x == y)
 
 
-def collectors_refused() -> contextlib.AbstractContextManager[Any]:
-    """Refuses outputs that transformers collects inside of blocks, by a variable of the context."""
+COLLECTED = "would be collected inside of blocks"
+
+
+def _collectors() -> Any:
+    """Returns the class of the variable by which transformers collects outputs inside of blocks, or None."""
     collecting = sys.modules.get("transformers.utils.output_capturing")
-    variable = getattr(collecting, "CompileableContextVar", None)
+    return getattr(collecting, "CompileableContextVar", None)
+
+
+@contextlib.contextmanager
+def collectors_refused() -> Iterator[Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """Refuses outputs that transformers collects inside of blocks, in a block.
+
+    Yields a function that allows them in a block again, for those of a module that runs as a whole.
+    """
+    variable = _collectors()
     if variable is None:
-        return contextlib.nullcontext()
+        yield contextlib.nullcontext
+        return
+    own = {name: getattr(variable, name) for name in ("set", "reset", "get")}
+    module: Any = sys.modules[variable.__module__]
+    install = getattr(module, "maybe_install_capturing_hooks", None)
 
     def set_outputs(self: Any, outputs: Any) -> None:
         names = [key for key in outputs if not key.startswith("_")]
         if names:
             raise CannotCut(
-                f"{' and '.join(names)} would be collected inside of blocks; leave output_{names[0]} off, or "
+                f"{' and '.join(names)} {COLLECTED}; leave output_{names[0]} off, or "
                 "call model.plain() for such an output"
             )
 
@@ -192,4 +214,18 @@ def collectors_refused() -> contextlib.AbstractContextManager[Any]:
 
     def get(self: Any) -> None: ...
 
-    return mock.patch.multiple(variable, set=set_outputs, reset=reset, get=get)
+    def install_nothing(model: Any) -> None: ...
+
+    @contextlib.contextmanager
+    def allowed() -> Iterator[None]:
+        with (
+            mock.patch.multiple(variable, **own),
+            mock.patch.object(module, "maybe_install_capturing_hooks", install, create=True),
+        ):
+            yield
+
+    with (
+        mock.patch.multiple(variable, set=set_outputs, reset=reset, get=get),
+        mock.patch.object(module, "maybe_install_capturing_hooks", install_nothing, create=True),
+    ):
+        yield allowed

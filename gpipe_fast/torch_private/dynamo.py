@@ -32,6 +32,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import (
     AttrSource,
+    GlobalSource,
     RandomValueSource,
     TempLocalSource,
     TensorPropertySource,
@@ -283,7 +284,10 @@ def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(value, Mapping) or hasattr(value, "_fields"):
         items = value.items() if isinstance(value, Mapping) else zip(value._fields, value, strict=True)
         named = {name: _variable(tx, each, tensors) for name, each in items}
-        return SourcelessBuilder.create(tx, type(value)).call_function(tx, [], named)
+        # A global variable of the captured function has the class, so that guards can name it.
+        name = f"class_{id(type(value))}"
+        tx.output.global_scope[name] = type(value)
+        return VariableTracker.build(tx, type(value), GlobalSource(name)).call_function(tx, [], named)
     return SourcelessBuilder.create(tx, value)
 
 

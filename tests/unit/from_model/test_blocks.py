@@ -83,3 +83,23 @@ def test_named_blocks(blocks: object) -> None:
     assert number is None or len(model._calls.blocks) == number
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_small_sequence_beside_lists_is_no_block() -> None:
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = nn.Sequential(nn.Linear(1, 2), nn.SiLU(), nn.Linear(2, 4))
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.single = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            x = x + self.time(time)
+            for block in [*self.blocks, *self.single]:
+                x = block(x)
+            return x
+
+    model = Timed()
+    inputs = torch.ones(6, 4), torch.ones(6, 1)
+    pipe = GPipe.from_model(model, inputs, devices=["cpu"] * 2, balance=[3, 2], chunks=3)
+    assert torch.equal(pipe(*inputs), model(*inputs))

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -305,3 +306,54 @@ def test_single_samples_and_tokens() -> None:
 def test_what_a_single_sample_would_change_is_refused() -> None:
     with pytest.raises(RuntimeError, match="for another batch size"):
         of_tokens(lambda x: x.sum((1, 2)).squeeze() * 2, *tokens(3, 5))(*tokens(4, 5))
+
+
+class ThreePositions(Tokens):
+    """Positions of three kinds come first, and samples second, as for images and videos in text."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Any:  # type: ignore[override]
+        x = self.embedding(tokens) + self.positions(positions).sum(0)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return x.sum((1, 2))
+
+
+def test_an_input_may_have_its_samples_in_another_dimension() -> None:
+    def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(batch)
+        return tokens(batch, length)[0], torch.randint(64, (3, batch, length), generator=generator)
+
+    model = GPipe.from_model(ThreePositions(), inputs(7, 5), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    for sizes in [(7, 5), (9, 4), (8, 8), (12, 5)]:
+        assert equals_the_loop(model, *inputs(*sizes))
+        torch.testing.assert_close(model(*inputs(*sizes)), model.plain()(*inputs(*sizes)))
+
+
+class KeepsCache(Tokens):
+    """A decoder as others have it inside: it keeps a cache unless its configuration says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
+        x, cache = self.embedding(tokens), {} if self.config.use_cache else None
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+            if cache is not None:
+                cache[len(cache)] = object()
+        return x, cache
+
+
+def test_decoders_inside_of_a_model_keep_no_cache() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder, self.head = KeepsCache(), nn.Linear(6, 1)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.decoder(tokens)[0][:, -1])  # type: ignore[no-any-return]
+
+    model = GPipe.from_model(Scores(), tokens(7, 5)[:1], devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert equals_the_loop(model, *tokens(9, 6)[:1])
+    assert model.decoder.config.use_cache is True

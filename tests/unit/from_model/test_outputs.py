@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gpipe_fast import GPipe
+from gpipe_fast.from_model.outputs import leaf_names
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X, CLASSES = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 1, 0])
@@ -92,3 +96,32 @@ def test_a_value_that_does_not_follow_is_refused_or_averaged(function: Any) -> N
     inputs = (X, CLASSES) if function.__code__.co_argcount == 3 else (X,)
     with pytest.raises(RuntimeError, match=r"\[1\]|compares|does not follow|no module has"):
         output_of(function, *inputs)
+
+
+def test_names_of_outputs_are_paths() -> None:
+    value = {"loss": 1.0, "past": ([2.0, 3.0], {"x": 4.0}), "none": None}
+    assert leaf_names(value) == ["loss", "past[0][0]", "past[0][1]", "past[1]x", "none"]
+    assert leaf_names(5.0) == ["tensor"]
+    assert leaf_names([]) == []
+
+
+@dataclass
+class Sampled(OrderedDict[str, Tensor]):
+    """An output as diffusers has it, which PyTorch flattens without names."""
+
+    sample: Tensor
+
+    def __post_init__(self) -> None:
+        self["sample"] = self.sample
+
+
+pytree.register_pytree_node(
+    Sampled, lambda x: (list(x.values()), list(x)), lambda values, _: Sampled(*values)
+)
+
+
+def test_outputs_that_pytorch_flattens_without_names() -> None:
+    model = GPipe.from_model(Net(lambda x, y: Sampled(y * 2)), (X,), devices=["cpu"] * 2, chunks=3)
+    output = model(X)
+    assert type(output) is Sampled
+    assert torch.equal(output.sample, model.plain()(X).sample)

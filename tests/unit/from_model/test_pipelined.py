@@ -188,7 +188,7 @@ def test_a_square_input_is_whole_unless_it_is_a_batch() -> None:
     expected = torch.cat([model.plain()(part, mask) for part in x.chunk(2)])
     assert torch.equal(model(x, mask), expected)
     assert torch.equal(model(x, replicate(mask)), expected)
-    assert model._calls.program.split == {0}
+    assert model._calls.program.split == {0: 0}
 
 
 def test_hooks_of_blocks_and_of_the_model_are_called() -> None:
