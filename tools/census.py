@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -240,7 +241,8 @@ def examine_library(name: str) -> LibraryVerdict:
             pipe = GPipe.from_model(model.build(name), kwargs=inputs, devices=["cpu"] * 2, chunks=3)
             verdict = LibraryVerdict(name, verify(pipe, **inputs, loss_fn=_loss_of_library))
         except Exception as error:
-            verdict = LibraryVerdict(name, note=f"{type(error).__name__}: {error}".splitlines()[0])
+            text = _FOLDERS.sub("", f"{type(error).__name__}: {error}".splitlines()[0])
+            verdict = LibraryVerdict(name, note=textwrap.shorten(text, 160, placeholder="..."))
     found = (_IN_PYTHON.search(str(each.message)) for each in caught)
     in_python = tuple(dict.fromkeys(f"{each[1]}: {each[2]}" for each in found if each))
     gc.collect()
@@ -249,6 +251,8 @@ def examine_library(name: str) -> LibraryVerdict:
     return verdict
 
 
+# Where a library is installed.
+_FOLDERS = re.compile(r"(?<=\s)/\S*/(?=(transformers|timm|diffusers)/)")
 _IN_PYTHON = re.compile(r"layer \d+ \((.*?)\) runs in Python: (.*?)(; other layers|$)", re.DOTALL)
 
 
