@@ -720,7 +720,10 @@ def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
 
 
 # Functions that take the keys of a dictionary, which Dynamo does not guard then.
-_TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", *(name for name in dir(set) if name[0] != "_")})
+_TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", *dir(set)}) - {
+    *dir(object),
+    *("add", "clear", "copy", "discard", "pop", "remove"),
+}
 
 
 def _reads(
@@ -740,7 +743,9 @@ def _reads(
     # ``list(table)`` is guarded by the length alone, ``f(*table)`` without the order.
     of_keys = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
     counted = {guard.originating_source.name for guard in guards if guard.create_fn_name() in of_keys}
-    are_taken = any(not _TAKE_KEYS.isdisjoint(each.co_names) for each in code)
+    are_taken = any(
+        not _TAKE_KEYS.isdisjoint(each.co_names) and not each.co_filename.startswith(_TORCH) for each in code
+    )
     for name in dict.fromkeys(guard.originating_source.name for guard in guards):
         try:
             keys = are_taken or name in counted

@@ -55,6 +55,8 @@ def test_the_environment_matters_to_those_who_read_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv(VARIABLE, "2")
     reads, other = state_of(ReadsEnvironment()), state_of(Scaled())
     assert reads()
+    monkeypatch.setenv(VARIABLE, str(int("2")))  # the same value in another object
+    assert reads()
     monkeypatch.setenv(VARIABLE, "3")
     assert not reads()
     assert other()
