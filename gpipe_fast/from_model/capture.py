@@ -234,7 +234,7 @@ class _Attempt:
             if configurations(self._names) != before:
                 return None
             flow = self._flow(module.graph, sources, open_dataclass(returned))
-            check_attributes()
+            check_attributes(self._modules.opened)
             if changes:
                 raise CannotCut(f"forward changes {', '.join(changes)}, a side effect")
         state = LayerState(LayerStates())

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 from unittest import mock
 
@@ -117,10 +117,11 @@ def configurations(names: Names) -> list[Any]:
 
 
 @contextlib.contextmanager
-def restored_attributes(names: Names) -> Iterator[Callable[[], None]]:
-    """Restores the attributes of modules after a block; yields a check that nothing was written to them.
+def restored_attributes(names: Names) -> Iterator[Callable[[Set[nn.Module]], None]]:
+    """Restores the attributes of modules after a block.
 
-    It raises `CannotCut`.
+    Yields a check that nothing was written to attributes of some modules, nor to the containers of any, which
+    raises `CannotCut`. Other modules may have attributes of their own, such as a state.
     """
     before = {module: dict(vars(module)) for module in names}
     # The newest transformers adds hooks when it is first asked for hidden states.
@@ -132,14 +133,14 @@ def restored_attributes(names: Names) -> Iterator[Callable[[], None]]:
         if key not in _TABLES and isinstance(value, (dict, list, builtins.set))
     ]
 
-    def check() -> None:
+    def check(opened: Set[nn.Module]) -> None:
         for name, value, known in contents:
             if not _are_same(_contents(value), known):
                 raise CannotCut(
                     f"forward writes to {name}, a side channel between blocks, which may run at the same time"
                 )
         for module, name in names.items():
-            for key, value in vars(module).items():
+            for key, value in vars(module).items() if module in opened else ():
                 if value is not before[module].get(key) and key not in _TABLES:
                     raise CannotCut(f"forward sets {f'{name}.{key}'.lstrip('.')}, a side effect")
 

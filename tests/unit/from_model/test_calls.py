@@ -357,3 +357,19 @@ def test_decoders_inside_of_a_model_keep_no_cache() -> None:
     model = GPipe.from_model(Scores(), tokens(7, 5)[:1], devices=["cpu"] * 2, balance=[2, 2], chunks=3)
     assert equals_the_loop(model, *tokens(9, 6)[:1])
     assert model.decoder.config.use_cache is True
+
+
+class Remembers(nn.Linear):
+    """A block with a state of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach().sum()
+        return super().forward(x) if hasattr(self, "last") else x
+
+
+def test_a_block_may_set_its_own_attributes() -> None:
+    model = Tokens()
+    model.blocks = nn.ModuleList(Remembers(6, 6) for _ in range(4))
+    pipe = GPipe.from_model(model, tokens(7, 5)[:1], devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert not hasattr(model.blocks[0], "last")
+    assert equals_the_loop(pipe, *tokens(7, 5)[:1])
