@@ -19,7 +19,7 @@ from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named
 from gpipe_fast.from_model.capture import CapturedCall, Given, Modules, capture_call, surroundings
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
-from gpipe_fast.from_model.graph_reader import open_dataclass, place
+from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.loss_rules import cross_entropies, uses
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
@@ -812,7 +812,7 @@ def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.de
                 extremes = []
         if len(extremes) == 2 and extremes[0] == extremes[1]:
             return extremes[0]
-        raise CannotCut(f"forward branches on a tensor at {place()}, which depends on {reason}")
+        raise reason
 
     return decide
 

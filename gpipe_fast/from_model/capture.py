@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Place, Surroundings
+from gpipe_fast.from_model.evaluate import Unknown
 from gpipe_fast.from_model.graph_reader import (
     CONSTANTS,
     GraphReader,
@@ -36,6 +37,7 @@ from gpipe_fast.from_model.sizes import Differs, Size, symbol_of
 from gpipe_fast.from_model.stand_ins import (
     COLLECTED,
     ReadOwned,
+    caches_restored,
     collectors_refused,
     configurations,
     fake_parameters,
@@ -119,7 +121,7 @@ def capture_call(
         given: the inputs.
         modules: the modules to open, and the blocks.
         device: the device of all tensors.
-        decide: returns what forward reads from a tensor.
+        decide: returns what forward reads from a tensor, or raises `Unknown`.
         symbolic: whether sizes are symbols.
 
     Raises:
@@ -214,6 +216,7 @@ class _Attempt:
         with (
             fake_parameters(self._names, self._mode, self._device) as self._read,
             restored_attributes(self._names) as check_attributes,
+            caches_restored(self._names),
             logging_disabled(),
             collectors_refused() as self._collectors_allowed,
         ):
@@ -424,6 +427,9 @@ class _Attempt:
         try:
             reader = GraphReader(graph, self._seen(dynamo.sources_of(graph)))
             answer = self._decide(target, reader.nested(((node,), {})), reader.flow(), self._read)
+        except Unknown as reason:
+            where = place_of(node)
+            self._fail(CannotCut(f"forward branches on a tensor at {where}, which depends on {reason}"))
         except Exception as error:
             self._fail(error)
         self._decisions.append((target, node, answer, place_of(node)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -178,6 +179,36 @@ def _are_same(contents: list[Any], others: list[Any]) -> bool:
 
 def _is(x: Any, y: Any) -> bool:
     return x is y or (isinstance(x, _PLAIN) and x == y)
+
+
+@contextlib.contextmanager
+def caches_restored(names: Names) -> Iterator[None]:
+    """Clears caches of functions that would keep fake tensors, of those that the classes' modules have."""
+    scopes = {id(scope): scope for m in names for scope in _scopes_of(type(m))}
+    values = [value for scope in scopes.values() for value in list(vars(scope).values())]
+    values += [value for each in values if isinstance(each, types.FunctionType) for value in _outer(each)]
+    caches = [value for value in values if isinstance(value, functools._lru_cache_wrapper)]
+    before = [cache.cache_info().misses for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(caches, before, strict=True):
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _outer(function: types.FunctionType) -> Iterator[Any]:
+    """Returns the outer variables of a function, as of a decorated one."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield cell.cell_contents
+
+
+def _scopes_of(cls: type) -> Iterator[Any]:
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        yield base
+        if base.__module__ in sys.modules:
+            yield sys.modules[base.__module__]
 
 
 COLLECTED = "would be collected inside of blocks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -373,3 +374,38 @@ def test_a_block_may_set_its_own_attributes() -> None:
     pipe = GPipe.from_model(model, tokens(7, 5)[:1], devices=["cpu"] * 2, balance=[2, 2], chunks=3)
     assert not hasattr(model.blocks[0], "last")
     assert equals_the_loop(pipe, *tokens(7, 5)[:1])
+
+
+@functools.lru_cache
+def cached_weights(length: int) -> Tensor:
+    return torch.arange(1.0, length + 1)
+
+
+def behind_a_wrapper(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    cached = functools.lru_cache(function)
+
+    def wrapper(length: int) -> Tensor:
+        return cached(length)
+
+    return wrapper
+
+
+wrapped_weights = behind_a_wrapper(lambda length: torch.arange(2.0, length + 2))
+
+
+class Weighs(nn.Linear):
+    """A block that reads tensors of caches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = cached_weights(x.shape[1]) + wrapped_weights(x.shape[1])
+        return super().forward(x) * weights[:, None] / x.shape[1]
+
+
+def test_caches_of_blocks_keep_no_fake_tensors() -> None:
+    model = Tokens()
+    model.blocks = nn.ModuleList(Weighs(6, 6) for _ in range(4))
+    pipe = GPipe.from_model(model, tokens(7, 5)[:1], devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert type(cached_weights(5)) is Tensor
+    assert type(wrapped_weights(5)) is Tensor
+    for sizes in SIZES:
+        assert equals_the_loop(pipe, *tokens(*sizes)[:1])
