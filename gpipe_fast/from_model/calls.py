@@ -25,6 +25,7 @@ from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims, hold
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
+from gpipe_fast.lower.checkpoint import CheckpointChoice
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.module_warnings import changing_number_text
 from gpipe_fast.runtime.placement import Placement
@@ -132,6 +133,7 @@ class Calls:
         settings: as above; other ones hold from the next call on.
         processes: as above.
         face: as above.
+        checkpoint_before: the checkpoint mode that gradient checkpointing has replaced, or None.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Calls:
         self._devices, self.face = devices, face
         self.processes = processes
         self._takes_items: bool | None = None
+        self.checkpoint_before: CheckpointChoice | None = None
         self._warned_of_numbers = False
         self._forget()
 

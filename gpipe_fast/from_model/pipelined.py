@@ -499,12 +499,14 @@ def _check_own_loss(model: nn.Module, kwargs: Mapping[str, Any], method: str) ->
 def gradient_checkpointing_enable(self: Pipelined, *args: Any, **kwargs: Any) -> None:
     """Sets ``checkpoint='always'``: stages recompute, and not blocks."""
     warn_user("gradient_checkpointing_enable() of a pipelined model sets its checkpoint='always'")
+    self._calls.checkpoint_before = self._calls.checkpoint_before or self.checkpoint
     self.checkpoint = "always"
 
 
 def gradient_checkpointing_disable(self: Pipelined) -> None:
-    """Sets ``checkpoint='never'``."""
-    self.checkpoint = "never"
+    """Sets ``checkpoint`` to what it was before `gradient_checkpointing_enable`."""
+    if self._calls.checkpoint_before is not None:
+        self.checkpoint, self._calls.checkpoint_before = self._calls.checkpoint_before, None
 
 
 def resize_token_embeddings(
@@ -640,12 +642,17 @@ def make_pipelined(
         )
     _refuse_hooks_of_accelerate(model)
     _refuse_quantized(model)
+    before = None
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
+        if hasattr(model, "_require_grads_hook"):  # on embeddings, for reentrant checkpoints of blocks
+            model.disable_input_require_grads()  # type: ignore[operator]
+        before = settings.checkpoint
         settings = replace(settings, checkpoint="always")
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
     sizes = None if balance is None else list(balance)
     calls = Calls(model, blocks, sizes, num_devices, loss, settings, devices, face, processes)
+    calls.checkpoint_before = before
     calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)
 

@@ -213,6 +213,13 @@ def test_settings_may_be_set_between_calls() -> None:
     assert model.checkpoint == "always"
     model.gradient_checkpointing_disable()
     assert model.checkpoint == "never"
+    model.checkpoint = "except_last"
+    with pytest.warns(UserWarning, match="checkpoint='always'"):
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_disable()
+    assert model.checkpoint == "except_last"
 
 
 def test_it_is_cast_but_not_moved() -> None:
