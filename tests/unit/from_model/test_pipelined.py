@@ -214,11 +214,11 @@ def test_settings_may_be_set_between_calls() -> None:
     model.gradient_checkpointing_disable()
     assert model.checkpoint == "never"
     model.checkpoint = "except_last"
-    with pytest.warns(UserWarning, match="checkpoint='always'"):
-        model.gradient_checkpointing_enable()
-        model.gradient_checkpointing_enable()
-    model.gradient_checkpointing_disable()
-    model.gradient_checkpointing_disable()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="checkpoint='always'"):
+            model.gradient_checkpointing_enable()
+    for _ in range(2):
+        model.gradient_checkpointing_disable()
     assert model.checkpoint == "except_last"
 
 
