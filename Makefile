@@ -12,6 +12,8 @@ REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
 # A torch version between the reference and the newest; or 2.12.0.
 INTERMEDIATE_TORCH ?= 2.13.0
+# Libraries of which `make smoke-newest` takes the newest releases.
+NEWEST := transformers diffusers peft trl accelerate timm
 # The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
@@ -36,7 +38,7 @@ SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import check test test-all lint format docs demo bench bench-all results soak smoke smoke-reference \
-  smoke-between wheelhouse gpu-kernels gpu dist clean
+  smoke-between smoke-newest wheelhouse gpu-kernels gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -122,6 +124,12 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
 # Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
+smoke-newest: build  ## models of the newest transformers, timm and diffusers: native, and equal to the plain loop
+	@$(PY) -m pip install --quiet --upgrade --no-deps --target build/newest $(NEWEST)
+	@$(PY) -m pip list --path build/newest
+	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) --tier=all tests/models/test_library_census.py \
+	  tests/models/test_training_loops.py
+
 smoke-between:  ## build and smoke test with torch 2.12 or 2.13 (INTERMEDIATE_TORCH=2.13.0)
 	@rm -rf build/between && mkdir -p build/between
 	@git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory=build/between

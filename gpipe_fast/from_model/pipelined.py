@@ -29,6 +29,7 @@ from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Calls
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.program import Program, SplitInputs
+from gpipe_fast.from_model.trl import in_place_of_fused_head
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum, unchanged
@@ -69,6 +70,7 @@ class PipelinedForward:
         Raises:
             TypeError: it does not say that it wraps the present forward, by ``__wrapped__``.
         """
+        wrapper = in_place_of_fused_head(wrapper)
         if not self._is_wrapped_by(wrapper):
             name = getattr(wrapper, "__qualname__", type(wrapper).__qualname__)
             raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 from gpipe_fast import GPipe
 
+_TRL = find_spec("trl")
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 50
 STEPS = 20
+# Since 1.16, TRL's trainers compute the loss by a head of their own.
+_UTILS = Path(_TRL.origin).parent / "trainer" / "utils.py" if _TRL is not None and _TRL.origin else None
+HAS_FUSED_HEAD = _UTILS is not None and _UTILS.exists() and "def add_fused_lm_head" in _UTILS.read_text()
 
 
 def llama() -> Any:
@@ -102,9 +107,12 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 def test_trl_and_peft_with_their_defaults(tmp_path: Path) -> None:
     """These are autocast to bfloat16 and gradient checkpointing."""
     expected = losses_of_trl(with_lora(llama()), tmp_path, 2)
-    assert losses_of_trl(with_lora(pipelined(llama())), tmp_path, 1) == expected
+    found = losses_of_trl(with_lora(pipelined(llama())), tmp_path, 1)
+    # In autocast, and since TRL 1.16 the plain model's head computes in tiles.
+    assert found == (pytest.approx(expected, rel=1e-4) if HAS_FUSED_HEAD else expected)
 
 
+@pytest.mark.skipif(HAS_FUSED_HEAD, reason="TRL has no other loss, or none at all")
 def test_trl_without_a_pipeline_in_its_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"denied to replace forward.*loss_type='nll'"):
         losses_of_trl(pipelined(llama()), tmp_path, 1, loss_type="chunked_nll")
