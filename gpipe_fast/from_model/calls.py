@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from gpipe_fast.arguments import check_module
 from gpipe_fast.devices import Device
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
-from gpipe_fast.from_model.capture import CapturedCall, Given, Modules, capture_call, surroundings
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Nested, Owned
+from gpipe_fast.from_model.capture import (
+    CapturedCall,
+    Given,
+    Modules,
+    capture_call,
+    has_gaps,
+    surroundings,
+)
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.loss_rules import cross_entropies, uses
@@ -62,18 +69,37 @@ class Path:
         flow: the calls that it makes.
         program: the program that makes them.
         state: the state of the model.
-        sizes: sizes of micro-batches for which it is known to do so.
+        fixed: the lengths that are numbers, 0 or 1, by their indices.
+        answers: what forward has read from tensors.
+        small: for micro-batches of 0 or 1 samples, the conditions on sizes.
     """
 
-    def __init__(self, flow: Dataflow, program: Program, state: LayerState) -> None:
+    def __init__(
+        self,
+        flow: Dataflow,
+        program: Program,
+        state: LayerState,
+        fixed: Mapping[int, int],
+        answers: Sequence[Any],
+    ) -> None:
         self.flow, self.program, self.state = flow, program, state
-        self.sizes: set[tuple[int, ...]] = set()
+        self.fixed, self.answers = fixed, answers
+        self.small: dict[int, Sequence[Any]] = {}
+        self._known: set[tuple[int, ...]] = set()
+
+    def has_lengths(self, sizes: tuple[int, ...]) -> bool:
+        """Returns whether lengths are 0 and 1 where they were in the capture, and larger elsewhere."""
+        lengths = list(enumerate(sizes))[1:]
+        return all(size == self.fixed[i] if i in self.fixed else size > 1 for i, size in lengths)
 
     def is_for(self, sizes: tuple[int, ...]) -> bool:
         """Returns whether forward does this for micro-batches of some sizes, as far as sizes decide."""
-        if sizes not in self.sizes and min(sizes) > 1 and hold(self.flow.conditions, sizes):
-            self.sizes.add(sizes)
-        return sizes in self.sizes
+        if sizes not in self._known:
+            conditions = self.flow.conditions if sizes[0] > 1 else self.small.get(sizes[0])
+            if conditions is None or not self.has_lengths(sizes) or not hold(conditions, sizes):
+                return False
+            self._known.add(sizes)
+        return True
 
 
 class CallKind:
@@ -542,11 +568,12 @@ class _CallOf:
     def _kind_of(self, split: Mapping[int, int], lengths: Sequence[Group]) -> CallKind:
         kind = CallKind(split, lengths, False, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
-        captured = self._capture(kind, parts[0], parts)
+        fixed = self._fixed(kind, parts[0])
+        captured = self._captured(kind, parts[0], fixed)
         counting = self._kind_with_items(kind, captured.flow, parts)
         if counting is not None:
             return counting
-        self._add_path(kind, captured, parts)
+        self._add_captured(kind, captured, fixed, parts)
         return kind
 
     def _kind_with_items(self, kind: CallKind, flow: Dataflow, parts: Parts) -> CallKind | None:
@@ -558,14 +585,15 @@ class _CallOf:
         found, items = CallKind(kind.split, kind.lengths, True, kind.shapes), len(self._inputs.tensors)
         try:
             parts = [[*part, torch.tensor(1, device="cpu")] for part in parts]
-            captured = self._capture(found, parts[0], parts)
+            fixed = self._fixed(found, parts[0])
+            captured = self._captured(found, parts[0], fixed)
         except Exception:  # forward does not take it
             self._calls._takes_items = False
             return None
         flow = captured.flow
         if not any(uses(flow, ref, [items]) for ref in self._scalars(flow)):
             return None
-        self._add_path(found, captured, parts)
+        self._add_captured(found, captured, fixed, parts)
         return found
 
     def _takes_argument(self, name: str) -> bool:
@@ -642,10 +670,7 @@ class _CallOf:
         if all(path.program is found[0].program for path in found):
             return found[0].program
         whole = self._path(kind, self.inputs_and_items(parts), parts, held)
-        if not all(
-            whole.is_for(sizes) or self._is_equal(kind, whole.flow, part)
-            for sizes, part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items()
-        ):
+        if not all(self._serves(kind, whole, part) for part in parts):
             raise Differs("does something else")
         warn_user(
             "forward does something else for some micro-batches than for others, as transformers does for a "
@@ -669,22 +694,38 @@ class _CallOf:
         for path in reversed(kind.paths):
             if path.state not in held:
                 held[path.state] = path.state.holds(self._model)
-            if held[path.state] and path.is_for(sizes) and self._decides(path.flow, tensors, sizes):
+            serves = held[path.state] and self._serves(kind, path, tensors)
+            if serves and self._decides(path.flow, tensors, sizes):
                 return path
-        path = self._add_path(kind, self._capture(kind, tensors, parts), parts)
+        path = self._capture(kind, tensors, parts)
         held[path.state] = True
         return path
+
+    def _serves(self, kind: CallKind, path: Path, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether forward does what it did in a capture, as far as the sizes of tensors decide."""
+        sizes = self.sizes(kind, [tensors])[0]
+        if sizes[0] < 2 and sizes[0] not in path.small and path.has_lengths(sizes):
+            conditions = self._conditions_of_few(kind, path.flow, path.answers, path.fixed, tensors)
+            if conditions is not None:
+                path.small[sizes[0]] = conditions
+        return path.is_for(sizes)
 
     def _decides(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
         """Returns whether forward decides by the elements of tensors as it did in a capture."""
         if not flow.decisions:
             return True
         read = _read_with_data if not self._calls.processes.is_mesh else refuse_reading
-        evaluation = Evaluation(flow, _known(tensors), sizes, self._device, read=read)
-        with torch.no_grad():
-            return all(evaluation.call(each.target, each.arguments) == each.answer for each in flow.decisions)
 
-    def _add_path(self, kind: CallKind, captured: CapturedCall, parts: Parts) -> Path:
+        def holds(decision: Decision) -> bool:
+            # Later calls may change what was read.
+            before = dataclasses.replace(flow, calls=flow.calls[: decision.position])
+            evaluation = Evaluation(before, _known(tensors), sizes, self._device, read=read)
+            return bool(evaluation.call(decision.target, decision.arguments) == decision.answer)
+
+        with torch.no_grad():
+            return all(map(holds, flow.decisions))
+
+    def _add_path(self, kind: CallKind, captured: CapturedCall, fixed: Mapping[int, int]) -> Path:
         calls, flow = self._calls, captured.flow
         opened = open_dataclass(captured.returned)
         output_class = None if opened is captured.returned else type(captured.returned)
@@ -705,51 +746,92 @@ class _CallOf:
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
-        path = Path(flow, program, captured.state)
-        path.sizes |= {each for each in self.sizes(kind, parts) if min(each) < 2}  # compared by `_capture`
+        path = Path(flow, program, captured.state, fixed, captured.answers)
         kind.paths.append(path)
         del kind.paths[:-_MAX_PATHS]
         return path
 
-    # CapturedCall.
+    # Captures.
 
-    def _capture(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> CapturedCall:
-        """CapturedCall a call with these tensors.
+    def _capture(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Path:
+        """Captures a call with these tensors, and adds the path.
 
         Raises:
             CannotCut: it cannot be captured.
             Differs: forward does something else for some of the micro-batches because of their sizes.
         """
-        found = self._captured(kind, tensors, symbolic=True)
-        check_calls(found.flow, self._calls.blocks, self._names)
-        flow = found.flow.pruned()
-        for sizes, part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items():
-            if min(sizes) < 2 and not self._is_equal(kind, flow, part):
-                raise Differs(f"does something else for a size of {min(sizes)}")
-        return found._replace(flow=flow)
+        fixed = self._fixed(kind, tensors)
+        found = self._captured(kind, tensors, fixed)
+        return self._add_captured(kind, found, fixed, parts)
 
-    def _is_equal(self, kind: CallKind, flow: Dataflow, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether forward makes the calls of a capture for sizes of 0 or 1, too.
-
-        PyTorch assumes that symbols are at least 2.
-        """
+    def _fixed(self, kind: CallKind, tensors: Sequence[Tensor]) -> dict[int, int]:
+        """Returns the lengths that are no symbols, because PyTorch assumes that symbols are at least 2."""
         sizes = self.sizes(kind, [tensors])[0]
-        single = self._captured(kind, tensors, symbolic=False).flow.pruned()
-        return _without_storages(single) == _without_storages(flow.at(lambda leaf: at_sizes(leaf, sizes)))
+        return {index: size for index, size in enumerate(sizes) if index and size < 2}
 
-    def _captured(self, kind: CallKind, tensors: Sequence[Tensor], symbolic: bool) -> CapturedCall:
+    def _add_captured(
+        self, kind: CallKind, found: CapturedCall, fixed: Mapping[int, int], parts: Parts
+    ) -> Path:
+        check_calls(found.flow, self._calls.blocks, self._names)
+        found = found._replace(flow=found.flow.pruned())
+        small: dict[int, Sequence[Any]] = {}
+        for (batch, *_), part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items():
+            if batch < 2:
+                conditions = self._conditions_of_few(kind, found.flow, found.answers, fixed, part)
+                if conditions is None:
+                    raise Differs(f"does something else for a size of {batch}")
+                small[batch] = conditions
+        path = self._add_path(kind, found, fixed)
+        path.small |= small
+        return path
+
+    def _conditions_of_few(
+        self,
+        kind: CallKind,
+        flow: Dataflow,
+        answers: Sequence[Any],
+        fixed: Mapping[int, int],
+        tensors: Sequence[Tensor],
+    ) -> Sequence[Any] | None:
+        """Returns the conditions on sizes under which forward makes the same calls for 0 or 1 samples, too.
+
+        Args:
+            kind: the kind of call.
+            flow: the calls for more samples.
+            answers: what forward has read from tensors there, which it reads here as well.
+            fixed: the lengths that are no symbols.
+            tensors: the tensors of a micro-batch of 0 or 1 samples.
+
+        Returns:
+            The conditions; None if it makes other calls.
+        """
+        few = {0: self.sizes(kind, [tensors])[0][0], **fixed}
+        try:
+            found = self._captured(kind, tensors, few, answers).flow.pruned()
+        except Differs:
+            return None
+        expected = _comparable(flow.at(lambda leaf: at_sizes(leaf, few)))
+        return found.conditions if _comparable(found) == expected else None
+
+    def _captured(
+        self,
+        kind: CallKind,
+        tensors: Sequence[Tensor],
+        fixed: Mapping[int, int],
+        answers: Sequence[Any] | None = None,
+    ) -> CapturedCall:
         sizes = self.sizes(kind, [tensors])[0]
         modules = Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
-        given = Given(tensors, kind.symbols(), sizes, self._build)
-        decide = self._decide_by(tensors, sizes)
-        return capture_call(self._model, given, modules, self._device, decide, symbolic=symbolic)
+        given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
+        decide = self._decide_by(tensors, sizes) if answers is None else _repeat(answers)
+        return capture_call(self._model, given, modules, self._device, decide)
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         tensors = self._inputs.tensors
-        given = Given(tensors, {}, (), self._build)
+        given = Given(tensors, {}, (), (), self._build)
         modules = Modules({self._model, *opened}, set(blocks))
         decide = self._decide_by(tensors, ())
-        return capture_call(self._model, given, modules, self._device, decide, symbolic=False).flow
+        return capture_call(self._model, given, modules, self._device, decide).flow
 
     def _decide_by(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
         return _decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh)
@@ -778,17 +860,30 @@ def _with_data(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
-def _without_storages(flow: Dataflow) -> Dataflow:
+def _comparable(flow: Dataflow) -> Dataflow:
     """Returns a capture without what depends on sizes alone: a result that needs no copy shares memory."""
     values = tuple(dataclasses.replace(each, storage=0) for each in flow.values)
     return dataclasses.replace(flow, values=values, conditions=())
 
 
+def _repeat(answers: Sequence[Any]) -> Any:
+    """Returns a function that repeats what forward has read before."""
+    left = iter(answers)
+
+    def decide(*_: Any) -> Any:
+        try:
+            return next(left)
+        except StopIteration:
+            raise Differs("reads another number from a tensor") from None
+
+    return decide
+
+
 def _order(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns the order of a tensor's dimensions in memory, and which of them repeat its elements."""
+    """Returns the order of dimensions in memory, which repeat elements, and whether there are gaps."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (strides[dim], -dim))
-    return tuple(order), tuple(stride == 0 for stride in strides)
+    return tuple(order), tuple(stride == 0 for stride in strides), has_gaps(tensor)
 
 
 def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device, may_read: bool) -> Any:
@@ -809,15 +904,37 @@ def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.de
                 return answer(None)
             except Unknown as unknown:
                 reason = unknown
-            try:  # a random number in [0, 1) that is compared with 0, as by layerdrop
+            extremes: list[Any] = []
+            if _is_compared_draw(flow, arguments):  # as by layerdrop
                 extremes = [answer(_constant_draw(flow, number)) for number in (0.0, 1 - 2**-24)]
-            except Unknown:
-                extremes = []
         if len(extremes) == 2 and extremes[0] == extremes[1]:
             return extremes[0]
         raise reason
 
     return decide
+
+
+def _is_compared_draw(flow: Dataflow, arguments: Nested) -> bool:
+    """Returns whether a value is one random number in [0, 1) that is compared with a constant."""
+    producers = flow.producers()
+
+    def maker(leaves: Sequence[Any]) -> Any:
+        refs = [leaf.index for leaf in leaves if isinstance(leaf, Ref)]
+        owned = any(isinstance(leaf, Owned) for leaf in leaves)
+        return (
+            flow.calls[producers[refs[0]]] if len(refs) == 1 and not owned and refs[0] in producers else None
+        )
+
+    comparison = maker(arguments.leaves)
+    if comparison is None or getattr(comparison.target, "__name__", "").strip("_") not in _COMPARISONS:
+        return False
+    draw = maker(comparison.arguments.leaves)
+    return (
+        draw is not None and draw.target is torch.rand and not flow.values[draw.result.leaves[0].index].shape
+    )
+
+
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"})
 
 
 def _constant_draw(flow: Dataflow, number: float) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -76,12 +76,14 @@ class Given(NamedTuple):
         tensors: the tensors, whose metadata alone is read.
         symbols: the index of the size that a dimension follows, by the tensor's number and the dimension.
         sizes: the sizes: the batch size, and lengths.
+        fixed: the indices of the sizes that are no symbols but numbers.
         build: returns the positional and keyword arguments with other tensors as inputs.
     """
 
     tensors: Sequence[Tensor]
     symbols: Mapping[tuple[int, int], int]
     sizes: Sequence[int]
+    fixed: Collection[int]
     build: Callable[[Sequence[Tensor]], tuple[Any, Any]]
 
 
@@ -104,15 +106,17 @@ class CapturedCall(NamedTuple):
         flow: the calls, decisions and sizes.
         returned: what the model returned, with fake tensors.
         state: the state of the model in which it was captured.
+        answers: what forward has read from tensors.
     """
 
     flow: Dataflow
     returned: Any
     state: LayerState
+    answers: Sequence[Any]
 
 
 def capture_call(
-    model: nn.Module, given: Given, modules: Modules, device: torch.device, decide: Decide, symbolic: bool
+    model: nn.Module, given: Given, modules: Modules, device: torch.device, decide: Decide
 ) -> CapturedCall:
     """Captures a call of a model.
 
@@ -122,7 +126,6 @@ def capture_call(
         modules: the modules to open, and the blocks.
         device: the device of all tensors.
         decide: returns what forward reads from a tensor, or raises `Unknown`.
-        symbolic: whether sizes are symbols.
 
     Raises:
         CannotCut: the call cannot be captured.
@@ -131,7 +134,7 @@ def capture_call(
     """
     opened, effects = set(modules.opened), 0
     while effects < _MAX_EFFECTS:
-        attempt = _Attempt(model, given, Modules(opened, modules.blocks), device, decide, symbolic)
+        attempt = _Attempt(model, given, Modules(opened, modules.blocks), device, decide)
         try:
             found = attempt.run()
         except _Open as another:
@@ -165,7 +168,6 @@ class _Attempt:
         modules: Modules,
         device: torch.device,
         decide: Decide,
-        symbolic: bool,
     ) -> None:
         self._model, self._given, self._modules = model, given, modules
         self._device, self._decide = device, decide
@@ -173,23 +175,24 @@ class _Attempt:
         self._mode = RealLayouts(ShapeEnv())
         self._env = ShapeEnv()  # later Dynamo's
         self._sizes: dict[int, torch.SymInt] = {}
-        self._inputs = [self._input(i, x, symbolic) for i, x in enumerate(given.tensors)]
+        self._inputs = [self._input(i, x) for i, x in enumerate(given.tensors)]
         self._args, self._kwargs = given.build([fake for fake, _ in self._inputs])
         self._around = surroundings(device)
         self._runs: dict[fx.Node, Run] = {}
         self._decisions: list[tuple[Any, fx.Node, Any, Place]] = []
         self._error: Exception | None = None
 
-    def _input(self, index: int, tensor: Tensor, symbolic: bool) -> tuple[Tensor, tuple[Any, ...]]:
+    def _input(self, index: int, tensor: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """Returns a fake input tensor, and its shape."""
         sizes, shape = list[Any](tensor.shape), list[Any](tensor.shape)
         for dim in range(tensor.dim()):
             symbol = self._given.symbols.get((index, dim))
             if symbol is not None:
-                sizes[dim] = self._size(symbol) if symbolic else self._given.sizes[symbol]
-                shape[dim] = Size(symbol_of(symbol)) if symbolic else sizes[dim]
+                is_fixed = symbol in self._given.fixed
+                sizes[dim] = self._given.sizes[symbol] if is_fixed else self._size(symbol)
+                shape[dim] = sizes[dim] if is_fixed else Size(symbol_of(symbol))
         with self._mode:
-            strides = _strides_like(tensor, sizes)
+            strides = list(tensor.stride()) if has_gaps(tensor) else _strides_like(tensor, sizes)
             fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=self._device)
             fake = with_bits(fake, bits_of(tensor)).requires_grad_(tensor.requires_grad)
         return fake, tuple(shape)
@@ -243,7 +246,7 @@ class _Attempt:
         state = LayerState(LayerStates())
         state.add(self._model, None, captured)
         state.captures.clear()
-        return CapturedCall(flow, returned, state)
+        return CapturedCall(flow, returned, state, tuple(answer for _, _, answer, _ in self._decisions))
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
@@ -279,15 +282,17 @@ class _Attempt:
 
     # Sizes.
 
-    def _symbols(self) -> dict[sympy.Symbol, int]:
-        """Returns the index of the size that each of Dynamo's symbols stands for."""
+    def _symbols(self) -> tuple[dict[sympy.Symbol, int], dict[sympy.Symbol, sympy.Integer]]:
+        """Returns the index of the size that each of Dynamo's symbols stands for, or its number."""
         own = {size.node.expr: index for index, size in self._sizes.items()}
-        found = {}
+        found, numbers = {}, {}
         for symbol, sources in self._env.var_to_sources.items():
             size = self._value_of(sources[0])
             if isinstance(size, torch.SymInt):
                 found[symbol] = own[size.node.expr]
-        return found
+            elif type(size) is int:  # a stride of a part of another tensor
+                numbers[symbol] = sympy.Integer(size)
+        return found, numbers
 
     def _check_batch(self) -> None:
         """Checks that the batch size may be another.
@@ -295,7 +300,7 @@ class _Attempt:
         Raises:
             Differs: forward decides by it, down to one number.
         """
-        for symbol, index in self._symbols().items():
+        for symbol, index in self._symbols()[0].items():
             if not index and not isinstance(self._env.replace(symbol), sympy.Symbol):
                 raise Differs(f"decides by the number of samples{self._where(symbol)}")
 
@@ -309,7 +314,7 @@ class _Attempt:
     def _conditions(self, in_sizes: Callable[[Any], Any]) -> tuple[Any, ...]:
         """Returns the conditions on sizes under which the capture holds."""
         found = [in_sizes(guard.expr) for guard in self._env.guards if guard.expr.free_symbols]
-        for symbol, index in self._symbols().items():
+        for symbol, index in self._symbols()[0].items():
             own, bounds = symbol_of(index), self._env.var_to_range[symbol]
             found += [own >= bounds.lower, own <= bounds.upper, sympy.Eq(own, in_sizes(symbol))]
         return tuple(dict.fromkeys(sympy.false if each is None else each for each in found))
@@ -329,10 +334,13 @@ class _Attempt:
         """Runs a module, or a function, on fake tensors."""
         args, kwargs = plain((args, kwargs), lambda leaf: leaf)
         before, state = pytree.tree_flatten((args, kwargs)), random.getstate()
-        is_module = isinstance(target, nn.Module)
+        is_module, has_read = isinstance(target, nn.Module), False
         try:
             with self._collectors_allowed():
-                result = self._result_of(target, args, kwargs) if is_module else target(*args, **kwargs)
+                if is_module:
+                    result, has_read = self._result_of(target, args, kwargs)
+                else:
+                    result = target(*args, **kwargs)
         finally:
             random.setstate(state)
         name = self._names[target] if is_module else target.__self__.__name__
@@ -346,24 +354,32 @@ class _Attempt:
             )
         leaves = pytree.tree_leaves(result)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))), None)
-        if odd is not None and (not is_module or target in self._modules.blocks):
-            self._fail(CannotCut(f"block {name} returns a {type(odd).__name__}"))
-        if odd is not None:
+        # Numbers may follow from elements, or from attributes that no guard would see.
+        has_numbers = any(leaf is not None and not isinstance(leaf, Tensor) for leaf in leaves)
+        is_closed = not is_module or target in self._modules.blocks
+        if is_closed and (odd is not None or (has_numbers and has_read)):
+            what = type(odd).__name__ if odd is not None else "number that it reads from a tensor"
+            self._fail(CannotCut(f"block {name} returns a {what}"))
+        if not is_closed and (has_numbers or has_read):
             self._fail(_Open(target))
         return result
 
-    def _result_of(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router."""
+    def _result_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router.
+
+        Returns:
+            The result, and whether the module reads elements.
+        """
         has_own_call = type(module).__call__ is not nn.Module.__call__
         run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
         try:
-            return run(*args, **kwargs)
+            return run(*args, **kwargs), False
         except Exception as error:
             first_error = error
         finally:
             self._env.pending_fresh_unbacked_symbols.clear()  # those inside of the module
         try:
-            return self._result_for_zeros(module, run, args, kwargs)
+            return self._result_for_zeros(module, run, args, kwargs), True
         except Exception:
             raise first_error from None
 
@@ -387,7 +403,8 @@ class _Attempt:
 
         def fake(x: Tensor) -> Tensor:
             shape = [known.get(size, size) for size in x.shape]
-            return torch.empty(shape, dtype=x.dtype, device=self._device).requires_grad_(x.requires_grad)
+            made = torch.empty_strided(shape, _strides_like(x, shape), dtype=x.dtype, device=self._device)
+            return made.requires_grad_(x.requires_grad).clone() if x.requires_grad else made
 
         with disable_current_modes(), real_tensors(module, self._read):
             returned = run(*map_tensors(zeros, args), **map_tensors(zeros, kwargs))
@@ -451,7 +468,8 @@ class _Attempt:
     # The calls.
 
     def _seen(self, sources: Mapping[fx.Node, Source]) -> Seen:
-        symbols = {symbol: symbol_of(index) for symbol, index in self._symbols().items()}
+        sizes, numbers = self._symbols()
+        symbols = {symbol: symbol_of(index) for symbol, index in sizes.items()} | numbers
 
         def in_sizes(expression: Any) -> Any:
             expression = sympy.sympify(self._env.replace(expression))
@@ -473,8 +491,8 @@ class _Attempt:
         seen = self._seen(dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True)))
         reader = GraphReader(graph, seen)
         decisions = tuple(
-            Decision(target, reader.nested(((node,), {})), answer, where)
-            for target, node, answer, where in self._decisions
+            Decision(target, reader.nested(((node,), {})), answer, position, where)
+            for (target, node, answer, where), position in zip(self._decisions, reader.positions, strict=True)
         )
         return reader.flow(reader.nested(returned), decisions, self._conditions(seen.in_sizes))
 
@@ -532,6 +550,11 @@ def surroundings(device: torch.device) -> Surroundings:
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return Surroundings(torch.is_grad_enabled(), autocast)
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Returns whether a tensor leaves out elements between its own, as a part of another one may."""
+    return list(tensor.stride()) != _strides_like(tensor, tensor.shape)
 
 
 def _strides_like(tensor: Tensor, shape: Sequence[Any]) -> list[Any]:

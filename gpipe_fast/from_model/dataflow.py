@@ -174,12 +174,14 @@ class Decision:
         target: the function that returned it, as ``bool``.
         arguments: its arguments.
         answer: the number.
+        position: how many calls come before it.
         place: where the user's code reads it.
     """
 
     target: Any
     arguments: Nested
     answer: Any
+    position: int
     place: Place = field(compare=False)
 
 
@@ -258,7 +260,8 @@ class Dataflow:
         live = {*inputs, *self.result.refs(), *(ref for d in guards for ref in d.arguments.refs())}
         storages = {self.values[ref].storage for ref in live}
         calls: list[Call] = []
-        for call in reversed(self.calls):
+        kept: list[int] = []
+        for index, call in reversed([*enumerate(self.calls)]):
             results = set(call.result.refs())
             if (
                 results & live
@@ -267,8 +270,10 @@ class Dataflow:
                 or any(self.values[ref].storage in storages for ref in call.mutates)
             ):
                 calls.append(call)
+                kept.append(index)
                 live |= {*call.arguments.refs(), *results}
                 storages |= {self.values[ref].storage for ref in (*call.arguments.refs(), *results)}
+        guards = [replace(d, position=sum(index < d.position for index in kept)) for d in guards]
         return self._renumbered(calls[::-1], guards, sorted(live))
 
     def _renumbered(self, calls: Sequence[Call], guards: Sequence[Decision], live: Sequence[int]) -> Dataflow:

@@ -108,6 +108,9 @@ class _Unknown:
 class GraphReader:
     """Reads a graph.
 
+    Attributes:
+        positions: for each time that forward reads from a tensor, how many calls come before it.
+
     Args:
         graph: the graph; a part of one, while it is captured.
         seen: what else is known.
@@ -115,6 +118,7 @@ class GraphReader:
 
     def __init__(self, graph: fx.Graph, seen: Seen) -> None:
         self._seen = seen
+        self.positions: list[int] = []
         self._values: list[RecordedTensor] = []
         self._calls: list[Call] = []
         self._of_node: dict[fx.Node, Any] = {}
@@ -170,6 +174,7 @@ class GraphReader:
         if node.op == "get_attr":
             return _Unknown(str(target))
         if target is dynamo.elements_read:
+            self.positions.append(len(self._calls))
             return None
         if isinstance(target, type) and hasattr(target, "_fields"):  # a named tuple
             return target(*plain(node.args, self._known))

@@ -27,8 +27,9 @@ def symbol_of(index: int) -> sympy.Symbol:
     return sympy.Symbol(f"L{index}" if index else "B", positive=True, integer=True)
 
 
-def _values(sizes: Sequence[int]) -> dict[sympy.Symbol, sympy.Integer]:
-    return {symbol_of(index): sympy.Integer(size) for index, size in enumerate(sizes)}
+def _values(sizes: Sequence[int] | Mapping[int, int]) -> dict[sympy.Symbol, sympy.Integer]:
+    items = sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes)
+    return {symbol_of(index): sympy.Integer(size) for index, size in items}
 
 
 def hold(conditions: Sequence[sympy.Basic], sizes: Sequence[int]) -> bool:
@@ -47,9 +48,11 @@ class Size:
 
     expression: sympy.Expr
 
-    def at(self, sizes: Sequence[int]) -> int | float:
-        """Returns the number for these sizes; the batch size comes first."""
+    def at(self, sizes: Sequence[int] | Mapping[int, int]) -> Any:
+        """Returns the number for these sizes, the batch size first; for some of them, by index, a `Size`."""
         found = self.expression.xreplace(_values(sizes))
+        if found.free_symbols:
+            return Size(found)
         return int(found) if found.is_integer else float(found)
 
     def __str__(self) -> str:
@@ -81,7 +84,7 @@ class Size:
         return sorted(int(name[1:] or 0) for name in names)
 
 
-def at_sizes(leaf: Any, sizes: Sequence[int]) -> Any:
+def at_sizes(leaf: Any, sizes: Sequence[int] | Mapping[int, int]) -> Any:
     """Returns a leaf with numbers for these sizes."""
     if isinstance(leaf, Size):
         return leaf.at(sizes)

@@ -79,8 +79,11 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with mode:
         fake = empty_like(tensor, device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+            fake = nn.Parameter(fake, tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+    vars(fake).update({k: v for k, v in vars(tensor).items() if k not in vars(fake)})  # a user's attributes
+    return fake
 
 
 @contextlib.contextmanager

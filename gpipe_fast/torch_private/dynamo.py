@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._dynamo.utils as dynamo_utils
 import torch._dynamo.variables.builtin as dynamo_builtin
+import torch._dynamo.variables.dicts as dynamo_dicts
 import torch._dynamo.variables.torch as dynamo_torch
 import torch.utils._triton as torch_triton
 from torch._dynamo import convert_frame
@@ -274,6 +276,12 @@ def _has_proxy(argument: Any) -> bool:
     return True
 
 
+# Since 2.14 a class of its own.
+_OrderedDictVariable: Any = getattr(dynamo_dicts, "OrderedDictVariable", None) or functools.partial(
+    ConstDictVariable, user_cls=OrderedDict
+)
+
+
 def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
     """Returns Dynamo's variable for a nested value, with these variables in the place of its tensors."""
     if isinstance(value, torch.Tensor):
@@ -281,6 +289,10 @@ def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
     if type(value) in (tuple, list):
         kind = TupleVariable if type(value) is tuple else ListVariable
         return kind([_variable(tx, each, tensors) for each in value], mutation_type=ValueMutationNew())
+    if type(value) in (dict, OrderedDict):
+        pairs = {SourcelessBuilder.create(tx, k): _variable(tx, x, tensors) for k, x in value.items()}
+        table: Any = ConstDictVariable if type(value) is dict else _OrderedDictVariable
+        return table(pairs, mutation_type=ValueMutationNew())
     if isinstance(value, Mapping) or hasattr(value, "_fields"):
         items = value.items() if isinstance(value, Mapping) else zip(value._fields, value, strict=True)
         named = {name: _variable(tx, each, tensors) for name, each in items}

@@ -179,7 +179,7 @@ class Captured:
                 if symbol in shape_env.var_to_sources
             }
         self._function = environment.forward_callable(
-            backend_id, self._run_graph, extra_globals=entry.__globals__
+            backend_id, self._run_graph, extra_globals={**vars(builtins), **entry.__globals__}
         )
 
     def run(

@@ -42,10 +42,8 @@ def record_of(
     model = function if isinstance(function, nn.Module) else Calls(function, _modules_in(function))
     modules = Modules(opened_for(model, blocks), set(blocks))
     sizes = [inputs[split[0]].shape[0]] if split else []
-    given = Given(inputs, {(i, 0): 0 for i in split}, sizes, lambda tensors: (tuple(tensors), {}))
-    return capture_call(
-        model, given, modules, torch.device("cpu"), no_decision, symbolic=bool(split)
-    ).flow.pruned()
+    given = Given(inputs, {(i, 0): 0 for i in split}, sizes, (), lambda tensors: (tuple(tensors), {}))
+    return capture_call(model, given, modules, torch.device("cpu"), no_decision).flow.pruned()
 
 
 def _modules_in(function: Callable[..., Any]) -> list[nn.Module]:

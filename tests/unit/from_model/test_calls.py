@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe
 from gpipe_fast.from_model import calls
-from gpipe_fast.from_model.capture import capture_call
+from gpipe_fast.from_model.capture import Given, capture_call
 from gpipe_fast.from_model.outputs import LOSSES
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -255,12 +255,12 @@ def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The captures so far: whether each had symbols for sizes."""
+    """The captures so far: whether all sizes that vary were symbols."""
     found: list[bool] = []
 
-    def counted(*args: Any, symbolic: bool) -> Any:
-        found.append(symbolic)
-        return capture_call(*args, symbolic=symbolic)
+    def counted(model: nn.Module, given: Given, *args: Any) -> Any:
+        found.append(bool(given.symbols) and not given.fixed)
+        return capture_call(model, given, *args)
 
     monkeypatch.setattr(calls, "capture_call", counted)
     return found
@@ -409,3 +409,151 @@ def test_caches_of_blocks_keep_no_fake_tensors() -> None:
     assert type(wrapped_weights(5)) is Tensor
     for sizes in SIZES:
         assert equals_the_loop(pipe, *tokens(*sizes)[:1])
+
+
+class Squares(nn.Module):
+    """A model whose blocks come after a function of it and its inputs."""
+
+    def __init__(self, before: Callable[..., Tensor], modules: Mapping[str, nn.Module] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.before, self.factor = before, 1.0
+        self.weight = nn.Parameter(torch.ones(6))
+        for name, module in (modules or {}).items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        x = self.before(self, x, *more)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Of(nn.Module):
+    """A module that calls a function, and has a number."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.number = function, 1.0
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def squares(before: Callable[..., Tensor], *inputs: Tensor, function: Any = None) -> Any:
+    torch.manual_seed(0)
+    modules = {} if function is None else {"inner": Of(function)}
+    options = {"devices": ["cpu"] * 2, "balance": [2, 2], "chunks": 3}
+    return GPipe.from_model(Squares(before, modules), inputs, **options)
+
+
+ALL, SOME = torch.ones(6, 5, dtype=torch.bool), torch.arange(30).view(6, 5) % 5 < 4
+ROWS = torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(3))
+READS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "a truth": (lambda s, m: (m, bool(m.all())), lambda m, x, k: x * 2 if m.inner(k)[1] else x),
+    "a sum": (lambda s, m: (m, int(m.sum())), lambda m, x, k: x * m.inner(k)[1]),
+    "a part": (lambda s, m: m.float()[:, : int(m[0].sum())], lambda m, x, k: x + m.inner(k).sum()),
+    "a number": (lambda s, m: (m, s.number), lambda m, x, k: x * m.inner(k)[1]),
+    "an order": (
+        lambda s, m: OrderedDict(first=m * s.number, second={0: m * 2.0}),
+        lambda m, x, k: x + m.inner(k)["first"][..., None] + m.inner(k)["second"][0][..., None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_modules_that_return_what_they_read(name: str) -> None:
+    function, before = READS[name]
+    model = squares(before, ROWS, ALL, function=function)
+    for masks in (ALL, SOME, ALL):
+        assert equals_the_loop(model, ROWS, masks)
+    model.inner.number = 3.0
+    assert equals_the_loop(model, ROWS, ALL)
+
+
+def zeroed_later(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    y = mask.clone()
+    if y.any():
+        x = x + 1
+    if y.all():
+        x = x * 2
+    y.zero_()
+    return x + y[..., None]
+
+
+def test_what_is_read_is_not_what_it_becomes_later() -> None:
+    model = squares(zeroed_later, ROWS, ALL)
+    for columns in (0, 1, 2, 0, 5, 0):
+        mask = ALL.clone()
+        mask[:, 5 - columns :] = False
+        assert equals_the_loop(model, ROWS, mask)
+
+
+RANDOM: dict[str, Callable[..., Tensor]] = {
+    "an order": lambda m, x: x[..., torch.rand(6).argsort().tolist()],
+    "two draws": lambda m, x: x if torch.rand(()) < torch.rand(()) else -x,
+    "an interval": lambda m, x: x if (torch.rand(()) - 0.5).abs() < 0.25 else -x,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_branches_by_random_numbers_are_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match="branches on a tensor"):
+        squares(RANDOM[name], ROWS)
+
+
+def test_a_branch_that_no_random_number_takes() -> None:
+    assert equals_the_loop(squares(lambda m, x: x if torch.rand(()) < m.factor else -x, ROWS))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ROWS.repeat(1, 2, 1)[:, :5], lambda: ROWS.repeat(1, 1, 2)[..., ::2]]
+)
+def test_parts_of_tensors_are_not_contiguous(make: Callable[[], Tensor]) -> None:
+    model = squares(lambda m, x: x * 2 if x.is_contiguous() else x, ROWS)
+    assert equals_the_loop(model, make())
+    assert equals_the_loop(model, ROWS)
+
+
+def test_attributes_of_parameters_stay() -> None:
+    model = Squares(lambda m, x: x * m.weight * m.weight.scale)
+    model.weight.scale = 3.0  # type: ignore[attr-defined]
+    pipe = GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert equals_the_loop(pipe, ROWS)
+    model.weight.scale = 2.0  # type: ignore[attr-defined]
+    assert equals_the_loop(pipe, ROWS)
+
+
+@pytest.mark.parametrize("hidden", [(0, 4), (3, 4), (6, 4), (0, 0)])
+def test_a_last_sample_alone_may_be_masked_otherwise(hidden: tuple[int, int]) -> None:
+    model = squares(lambda m, x, k: x if k.all() else x * k[..., None], ROWS, ALL)
+    mask = torch.ones(7, 5, dtype=torch.bool)
+    mask[hidden] = False
+    torch.testing.assert_close(model(ROWS[[*range(6), 0]], mask), model.plain()(ROWS[[*range(6), 0]], mask))
+
+
+def test_single_samples_of_changing_lengths_need_no_capture(captures: list[bool]) -> None:
+    model = of_tokens(lambda x: x.sum(1), *tokens(4, 5))
+    model.chunks = 4
+    for length in range(2, 40):
+        assert equals_the_loop(model, *tokens(4, length))
+        assert len(captures) < 9
+
+
+def test_a_length_of_one_is_captured_by_itself() -> None:
+    def summed(x: Tensor) -> Tensor:
+        for index in range(x.shape[1]):
+            x = x + x[:, index : index + 1]
+        return x
+
+    model = of_tokens(summed, *tokens(6, 5))
+    for length in (5, 16, 1, 5, 1, 2):
+        assert equals_the_loop(model, *tokens(6, length))
+
+
+def test_a_recurrent_module_between_blocks() -> None:
+    modules = {"lstm": nn.LSTM(6, 6, batch_first=True)}
+    model = Squares(lambda m, x: m.lstm(x)[0], modules)
+    pipe = GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+    assert equals_the_loop(pipe, ROWS)
