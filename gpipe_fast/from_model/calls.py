@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from gpipe_fast.from_model.capture import (
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Owned, Ref
 from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
 from gpipe_fast.from_model.graph_reader import open_dataclass
-from gpipe_fast.from_model.loss_rules import cross_entropies, uses
+from gpipe_fast.from_model.loss_rules import cross_entropies, uses, uses_number
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims, hold
+from gpipe_fast.from_model.stand_ins import PLAIN
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointChoice
 from gpipe_fast.randomness.random import keyed_rng
@@ -434,7 +435,8 @@ class _CallOf:
         kind = calls._kinds.get(key)
         if kind is None:
             calls.note_number(self._inputs.structure)
-            kind = calls._kinds[key] = self._new_kind()
+            kind = self._new_kind()
+            calls._kinds[self._key()] = kind  # another key after the first call, which finds the blocks
             while len(calls._kinds) > _MAX_KINDS:
                 calls._kinds.popitem(last=False)
         parts = self._parts(kind)
@@ -479,8 +481,22 @@ class _CallOf:
                 if x is not None
             ),
         )
-        more = self._device, self._whole, modes, model, self._calls.settings.chunks if shapes else None
+        called = tuple(map(_attributes_of, self._called()))
+        more = (
+            self._device,
+            self._whole,
+            modes,
+            model,
+            called,
+            self._calls.settings.chunks if shapes else None,
+        )
         return self._inputs.structure, tensors, more
+
+    def _called(self) -> Iterator[nn.Module]:
+        """Returns the modules besides blocks that are called as a whole: their results may depend on them."""
+        blocks, opened = set(self._calls.blocks), self._calls._opened
+        for module in [self._model, *opened] if blocks else []:
+            yield from (each for each in module.children() if each not in opened and each not in blocks)
 
     # What kind of call it is.
 
@@ -731,6 +747,7 @@ class _CallOf:
         output_class = None if opened is captured.returned else type(captured.returned)
         known = (p for p in calls._programs if p.split == kind.split and p.output_class is output_class)
         unconditional = dataclasses.replace(flow, decisions=(), conditions=()).pruned()
+        self._check_numbers(kind, flow)
         program = next((p for p in known if p.flow == unconditional), None)
         if program is None:
             program = Program(
@@ -750,6 +767,22 @@ class _CallOf:
         kind.paths.append(path)
         del kind.paths[:-_MAX_PATHS]
         return path
+
+    def _check_numbers(self, kind: CallKind, flow: Dataflow) -> None:
+        """Refuses a loss of a number that forward reads from a micro-batch, where another one counts.
+
+        Raises:
+            CannotCut: there is one.
+        """
+        for decision in flow.decisions if self._calls.loss == "exact" else ():
+            is_number = type(decision.answer) in (int, float)
+            is_split = is_number and flow.depends_on(decision.arguments.refs(), kind.split)
+            if is_split and any(uses_number(flow, ref, decision.answer) for ref in self._scalars(flow)):
+                raise CannotCut(
+                    f"a loss is computed with a number that is read from a tensor at {decision.place}; "
+                    "compute with the tensor, without item(), or pass loss='per-microbatch' to "
+                    "GPipe.from_model"
+                )
 
     # Captures.
 
@@ -834,7 +867,8 @@ class _CallOf:
         return capture_call(self._model, given, modules, self._device, decide).flow
 
     def _decide_by(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-        return _decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh)
+        opened = {self._model, *self._calls._opened}
+        return _decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh, opened)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
@@ -860,6 +894,12 @@ def _with_data(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
+def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the plain attributes of a module, and its hooks."""
+    plain = ((name, type(x), x) for name, x in vars(module).items() if isinstance(x, PLAIN))
+    return tuple(plain), *module._forward_hooks, *module._forward_pre_hooks
+
+
 def _comparable(flow: Dataflow) -> Dataflow:
     """Returns a capture without what depends on sizes alone: a result that needs no copy shares memory."""
     values = tuple(dataclasses.replace(each, storage=0) for each in flow.values)
@@ -874,7 +914,7 @@ def _repeat(answers: Sequence[Any]) -> Any:
         try:
             return next(left)
         except StopIteration:
-            raise Differs("reads another number from a tensor") from None
+            raise Differs from None
 
     return decide
 
@@ -886,7 +926,13 @@ def _order(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(order), tuple(stride == 0 for stride in strides), has_gaps(tensor)
 
 
-def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.device, may_read: bool) -> Any:
+def _decide_by(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    device: torch.device,
+    may_read: bool,
+    opened: Container[nn.Module],
+) -> Any:
     """Returns a function that reads from tensors what forward reads from its inputs."""
 
     def decide(target: Any, arguments: Nested, flow: Dataflow, own: Callable[[Owned], Tensor]) -> Any:
@@ -894,6 +940,8 @@ def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.de
 
         def answer(draw: Any) -> Any:
             def read(owned: Owned) -> Tensor:
+                if owned.owner not in opened and owned.name in owned.owner._buffers:
+                    raise Unknown(f"{owned.name!r} of a {type(owned.owner).__name__}, which may change it")
                 return _with_data(own(owned)) if may_read else refuse_reading(owned)
 
             evaluation = Evaluation(flow, known, sizes, device, draw=draw, read=read)
@@ -909,7 +957,7 @@ def _decide_by(tensors: Sequence[Tensor], sizes: Sequence[int], device: torch.de
                 extremes = [answer(_constant_draw(flow, number)) for number in (0.0, 1 - 2**-24)]
         if len(extremes) == 2 and extremes[0] == extremes[1]:
             return extremes[0]
-        raise reason
+        raise Unknown(str(reason))
 
     return decide
 

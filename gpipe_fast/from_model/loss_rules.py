@@ -369,3 +369,9 @@ def uses(flow: Dataflow, ref: int, inputs: Sequence[int]) -> bool:
     """Returns whether a value is computed from one of some inputs after the last value with a batch."""
     calls = _calls_without_batch(flow, ref)
     return any(r in inputs for call in calls for r in call.arguments.refs())
+
+
+def uses_number(flow: Dataflow, ref: int, number: int | float) -> bool:
+    """Returns whether a value is computed with a number after the last value with a batch."""
+    leaves = (leaf for call in _calls_without_batch(flow, ref) for leaf in call.arguments.leaves)
+    return any(type(leaf) is type(number) and leaf == number for leaf in leaves)

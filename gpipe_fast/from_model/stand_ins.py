@@ -104,7 +104,8 @@ def real_tensors(module: nn.Module, read: ReadOwned) -> Iterator[None]:
 
 
 _TABLES = frozenset(vars(nn.Module()))
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+# Attributes that are compared by value.
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NOT_CONFIGURATIONS = (nn.Module, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
@@ -116,7 +117,7 @@ def configurations(names: Names) -> list[Any]:
         for each in objects.values()
         if not isinstance(each, _NOT_CONFIGURATIONS)
         for key, value in vars(each).items()
-        if isinstance(value, _PLAIN)
+        if isinstance(value, PLAIN)
     ]
 
 
@@ -181,7 +182,7 @@ def _are_same(contents: list[Any], others: list[Any]) -> bool:
 
 
 def _is(x: Any, y: Any) -> bool:
-    return x is y or (isinstance(x, _PLAIN) and x == y)
+    return x is y or (isinstance(x, PLAIN) and x == y)
 
 
 @contextlib.contextmanager

@@ -135,6 +135,23 @@ def decide_by_size() -> None:
     cut_after(lambda x, y: y if len(x) > 1 else -y)(torch.randn(7, 4))
 
 
+def divided(x: Tensor, y: Tensor) -> Tensor:
+    return y.sum() / (x > 0).sum().item()
+
+
+class ReturnsNumber(nn.Module):
+    """A block that returns a number that it reads from a tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, int(x.sum() > 0)
+
+
+def returns_what_it_reads() -> None:
+    model = Model(lambda m, x: m.blocks[1](m.blocks[0](x)[0])[0])
+    model.blocks = nn.ModuleList([ReturnsNumber(), ReturnsNumber()])
+    cut(model)
+
+
 def add_to_parameter(model: Any, x: Tensor) -> Tensor:
     model.bias.detach().add_(1)
     return x
@@ -275,6 +292,10 @@ OF_MODELS = [
     case("forward computes nothing", "blocks=...", lambda: cut(Model(lambda m, x: 3), blocks="blocks")),
     case("decides by the number of samples", "blocks=...", after(lambda x, y: y if len(x) == 2 else -y)),
     case("for another batch size, forward does", "blocks=...", decide_by_size),
+    case(
+        "read from a tensor at", "loss='per-microbatch'", after(lambda x, y: y.sum() / (x > 0).sum().item())
+    ),
+    case("block blocks.0 returns a", "blocks=...", returns_what_it_reads),
     case("detach_ is called between blocks", "without '_'", between(lambda m, x: x.tanh().detach_())),
     case("manual_seed", "blocks=...", between(seed)),
     case("draws from Python's random", "blocks=...", between(lambda m, x: x * random.random())),

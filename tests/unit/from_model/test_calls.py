@@ -557,3 +557,36 @@ def test_a_recurrent_module_between_blocks() -> None:
     model = Squares(lambda m, x: m.lstm(x)[0], modules)
     pipe = GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
     assert equals_the_loop(pipe, ROWS)
+
+
+def test_attributes_of_modules_may_change_what_they_return() -> None:
+    def either(inner: Any, x: Tensor) -> Any:
+        return x if inner.number == 1 else (x, x * 2)
+
+    def before(model: Any, x: Tensor) -> Tensor:
+        found = model.inner(x)
+        return found[1] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+    model = squares(before, ROWS, function=either)
+    for number in (1.0, 2.0, 1.0, 2.0):
+        model.inner.number = number
+        assert equals_the_loop(model, ROWS)
+
+
+class Counts(nn.Linear):
+    """A block that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_branch_by_a_buffer_that_a_block_changes_is_refused() -> None:
+    model = Squares(lambda m, x: x * 2 if m.blocks[0].calls.item() < 2 else x)
+    model.blocks = nn.ModuleList(Counts() for _ in range(4))
+    with pytest.raises(RuntimeError, match="'calls' of a Counts, which may change it"):
+        GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
