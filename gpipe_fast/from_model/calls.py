@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -482,14 +483,11 @@ class _CallOf:
             ),
         )
         called = tuple(map(_attributes_of, self._called()))
-        more = (
-            self._device,
-            self._whole,
-            modes,
-            model,
-            called,
-            self._calls.settings.chunks if shapes else None,
-        )
+        # Of these, PyTorch 2.11 guards the code alone, and not the default arguments.
+        values = [x for m in (self._model, *self._calls._opened) for x in vars(m).values()]
+        functions = tuple(x for x in values if isinstance(x, FunctionType))
+        chunks = self._calls.settings.chunks if shapes else None
+        more = self._device, self._whole, modes, model, called, functions, chunks
         return self._inputs.structure, tensors, more
 
     def _called(self) -> Iterator[nn.Module]:
