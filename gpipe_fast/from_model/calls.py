@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -25,13 +25,15 @@ from gpipe_fast.from_model.capture import (
     has_gaps,
     surroundings,
 )
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Owned, Ref
-from gpipe_fast.from_model.evaluate import Evaluation, Unknown, refuse_reading
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow
+from gpipe_fast.from_model.decisions import decide_by, decides_alike, known_inputs, repeated
+from gpipe_fast.from_model.evaluate import Evaluation
 from gpipe_fast.from_model.graph_reader import open_dataclass
+from gpipe_fast.from_model.kinds import CallKind, Group, Path
 from gpipe_fast.from_model.loss_rules import cross_entropies, uses, uses_number
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
-from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims, hold
+from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims
 from gpipe_fast.from_model.stand_ins import PLAIN
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointChoice
@@ -58,89 +60,6 @@ _GUIDE = "docs/guide/not_sequential.md"
 
 # The input tensors of each micro-batch.
 Parts = list[list[Tensor]]
-
-
-# Dimensions of inputs that have the same size: the numbers of the inputs, and their dimensions.
-Group = tuple[tuple[int, int], ...]
-
-
-class Path:
-    """What forward does in a state of the model, and for what it decides by sizes and elements.
-
-    Attributes:
-        flow: the calls that it makes.
-        program: the program that makes them.
-        state: the state of the model.
-        fixed: the lengths that are numbers, 0 or 1, by their indices.
-        answers: what forward has read from tensors.
-        small: for micro-batches of 0 or 1 samples, the conditions on sizes.
-    """
-
-    def __init__(
-        self,
-        flow: Dataflow,
-        program: Program,
-        state: LayerState,
-        fixed: Mapping[int, int],
-        answers: Sequence[Any],
-    ) -> None:
-        self.flow, self.program, self.state = flow, program, state
-        self.fixed, self.answers = fixed, answers
-        self.small: dict[int, Sequence[Any]] = {}
-        self._known: set[tuple[int, ...]] = set()
-
-    def has_lengths(self, sizes: tuple[int, ...]) -> bool:
-        """Returns whether lengths are 0 and 1 where they were in the capture, and larger elsewhere."""
-        lengths = list(enumerate(sizes))[1:]
-        return all(size == self.fixed[i] if i in self.fixed else size > 1 for i, size in lengths)
-
-    def is_for(self, sizes: tuple[int, ...]) -> bool:
-        """Returns whether forward does this for micro-batches of some sizes, as far as sizes decide."""
-        if sizes not in self._known:
-            conditions = self.flow.conditions if sizes[0] > 1 else self.small.get(sizes[0])
-            if conditions is None or not self.has_lengths(sizes) or not hold(conditions, sizes):
-                return False
-            self._known.add(sizes)
-        return True
-
-
-class CallKind:
-    """A kind of call: everything but sizes that are symbols, and the elements of tensors, is the same.
-
-    Attributes:
-        split: the inputs that are split into micro-batches, with their batch dimensions.
-        lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
-            group have the same size.
-        counts_items: whether the number of targets is an input, the last one.
-        shapes: the shapes of the inputs of the first call.
-        paths: what forward does.
-    """
-
-    def __init__(
-        self,
-        split: Mapping[int, int],
-        lengths: Sequence[Group],
-        counts_items: bool,
-        shapes: Sequence[Sequence[int]],
-    ) -> None:
-        self.split, self.lengths, self.counts_items = split, tuple(lengths), counts_items
-        self.shapes = shapes
-        self.paths: list[Path] = []
-
-    def symbols(self) -> dict[tuple[int, int], int]:
-        """Returns the index of the size that a dimension follows, by the input and the dimension."""
-        lengths = {dim: i for i, group in enumerate(self.lengths, 1) for dim in group}
-        return dict.fromkeys(self.split.items(), 0) | lengths
-
-    def includes(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Returns whether a call with inputs of these shapes is of this kind."""
-        symbols, sizes = self.symbols(), dict[int, int]()
-        for index, (own, other) in enumerate(zip(self.shapes, shapes, strict=True)):
-            for dim, size in enumerate(other):
-                symbol = symbols.get((index, dim))
-                if size != (own[dim] if symbol is None else sizes.setdefault(symbol, size)):
-                    return False
-        return True
 
 
 class Calls:
@@ -662,7 +581,7 @@ class _CallOf:
             return sum(
                 int((evaluation.value(mean.targets) != mean.ignored).sum())
                 for part, sizes in zip(parts, self.sizes(kind, parts), strict=True)
-                for evaluation in [Evaluation(flow, _known(part), sizes, self._device)]
+                for evaluation in [Evaluation(flow, known_inputs(part), sizes, self._device)]
             )
 
     def plain(self, part: Sequence[Tensor]) -> Any:
@@ -726,18 +645,8 @@ class _CallOf:
 
     def _decides(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
         """Returns whether forward decides by the elements of tensors as it did in a capture."""
-        if not flow.decisions:
-            return True
-        read = _read_with_data if not self._calls.processes.is_mesh else refuse_reading
-
-        def holds(decision: Decision) -> bool:
-            # Later calls may change what was read.
-            before = dataclasses.replace(flow, calls=flow.calls[: decision.position])
-            evaluation = Evaluation(before, _known(tensors), sizes, self._device, read=read)
-            return bool(evaluation.call(decision.target, decision.arguments) == decision.answer)
-
-        with torch.no_grad():
-            return all(map(holds, flow.decisions))
+        may_read = not self._calls.processes.is_mesh
+        return decides_alike(flow, tensors, sizes, self._device, may_read)
 
     def _add_path(self, kind: CallKind, captured: CapturedCall, fixed: Mapping[int, int]) -> Path:
         calls, flow = self._calls, captured.flow
@@ -854,7 +763,7 @@ class _CallOf:
         sizes = self.sizes(kind, [tensors])[0]
         modules = Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
         given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
-        decide = self._decide_by(tensors, sizes) if answers is None else _repeat(answers)
+        decide = self._decide_by(tensors, sizes) if answers is None else repeated(answers)
         return capture_call(self._model, given, modules, self._device, decide)
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
@@ -866,7 +775,7 @@ class _CallOf:
 
     def _decide_by(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
         opened = {self._model, *self._calls._opened}
-        return _decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh, opened)
+        return decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh, opened)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""
@@ -877,19 +786,6 @@ class _CallOf:
                     f"{self._names.get(module)} ({type(module).__name__}) contains blocks and has hooks, "
                     "which would not be called; register them on its blocks or on the model"
                 )
-
-
-def _known(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    return dict(enumerate(map(_with_data, tensors)))
-
-
-def _read_with_data(owned: Owned) -> Tensor:
-    return _with_data(owned.read())
-
-
-def _with_data(tensor: Tensor) -> Tensor:
-    """Returns a tensor that has elements: ones in place of a meta tensor."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
 def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
@@ -904,90 +800,8 @@ def _comparable(flow: Dataflow) -> Dataflow:
     return dataclasses.replace(flow, values=values, conditions=())
 
 
-def _repeat(answers: Sequence[Any]) -> Any:
-    """Returns a function that repeats what forward has read before."""
-    left = iter(answers)
-
-    def decide(*_: Any) -> Any:
-        try:
-            return next(left)
-        except StopIteration:
-            raise Differs from None
-
-    return decide
-
-
 def _order(tensor: Tensor) -> tuple[Any, ...]:
     """Returns the order of dimensions in memory, which repeat elements, and whether there are gaps."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (strides[dim], -dim))
     return tuple(order), tuple(stride == 0 for stride in strides), has_gaps(tensor)
-
-
-def _decide_by(
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    device: torch.device,
-    may_read: bool,
-    opened: Container[nn.Module],
-) -> Any:
-    """Returns a function that reads from tensors what forward reads from its inputs."""
-
-    def decide(target: Any, arguments: Nested, flow: Dataflow, own: Callable[[Owned], Tensor]) -> Any:
-        known = _known(tensors)
-
-        def answer(draw: Any) -> Any:
-            def read(owned: Owned) -> Tensor:
-                if owned.owner not in opened and owned.name in owned.owner._buffers:
-                    raise Unknown(f"{owned.name!r} of a {type(owned.owner).__name__}, which may change it")
-                return _with_data(own(owned)) if may_read else refuse_reading(owned)
-
-            evaluation = Evaluation(flow, known, sizes, device, draw=draw, read=read)
-            return evaluation.call(target, arguments)
-
-        with torch.no_grad():
-            try:
-                return answer(None)
-            except Unknown as unknown:
-                reason = unknown
-            extremes: list[Any] = []
-            if _is_compared_draw(flow, arguments):  # as by layerdrop
-                extremes = [answer(_constant_draw(flow, number)) for number in (0.0, 1 - 2**-24)]
-        if len(extremes) == 2 and extremes[0] == extremes[1]:
-            return extremes[0]
-        raise Unknown(str(reason))
-
-    return decide
-
-
-def _is_compared_draw(flow: Dataflow, arguments: Nested) -> bool:
-    """Returns whether a value is one random number in [0, 1) that is compared with a constant."""
-    producers = flow.producers()
-
-    def maker(leaves: Sequence[Any]) -> Any:
-        refs = [leaf.index for leaf in leaves if isinstance(leaf, Ref)]
-        owned = any(isinstance(leaf, Owned) for leaf in leaves)
-        return (
-            flow.calls[producers[refs[0]]] if len(refs) == 1 and not owned and refs[0] in producers else None
-        )
-
-    comparison = maker(arguments.leaves)
-    if comparison is None or getattr(comparison.target, "__name__", "").strip("_") not in _COMPARISONS:
-        return False
-    draw = maker(comparison.arguments.leaves)
-    return (
-        draw is not None and draw.target is torch.rand and not flow.values[draw.result.leaves[0].index].shape
-    )
-
-
-_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"})
-
-
-def _constant_draw(flow: Dataflow, number: float) -> Any:
-    def draw(call: Any) -> Tensor:
-        if call.target is not torch.rand:
-            raise Unknown("random numbers")
-        value = flow.values[next(call.result.refs())]
-        return torch.full(value.shape, number, dtype=value.dtype, device="cpu")
-
-    return draw
