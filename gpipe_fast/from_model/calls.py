@@ -443,8 +443,10 @@ class _CallOf:
                 try:
                     known.append(self._kind_of(split, groups))
                     return known[-1]
-                except CannotCut:
-                    raise
+                except CannotCut as refused:
+                    if not groups:
+                        raise
+                    first_error = first_error or refused  # lengths as numbers may do
                 except Exception as error:  # the model's own, for inputs of shapes that do not fit together
                     first_error = first_error or error
         assert first_error is not None

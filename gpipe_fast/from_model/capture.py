@@ -50,6 +50,7 @@ from gpipe_fast.strides import bits_of, with_bits
 from gpipe_fast.torch_private import dynamo, pytree
 from gpipe_fast.torch_private.dynamo import Source
 from gpipe_fast.torch_private.fake_tensors import (
+    READS_ELEMENTS,
     ConstantSource,
     DimDynamic,
     ShapeEnv,
@@ -93,10 +94,12 @@ class Modules(NamedTuple):
     Attributes:
         opened: those that are captured by what they call.
         blocks: the blocks.
+        concrete: the classes of modules that run with numbers as sizes, because they take symbols for such.
     """
 
     opened: Set[nn.Module]
     blocks: Set[nn.Module]
+    concrete: Set[type] = frozenset()
 
 
 class CapturedCall(NamedTuple):
@@ -132,13 +135,16 @@ def capture_call(
         Differs: forward decides by the number of samples.
         Exception: forward itself raises.
     """
-    opened, effects = set(modules.opened), 0
+    opened, concrete, effects = set(modules.opened), set(modules.concrete), 0
     while effects < _MAX_EFFECTS:
-        attempt = _Attempt(model, given, Modules(opened, modules.blocks), device, decide)
+        attempt = _Attempt(model, given, Modules(opened, modules.blocks, concrete), device, decide)
         try:
             found = attempt.run()
         except _Open as another:
             opened.add(another.module)
+            continue
+        except _Concrete as another:
+            concrete.add(another.kind)
             continue
         if found is not None:
             return found
@@ -156,6 +162,18 @@ class _Open(Exception):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+
+class _Concrete(Exception):
+    """Raised where a module fixes a size, as functions of TorchScript do, although its results follow it.
+
+    Attributes:
+        kind: the class of the module.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
 
 
 class _Attempt:
@@ -372,16 +390,29 @@ class _Attempt:
         """
         has_own_call = type(module).__call__ is not nn.Module.__call__
         run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
+        if type(module) in self._modules.concrete:
+            return self._result_for_zeros(module, run, args, kwargs), False
+        fixed = self._num_fixed()
         try:
-            return run(*args, **kwargs), False
+            found = run(*args, **kwargs)
+            if self._num_fixed() > fixed:
+                self._fail(_Concrete(type(module)))
+            return found, False
+        except _Concrete:
+            raise
         except Exception as error:
             first_error = error
         finally:
             self._env.pending_fresh_unbacked_symbols.clear()  # those inside of the module
         try:
-            return self._result_for_zeros(module, run, args, kwargs), True
+            has_read = isinstance(first_error, READS_ELEMENTS)
+            return self._result_for_zeros(module, run, args, kwargs), has_read
         except Exception:
             raise first_error from None
+
+    def _num_fixed(self) -> int:
+        """Returns how many of PyTorch's symbols are numbers by now."""
+        return sum(isinstance(each, sympy.Integer) for each in self._env.replacements.values())
 
     def _result_for_zeros(self, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
         """Runs a module on zeros whose sizes tell symbols apart, and returns fake results."""

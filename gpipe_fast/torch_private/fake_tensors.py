@@ -19,8 +19,16 @@ from torch._subclasses import FakeTensor
 from torch._subclasses import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils._sympy.printers import PythonPrinter
+
+# What a fake mode raises where elements of a tensor are read, or where a shape follows from them.
+READS_ELEMENTS = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 
 # Where a fake mode reports an operator that raised.
 _logger = logging.getLogger("torch._subclasses.fake_tensor")
