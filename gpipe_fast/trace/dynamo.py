@@ -34,7 +34,7 @@ from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
 from gpipe_fast.torch_private.modes import DisableTransforms
-from gpipe_fast.trace.fake import RealLayouts
+from gpipe_fast.trace.fake import FakeLayouts, RealLayouts
 from gpipe_fast.trace.unguarded import IMMUTABLE, TABLE, Read
 
 _log = logging.getLogger("gpipe_fast")
@@ -538,7 +538,7 @@ def _capturing(
         dynamo.cached_calls_answered(functools.partial(_answer_cached_call, observed.cached_calls)),
         dynamo.tensor_attributes_shown(_check_attribute),
         dynamo.settings(config, _logging_functions()),
-        dynamo.fake_mode_of(RealLayouts),
+        dynamo.fake_mode_of(RealLayouts if shown is None else FakeLayouts),
         dynamo.get_metrics_context(),
         dynamo.dynamo_timed("gpipe_capture"),
         dynamo.function_modes_cleared(),

@@ -83,6 +83,12 @@ class RealLayouts(FakeTensorMode):
         return self.fake_tensor_converter.from_real_tensor(self, value) if is_real else value
 
 
+class FakeLayouts(RealLayouts):
+    """A fake mode that trusts fake kernels, for functions that are traced once more where they run."""
+
+    _runs_kernels = False
+
+
 @functools.cache
 def _may_differ_from_real(func: Any) -> bool:
     return (
