@@ -28,7 +28,10 @@ _GPT2 = {"n_embd": 64, "n_layer": 12, "n_head": 4, "vocab_size": WORDS, "n_posit
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, 4 blocks": ("LlamaForCausalLM", {"num_hidden_layers": 4, **_SIZES, **_UNTIED}),
     "Llama, 24 blocks": ("LlamaForCausalLM", {"num_hidden_layers": 24, **_SIZES, **_UNTIED}),
-    "Qwen3, 12 blocks": ("Qwen3ForCausalLM", {"num_hidden_layers": 12, "head_dim": 16, **_SIZES, **_UNTIED}),
+    "Qwen3, 12 blocks": (
+        "Qwen3ForCausalLM",
+        {"num_hidden_layers": 12, "head_dim": 16, "num_key_value_heads": 4, **_SIZES, **_UNTIED},
+    ),
     "GPT-2, 12 blocks": ("GPT2LMHeadModel", {**_GPT2, "tie_word_embeddings": False}),
     "BERT, 12 blocks": ("BertForMaskedLM", {"num_hidden_layers": 12, **_SIZES, **_UNTIED}),
 }
