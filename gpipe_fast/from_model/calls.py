@@ -116,7 +116,7 @@ class Calls:
     def _forget(self) -> None:
         self._kinds: OrderedDict[Any, CallKind] = OrderedDict()
         self._programs: list[Program] = []
-        # By everything but the sizes of a call: its shapes, the dimensions that vary, and its kinds.
+        # By everything but sizes: the shapes of the latest call, the dimensions that vary, and the kinds.
         self._lengths: dict[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = {}
 
     def set_blocks(
@@ -320,7 +320,7 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _caches_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Lets the configurations of modules keep no cache of earlier tokens in a block."""
+    """Sets ``use_cache=False`` in the configurations of modules, in a block."""
     configs = {id(config): config for m in modules if (config := getattr(m, "config", None)) is not None}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in on:
@@ -356,7 +356,7 @@ class _CallOf:
         if kind is None:
             calls.note_number(self._inputs.structure)
             kind = self._new_kind()
-            calls._kinds[self._key()] = kind  # another key after the first call, which finds the blocks
+            calls._kinds[self._key()] = kind  # the key is another one once the blocks are found
             while len(calls._kinds) > _MAX_KINDS:
                 calls._kinds.popitem(last=False)
         parts = self._parts(kind)
@@ -453,10 +453,7 @@ class _CallOf:
         raise first_error
 
     def _length_groups(self) -> tuple[list[Group], list[CallKind]]:
-        """Returns the dimensions whose sizes differ from those of calls that are else like this one.
-
-        And the kinds of those calls.
-        """
+        """Returns the dimensions that vary between calls that are otherwise equal, and their kinds."""
         key, shapes = self._key(shapes=False), [x.shape for x in self._inputs.tensors]
         before, known, kinds = self._calls._lengths.get(key, (shapes, self._likely_lengths(), []))
         group_of = {dim: index for index, group in enumerate(known) for dim in group}
@@ -797,7 +794,7 @@ def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _comparable(flow: Dataflow) -> Dataflow:
-    """Returns a capture without what depends on sizes alone: a result that needs no copy shares memory."""
+    """Returns a capture without what follows from sizes: which results share memory, and the conditions."""
     values = tuple(dataclasses.replace(each, storage=0) for each in flow.values)
     return dataclasses.replace(flow, values=values, conditions=())
 

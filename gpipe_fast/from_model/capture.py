@@ -66,7 +66,7 @@ from gpipe_fast.trace.layer_states import LayerState, LayerStates
 # and a function that returns the tensors of modules.
 Decide = Callable[[Any, Nested, Dataflow, ReadOwned], Any]
 
-# How often a forward may write to a configuration, such as a default that it has found out.
+# How many captures of a call may write to a configuration, as a forward does once with a default.
 _MAX_EFFECTS = 3
 
 
@@ -94,7 +94,7 @@ class Modules(NamedTuple):
     Attributes:
         opened: those that are captured by what they call.
         blocks: the blocks.
-        concrete: the classes of modules that run with numbers as sizes, because they take symbols for such.
+        concrete: the classes of modules that run with numbers as sizes, because they make numbers of symbols.
     """
 
     opened: Set[nn.Module]
@@ -165,7 +165,7 @@ class _Open(Exception):
 
 
 class _Concrete(Exception):
-    """Raised where a module fixes a size, as functions of TorchScript do, although its results follow it.
+    """Raised where a module makes a number of a symbol, as functions of TorchScript do.
 
     Attributes:
         kind: the class of the module.
@@ -372,7 +372,7 @@ class _Attempt:
             )
         leaves = pytree.tree_leaves(result)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))), None)
-        # Numbers may follow from elements, or from attributes that no guard would see.
+        # Numbers may depend on elements, or on attributes that have no guards.
         has_numbers = any(leaf is not None and not isinstance(leaf, Tensor) for leaf in leaves)
         is_closed = not is_module or target in self._modules.blocks
         if is_closed and (odd is not None or (has_numbers and has_read)):

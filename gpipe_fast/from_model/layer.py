@@ -112,11 +112,8 @@ _CLASSES_LIMIT = 512
 
 
 def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLayer]:
-    key = (
-        name,
-        source,
-        tuple((key, id(value)) for key, value in constants.items()),
-    )  # which a class keeps alive
+    # Classes keep their constants alive, so no other object has the same address.
+    key = name, source, tuple((key, id(value)) for key, value in constants.items())
     if key not in _classes:
         while len(_classes) >= _CLASSES_LIMIT:
             del _classes[next(iter(_classes))]

@@ -230,16 +230,18 @@ def caught_exceptions_shown(look: Callable[[type, types.CodeType, bool], None]) 
         yield
 
 
+@contextlib.contextmanager
 def calls_as_nodes(
     function_of: Callable[[Any], Any], opened: Callable[[Any, str, type], None]
-) -> contextlib.AbstractContextManager[Any]:
-    """Makes calls of some modules, and of some functions with a backward of their own, single nodes.
+) -> Iterator[None]:
+    """Makes calls of some modules, and of functions with a backward of their own, single nodes in a block.
 
     Args:
-        function_of: returns the target of the nodes for a module or a subclass of `Function`, or None. It is
-            called with fake tensors, and returns their results' leaves; its ``result`` is what these are of.
-        opened: called with the module, the name of an argument and its class, if no node can have it; then
-            the call is captured by what it calls.
+        function_of: returns the target of the node for a module or a subclass of `Function`; None to capture
+            what it calls. The target is called with fake tensors, and returns the tensors of its result; the
+            result itself is then its attribute ``result``.
+        opened: called with the module, and with the name and the class of an argument that no node can have;
+            then what the module calls is captured.
     """
 
     def as_node(original: Any, value_of: Callable[[Any], Any]) -> Any:
@@ -259,13 +261,14 @@ def calls_as_nodes(
 
         return call
 
-    stack = contextlib.ExitStack()
-    for cls, name, value_of in (
-        (UnspecializedNNModuleVariable, "call_function", lambda variable: variable.value),
-        (AutogradFunctionVariable, "call_apply", lambda variable: variable.fn_cls),
+    module, apply = UnspecializedNNModuleVariable, AutogradFunctionVariable
+    call_module = as_node(module.call_function, lambda variable: variable.value)
+    call_apply = as_node(apply.call_apply, lambda variable: variable.fn_cls)
+    with (
+        mock.patch.object(module, "call_function", call_module),
+        mock.patch.object(apply, "call_apply", call_apply),
     ):
-        stack.enter_context(mock.patch.object(cls, name, as_node(getattr(cls, name), value_of)))
-    return stack
+        yield
 
 
 def _has_proxy(argument: Any) -> bool:
@@ -303,14 +306,16 @@ def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
     return SourcelessBuilder.create(tx, value)
 
 
-def elements_answered(answer: Callable[[Any, str, Any], Any]) -> contextlib.AbstractContextManager[Any]:
-    """Takes from a function what captured code reads of the elements of tensors, in a block.
+@contextlib.contextmanager
+def elements_answered(answer: Callable[[Any, str, Any], Any]) -> Iterator[None]:
+    """Answers what captured code reads from the elements of tensors by a function, in a block.
 
     Args:
         answer: returns the result of a method of a tensor, such as ``item``, or of ``bool``. It is called
             with the graph so far, the method's name, and the node of the tensor.
     """
-    step, call = symbolic_convert.InstructionTranslatorBase.step, TensorVariable.call_method
+    translator = symbolic_convert.InstructionTranslatorBase
+    step, call = translator.step, TensorVariable.call_method
 
     def answered(tx: Any, name: str, tensor: Any) -> Any:
         tracer = tx.output.current_tracer
@@ -331,14 +336,15 @@ def elements_answered(answer: Callable[[Any, str, Any], Any]) -> contextlib.Abst
                 self.stack[-1] = answered(self, "bool", top)
         return step(self)
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(symbolic_convert.InstructionTranslatorBase, "step", new_step))
-    stack.enter_context(mock.patch.object(TensorVariable, "call_method", call_method))
-    return stack
+    with (
+        mock.patch.object(translator, "step", new_step),
+        mock.patch.object(TensorVariable, "call_method", call_method),
+    ):
+        yield
 
 
 def elements_read(tensor: Any) -> None:
-    """The target of nodes that keep a tensor in the graph whose elements captured code has read."""
+    """Does nothing: its node keeps a tensor in the graph whose elements the captured code has read."""
 
 
 def _is_branch(opname: str) -> bool:
