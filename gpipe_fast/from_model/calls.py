@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -80,6 +80,7 @@ class Calls:
         settings: as above; other ones hold from the next call on.
         processes: as above.
         face: as above.
+        ignores_items: whether the model's loss is known to use no number of targets that is given.
         checkpoint_before: the checkpoint mode that gradient checkpointing has replaced, or None.
     """
 
@@ -108,7 +109,7 @@ class Calls:
         self._balance = balance
         self._devices, self.face = devices, face
         self.processes = processes
-        self._takes_items: bool | None = None
+        self.ignores_items = False
         self.checkpoint_before: CheckpointChoice | None = None
         self._warned_of_numbers = False
         self._forget()
@@ -348,6 +349,7 @@ class _CallOf:
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self._device = torch.device("cpu") if found.type == "meta" else found
+        self._found: dict[Any, CapturedCall] = {}  # to find the blocks
 
     def find(self) -> tuple[CallKind, Program, Parts]:
         """Returns the kind of the call, its program, and the inputs of each micro-batch."""
@@ -499,34 +501,61 @@ class _CallOf:
 
     def _kind_of(self, split: Mapping[int, int], lengths: Sequence[Group]) -> CallKind:
         kind = CallKind(split, lengths, False, [x.shape for x in self._inputs.tensors])
+        likely = self._has_labels()
+        with_items = self._captured_with_items(kind) if likely else None
+        if with_items is not None and self._uses_items(with_items.flow):
+            return self._with_items(kind, with_items)
         parts = self._parts(kind)
-        fixed = self._fixed(kind, parts[0])
-        captured = self._captured(kind, parts[0], fixed)
-        counting = self._kind_with_items(kind, captured.flow, parts)
-        if counting is not None:
-            return counting
-        self._add_captured(kind, captured, fixed, parts)
+        captured = self._first(kind, parts)
+        flow = captured.flow
+        if not likely and any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
+            with_items = self._captured_with_items(kind)
+            if with_items is not None and self._uses_items(with_items.flow):
+                return self._with_items(kind, with_items)
+        self._add_captured(kind, captured, self._fixed(kind, parts[0]), parts)
+        self._calls.ignores_items |= likely
         return kind
 
-    def _kind_with_items(self, kind: CallKind, flow: Dataflow, parts: Parts) -> CallKind | None:
-        """Returns the kind of call that also gets the number of targets, if the model's loss uses it."""
-        if self._calls._takes_items is False or not self._takes_argument(_NUM_ITEMS):
-            return None
-        if not any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
-            return None
-        found, items = CallKind(kind.split, kind.lengths, True, kind.shapes), len(self._inputs.tensors)
-        try:
-            parts = [[*part, torch.tensor(1, device="cpu")] for part in parts]
-            fixed = self._fixed(found, parts[0])
-            captured = self._captured(found, parts[0], fixed)
-        except Exception:  # forward does not take it
-            self._calls._takes_items = False
-            return None
-        flow = captured.flow
-        if not any(uses(flow, ref, [items]) for ref in self._scalars(flow)):
-            return None
-        self._add_captured(found, captured, fixed, parts)
+    def _has_labels(self) -> bool:
+        """Returns whether the model probably returns a loss, by the names of its arguments."""
+        return "labels" in arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]
+
+    def _with_items(self, kind: CallKind, captured: CapturedCall) -> CallKind:
+        """Returns the kind of call that also gets the number of targets."""
+        found = CallKind(kind.split, kind.lengths, True, kind.shapes)
+        parts = self._parts_with_an_item(kind)
+        self._add_captured(found, captured, self._fixed(found, parts[0]), parts)
         return found
+
+    def _captured_with_items(self, kind: CallKind) -> CapturedCall | None:
+        """Captures a call that also gets the number of targets; returns None if forward does not take it."""
+        if self._calls.ignores_items or not self._takes_argument(_NUM_ITEMS):
+            return None
+        try:
+            return self._first(kind, self._parts_with_an_item(kind))
+        except Exception:
+            return None
+
+    def _parts_with_an_item(self, kind: CallKind) -> Parts:
+        return [[*part, torch.tensor(1, device="cpu")] for part in self._parts(kind)]
+
+    def _uses_items(self, flow: Dataflow) -> bool:
+        """Returns whether a loss is computed with the number of targets."""
+        items = len(self._inputs.tensors)
+        return any(uses(flow, ref, [items]) and cross_entropies(flow, ref) for ref in self._scalars(flow))
+
+    def _first(self, kind: CallKind, parts: Parts) -> CapturedCall:
+        """Captures the call of the first micro-batch, unless that has happened to find the blocks."""
+        calls = self._calls
+        key = self._likely_key(kind, parts, calls._opened | {self._model}, calls.blocks)
+        found = self._found.get(key)
+        return self._captured(kind, parts[0], self._fixed(kind, parts[0])) if found is None else found
+
+    @staticmethod
+    def _likely_key(
+        kind: CallKind, parts: Parts, opened: Iterable[nn.Module], blocks: Iterable[nn.Module]
+    ) -> Any:
+        return tuple(kind.split.items()), kind.lengths, len(parts[0]), frozenset(opened), frozenset(blocks)
 
     def _takes_argument(self, name: str) -> bool:
         if name in arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]:
@@ -758,22 +787,39 @@ class _CallOf:
         tensors: Sequence[Tensor],
         fixed: Mapping[int, int],
         answers: Sequence[Any] | None = None,
+        modules: Modules | None = None,
     ) -> CapturedCall:
         sizes = self.sizes(kind, [tensors])[0]
-        modules = Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
+        modules = modules or Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
         given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
-        decide = self._decide_by(tensors, sizes) if answers is None else repeated(answers)
+        own = self._decide_by(tensors, sizes, modules.opened)
+        decide = own if answers is None else repeated(answers)
         return capture_call(self._model, given, modules, self._device, decide)
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
-        tensors = self._inputs.tensors
-        given = Given(tensors, {}, (), (), self._build)
+        """Captures the first micro-batch, as it will probably be split; the mini-batch if that fails."""
+        kind = CallKind(
+            next(self._possible_splits()),
+            self._likely_lengths(),
+            False,
+            [x.shape for x in self._inputs.tensors],
+        )
         modules = Modules({self._model, *opened}, set(blocks))
-        decide = self._decide_by(tensors, ())
-        return capture_call(self._model, given, modules, self._device, decide).flow
+        takes_items = self._has_labels() and self._takes_argument(_NUM_ITEMS)
+        parts = self._parts_with_an_item(kind) if takes_items else self._parts(kind)
+        try:
+            found = self._captured(kind, parts[0], self._fixed(kind, parts[0]), modules=modules)
+        except Exception:
+            tensors = self._inputs.tensors
+            given = Given(tensors, {}, (), (), self._build)
+            decide = self._decide_by(tensors, (), modules.opened)
+            return capture_call(self._model, given, modules, self._device, decide).flow
+        self._found[self._likely_key(kind, parts, modules.opened, blocks)] = found
+        return found.flow
 
-    def _decide_by(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-        opened = {self._model, *self._calls._opened}
+    def _decide_by(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], opened: Container[nn.Module]
+    ) -> Any:
         return decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh, opened)
 
     def _check_hooks(self) -> None:

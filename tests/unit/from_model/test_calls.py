@@ -590,3 +590,10 @@ def test_a_branch_by_a_buffer_that_a_block_changes_is_refused() -> None:
     model.blocks = nn.ModuleList(Counts() for _ in range(4))
     with pytest.raises(RuntimeError, match="'calls' of a Counts, which may change it"):
         GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+
+
+def test_the_first_call_is_captured_once(captures: list[bool]) -> None:
+    model = of_tokens(lambda x: x.sum(1), *tokens(7, 5)[:1])
+    assert captures == [True, False]  # once more for the last micro-batch, of one sample
+    assert equals_the_loop(model, *tokens(7, 5)[:1])
+    assert captures == [True, False]
