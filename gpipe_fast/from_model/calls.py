@@ -38,6 +38,7 @@ from gpipe_fast.from_model.stand_ins import PLAIN
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointChoice
 from gpipe_fast.randomness.random import keyed_rng
+from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.module_warnings import changing_number_text
 from gpipe_fast.runtime.placement import Placement
 from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
@@ -116,6 +117,7 @@ class Calls:
 
     def _forget(self) -> None:
         self._kinds: OrderedDict[Any, CallKind] = OrderedDict()
+        self._structures: Cache[Structure, None] = Cache(_MAX_KINDS)  # of the arguments
         self._programs: list[Program] = []
         # By everything but sizes: the shapes of the latest call, the dimensions that vary, and the kinds.
         self._lengths: dict[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = {}
@@ -178,7 +180,9 @@ class Calls:
                 "a model with a mesh cannot be copied or pickled, because its processes make it together; "
                 "save model.state_dict(), which has the tensors of the own stages"
             )
-        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_programs", "_lengths")}
+        return {
+            k: v for k, v in vars(self).items() if k not in ("_kinds", "_structures", "_programs", "_lengths")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -213,7 +217,8 @@ class Calls:
 
     def note_number(self, structure: Structure) -> None:
         """Warns, once, if a number among the arguments of a new kind of call differs from earlier calls."""
-        number, num_others = changing_number(structure, [key[0] for key in self._kinds])
+        number, num_others = changing_number(structure, self._structures)
+        self._structures[structure] = None
         if num_others > 1 and not self._warned_of_numbers:
             self._warned_of_numbers = True
             warn_user(changing_number_text(number))

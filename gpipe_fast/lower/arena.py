@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpipe_fast import _extension
+
 
 @dataclass(frozen=True)
 class LiveRange:
@@ -43,24 +45,11 @@ class Chain(NamedTuple):
 def place(chains: Iterable[Chain], alignment: int) -> tuple[dict[int, int], int]:
     """Assigns offsets to chains; returns the offset of each value, and the total number of bytes.
 
-    All values of a chain have one offset. Each chain takes the lowest free offset, in order of decreasing
-    size (first fit decreasing).
+    All values of a chain have one offset. C++ places the chains (csrc/program/place.h).
     """
-    placed: list[tuple[int, int, int, int]] = []  # begin, end, low, high
-    offsets: dict[int, int] = {}
-    total = 0
-    sized = [(-(-max(chain.size, 1) // alignment) * alignment, chain) for chain in chains]
-    for size, (values, _, begin, end) in sorted(sized, key=lambda each: (-each[0], each[1].begin)):
-        taken = sorted((low, high) for b, e, low, high in placed if b <= end and begin <= e)
-        offset = 0
-        for low, high in taken:
-            if offset + size <= low:
-                break
-            offset = max(offset, high)
-        placed.append((begin, end, offset, offset + size))
-        total = max(total, offset + size)
-        offsets.update(dict.fromkeys(values, offset))
-    return offsets, total
+    chains = list(chains)
+    starts, total = _extension.place([chain[1:] for chain in chains], alignment)
+    return {v: start for chain, start in zip(chains, starts, strict=True) for v in chain.values}, total
 
 
 def reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Chain]:

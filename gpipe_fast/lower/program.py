@@ -106,19 +106,35 @@ class ProgramIR:
     arena_bytes: int = 0
     parts: tuple[int, int] = (0, 0)
 
+    @property
+    def num_values(self) -> int:
+        """The number of the program's tensors."""
+        return len(self.values)
+
+    def constant_bytes(self) -> int:
+        """Returns the bytes of the program's constants."""
+        return sum(value.constant.nbytes for value in self.values if value.constant is not None)
+
+    def written(self) -> ProgramIR:
+        """Returns the program itself; see `SizedProgram.written`."""
+        return self
+
     def placeable(self) -> list[bool]:
         """Returns, for each result, whether a run can write it into memory that it is given.
 
         The run has to allocate the result's memory in a step, and to use it for nothing else that it returns:
         the caller may change such a result in place, and a backward must not notice.
         """
+        return are_whole(self.allocated_results(), self.values.__getitem__)
+
+    def allocated_results(self) -> list[tuple[int, int] | None]:
+        """Returns each result and its base, the value in whose memory it is; None if others are in it, too,
+        or if it is not allocated in a step.
+        """
         bases = [self.values[r].index if self._is_view(r) else r for r in self.results]
         allocated = {step.value for step in self.steps if isinstance(step, Allocate)}
         return [
-            base in allocated
-            and bases.count(base) == 1
-            and all(_is_contiguous(self.values[i]) for i in (base, result))
-            and math.prod(self.values[base].sizes) == math.prod(self.values[result].sizes)
+            (result, base) if base in allocated and bases.count(base) == 1 else None
             for base, result in zip(bases, self.results, strict=True)
         ]
 
@@ -185,8 +201,15 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
     return layers
 
 
-def _is_contiguous(value: Value) -> bool:
-    return value.strides == contiguous(value.sizes) and value.bits == NO_BITS
+def are_whole(pairs: Sequence[tuple[int, int] | None], value_at: Callable[[int], Value]) -> list[bool]:
+    """Returns, for pairs of a result and its base, whether it is all of it, in the order of the memory."""
+    found = [(value_at(pair[0]), value_at(pair[1])) if pair else None for pair in pairs]
+    return [
+        both is not None
+        and all(x.strides == contiguous(x.sizes) and x.bits == NO_BITS for x in both)
+        and math.prod(both[0].sizes) == math.prod(both[1].sizes)
+        for both in found
+    ]
 
 
 _INDEXED_BY_PARAMETER = frozenset(

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.trace.joint_graph import JointGraph
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -62,7 +61,7 @@ _ACTION_BYTES = 400  # the actions
 # The variable of the environment with the limit, in MiB.
 LIMIT_VARIABLE = "GPIPE_FAST_PLANS_MIB"
 # By default, plans may keep as many bytes as this fraction of the parameters, and no fewer than this number.
-_FRACTION_OF_PARAMETERS, _MIN_LIMIT = 1 / 8, 16 << 20
+_FRACTION_OF_PARAMETERS, _MIN_LIMIT = 1 / 8, 256 << 20
 
 
 def graph_bytes(joint: JointGraph) -> int:
@@ -70,22 +69,14 @@ def graph_bytes(joint: JointGraph) -> int:
     return _NODE_BYTES * len(joint.module.graph.nodes)
 
 
-def template_program_bytes(num_values: int) -> int:
-    """Returns the bytes of programs with formulas, by the number of their values."""
+def program_bytes(num_values: int) -> int:
+    """Returns the bytes of a program as data, without its constants, which belong to the graph."""
     return _VALUE_BYTES * num_values
 
 
-def program_bytes(program: ProgramIR | None) -> int:
-    """Returns the bytes of a program as data, without its constants, which belong to the graph."""
-    return 0 if program is None else _VALUE_BYTES * len(program.values)
-
-
-def native_bytes(program: ProgramIR | None) -> int:
-    """Returns the bytes of a program as a C++ object, with its constants."""
-    if program is None:
-        return 0
-    constants = sum(value.constant.nbytes for value in program.values if value.constant is not None)
-    return _NATIVE_VALUE_BYTES * len(program.values) + constants
+def native_bytes(num_values: int) -> int:
+    """Returns the bytes of a program as a C++ object, without its constants."""
+    return _NATIVE_VALUE_BYTES * num_values
 
 
 def plan_bytes(num_actions: int) -> int:

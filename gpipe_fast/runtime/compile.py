@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_fast.fuse.availability import fusion_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
-from gpipe_fast.runtime.cache import Cache, graph_bytes, template_program_bytes
+from gpipe_fast.runtime.cache import Cache, graph_bytes, program_bytes
 from gpipe_fast.runtime.compiled import (
     ArrivingLayouts,
     CompiledStage,
@@ -71,6 +71,10 @@ class Compiler:
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
         self._parts = PartGraphs(_MAX_PARTS)
+        # The states of stages, by modes and version of the guards, while all layers are in one state.
+        self._state_keys: dict[tuple[Stage, TorchModes, int], StateKey] = {}
+        self._known_state: StateKey | None = None
+        self._knows_state = False
         self._traces: Cache[Hashable, TracedStage] = Cache(limit)
         self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(limit)
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
@@ -95,6 +99,32 @@ class Compiler:
         with outside_inference_mode(stages):
             return self._compile(stages, microbatches, layout_history, cat_dim)
 
+    @contextlib.contextmanager
+    def for_state(self, key: StateKey) -> Iterator[None]:
+        """Compiles in a block for layers that are in one state, unless a trace adds guards.
+
+        Args:
+            key: the state of all layers, as of now; no other thread may run them. While it is the same
+                object, so is what is known of the stages.
+        """
+        if self._known_state is not key:
+            self._known_state = key
+            self._state_keys.clear()
+        self._knows_state = True
+        try:
+            yield
+        finally:
+            self._knows_state = False
+
+    def _state_key(self, stage: Stage, modes: TorchModes) -> StateKey:
+        if not self._knows_state:
+            return stage.state_key(modes)
+        found = self._state_keys.get((stage, modes, stage.states.version))
+        if found is None:
+            found = stage.state_key(modes)
+            self._state_keys[stage, modes, stage.states.version] = found
+        return found
+
     def _compile(
         self,
         stages: Sequence[Stage],
@@ -112,7 +142,9 @@ class Compiler:
             for index, stage in enumerate(stages):
                 received = _received(compiled[-1], stage) if compiled else first
                 skips = [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
-                segment_key = SegmentKey.of(stage, received.with_skips(skips), TorchModes.now())
+                modes = TorchModes.now()
+                layers = self._state_key(stage, modes)
+                segment_key = SegmentKey.of(stage, received.with_skips(skips), modes, layers)
                 found = self.compiled(stage, segment_key)
                 if isinstance(found, Untraceable):
                     return CompilationFailure(index, self.blamed(stage, segment_key.input_specs, found))
@@ -209,7 +241,7 @@ class Compiler:
         templates = [family.template for family in list(self._families.values()) if family.template]
         num_values = sum(ProgramTemplates.of(template).num_values() for template in templates)
         graphs = sum(map(graph_bytes, self._reusable_graphs().values()))
-        return graphs + template_program_bytes(num_values)
+        return graphs + program_bytes(num_values)
 
     def _reusable_graphs(self) -> dict[int, JointGraph]:
         families = (graph for family in list(self._families.values()) for graph in family.graphs())
@@ -295,7 +327,7 @@ class Compiler:
             enforce_limit: whether the limit on traces applies.
         """
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
-        layers = stage.state_key(modes)
+        layers = self._state_key(stage, modes)
         # Fake tensors in the place of such that share memory would not share it.
         if stage.traced_device != stage.device and (layers.depends_on_device or share_memory(stage.layers)):
             stage.trace_on_own_device()
@@ -328,7 +360,7 @@ class Compiler:
             inputs = inputs.moved(stage.traced_device, stage.device)
             stage.trace_on_own_device()
             return self.trace(stage, inputs, gradient_layouts, enforce_limit)
-        layers = stage.state_key(modes)  # with the guards of these captures
+        layers = self._state_key(stage, modes)  # with the guards of these captures
         if stage.traced_device != stage.device and layers.depends_on_device:
             return self.trace(
                 stage, inputs.moved(stage.traced_device, stage.device), gradient_layouts, enforce_limit
@@ -367,7 +399,7 @@ class Compiler:
             The number; -1 if a template serves these inputs, too; None if each new size is traced.
         """
         modes = TorchModes.now()
-        family = self._families.lookup((stage.state_key(modes), family_key(inputs[0], ()), modes))
+        family = self._families.lookup((self._state_key(stage, modes), family_key(inputs[0], ()), modes))
         left = (family or ShapeFamily()).num_sizes_to_trace()
         if not left:
             return None if left is None else -1

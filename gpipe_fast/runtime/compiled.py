@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
-from gpipe_fast.lower.program_template import ProgramTemplates, lower_graphs
+from gpipe_fast.lower.program_template import Program, ProgramsOfStage, ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
 from gpipe_fast.runtime.module_warnings import layers_title
@@ -65,9 +65,11 @@ class SegmentKey:
     buffers: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: Stage, input_specs: BoundarySpec, modes: TorchModes) -> SegmentKey:
+    def of(
+        cls, part: Stage, input_specs: BoundarySpec, modes: TorchModes, layers: StateKey | None = None
+    ) -> SegmentKey:
         """Returns the key of a stage or part of a stage, for the current state of its layers."""
-        layers = part.state_key(modes)
+        layers = layers or part.state_key(modes)
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
         return cls(part.first_layer, len(part.layers), input_specs, modes, layers, parameters, buffers)
 
@@ -94,21 +96,38 @@ class GradientLayoutHistory(Cache[SegmentKey, ArrivingLayouts]):
         return gradients
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoweredStage:
     """A traced stage under one checkpoint policy, lowered to programs as data.
 
     Attributes:
-        forward: the forward program that saves what ``backward`` reads.
-        backward: the backward program; None in inference, and if no tensor needs a gradient.
-        weights: the program that computes gradients of parameters later; None if ``backward`` does.
+        programs: the forward program that saves what the backward reads; the backward program, None in
+            inference and if no tensor needs a gradient; and the program that computes gradients of parameters
+            later, None if the backward does.
         replaced: what fused kernels replaced in each graph, by its name.
     """
 
-    forward: ProgramIR
-    backward: ProgramIR | None
-    weights: ProgramIR | None
+    programs: ProgramsOfStage
     replaced: Mapping[str, Sequence[Replaced]]
+
+    @property
+    def forward(self) -> ProgramIR:
+        """The forward program, written out."""
+        return self.programs[0].written()
+
+    @property
+    def backward(self) -> ProgramIR | None:
+        """The backward program, written out."""
+        return None if self.programs[1] is None else self.programs[1].written()
+
+    @property
+    def weights(self) -> ProgramIR | None:
+        """The program of later gradients, written out."""
+        return None if self.programs[2] is None else self.programs[2].written()
+
+    def all_programs(self) -> list[Program]:
+        """Returns the programs that there are."""
+        return [each for each in self.programs if each is not None]
 
 
 @dataclass
@@ -158,9 +177,8 @@ class TracedStage:
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of the lowered stages, without the graph."""
-        lowered = list(self.lowered.values())
-        programs = (p for each in lowered for p in (each.forward, each.backward, each.weights))
-        return sum(map(program_bytes, programs))
+        programs = (program for each in list(self.lowered.values()) for program in each.all_programs())
+        return sum(program_bytes(program.num_values) for program in programs)
 
     def written_graph(self) -> JointGraph | None:
         """Returns the graph if it is in memory."""
@@ -177,7 +195,6 @@ class TracedStage:
         """The ports of the graph."""
         return self.graph.ports if isinstance(self.graph, Instance) else TracedPorts.of_graph(self.graph)
 
-    @collector_paused()
     def lower(self, saved_fraction: SavedFraction, defers_weights: bool = False) -> LoweredStage:
         """Splits and lowers the joint graph, once for the same arguments (see ``split``)."""
         key = saved_fraction, defers_weights
@@ -192,7 +209,11 @@ class TracedStage:
         if isinstance(graph, Instance) and self.fusion is None and not self.hoists_casts:
             progress.step("lowering")
             templates = ProgramTemplates.of(graph.template)
-            return LoweredStage(*templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
+            return LoweredStage(templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
+        with collector_paused():
+            return self._lower_graph(saved_fraction, defers_weights)
+
+    def _lower_graph(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:
         parts, fused = self.fuse(saved_fraction, defers_weights=defers_weights)
         progress.step("lowering")
         forward, backward, replaced = parts.forward_saving, parts.backward, {}
@@ -200,7 +221,7 @@ class TracedStage:
             replaced = {each.graph.name: each.replaced for each in fused}
             forward, backward = fused[0].graph, fused[-1].graph if backward else None
         programs = lower_graphs(forward, backward, self.accumulation, parts.weights)
-        return LoweredStage(*programs, replaced)
+        return LoweredStage(programs, replaced)
 
     def fuse(
         self, saved_fraction: SavedFraction, explain: bool = False, defers_weights: bool = False
@@ -285,7 +306,10 @@ class CompiledStage:
             progress.step("splitting", self.stage.first_layer, len(self.stage.layers))
             lowered = self.traced.lower(*key)
             self._segments[key] = self._build(lowered)
-            self._native_bytes += sum(map(native_bytes, (lowered.forward, lowered.backward, lowered.weights)))
+            programs = lowered.all_programs()
+            self._native_bytes += sum(
+                native_bytes(each.num_values) + each.constant_bytes() for each in programs
+            )
         return self._segments[key]
 
     def num_bytes(self) -> int:
@@ -318,7 +342,7 @@ class CompiledStage:
         stage, segment_key, loader = self.stage, self.segment_key, loader_of(self.stage.device)
         titles = [layer_title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
 
-        def with_ports(program: ProgramIR) -> ProgramWithPorts:
+        def with_ports(program: Program) -> ProgramWithPorts:
             native = program.build(
                 stage.arena,
                 stage.device,
@@ -333,10 +357,9 @@ class CompiledStage:
             return ProgramWithPorts(native, inputs, outputs)
 
         forward, backward, weights = (
-            None if program is None else with_ports(program)
-            for program in (lowered.forward, lowered.backward, lowered.weights)
+            None if program is None else with_ports(program) for program in lowered.programs
         )
-        last = lowered.weights or lowered.backward
+        last = lowered.programs[2] or lowered.programs[1]
         gradients = () if last is None else last.gradients
         assert forward is not None
         return ProgramPair(forward, backward, weights, [segment_key.parameters[i] for i in gradients])

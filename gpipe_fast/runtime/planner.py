@@ -20,7 +20,7 @@ from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
-from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
+from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
 from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings, log
 from gpipe_fast.runtime.plan import (
@@ -41,7 +41,7 @@ from gpipe_fast.trace.traceability import check_initialized
 
 # The maximum number of signatures whose plans a module caches, and of plans of each, for gradients in other
 # layouts.
-_MAX_PLANS, _MAX_LAYOUTS = 32, 8
+_MAX_PLANS, _MAX_LAYOUTS = 256, 8
 
 
 _BUSY = "another thread runs layers of the model; wait until its call has ended"
@@ -200,7 +200,7 @@ class Planner:
         self._has_remote_stages = own_stages_of(stages) is not None
         max_traces = None if backend == "aten" else MAX_TRACES
         self.compiler: Compiler = Compiler(max_traces=max_traces) if base is None else base.compiler
-        self._layout_history = GradientLayoutHistory(CACHE_LIMIT * len(stages))
+        self._layout_history = GradientLayoutHistory(2 * _MAX_PLANS * len(stages))
         self._lowering_pending = threading.Event()
         locks: Sequence[Lock] = _locks(stages)
         if base is not None:  # the same layers run in its calls
@@ -223,6 +223,7 @@ class Planner:
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
         self._plans: Cache[_PlanKey, KnownPlans] = Cache(_MAX_PLANS)
+        self._structures: Cache[Structure, None] = Cache(_MAX_PLANS)  # of the inputs of calls with a plan
         self._kept = KeptBy(self._plans, self._segments)
         if base is None:
             parameters = (p for stage in stages for p in parameters_of(stage.layers))
@@ -248,7 +249,7 @@ class Planner:
             self._exchange_layers_in_python(self._base)
         if self._lowering_pending.is_set():
             self._lower_requested()
-            call.state.update_key()  # captures have added guards
+            call.state.follow_captures()
         key, num_changes = call.key(), self._layout_history.num_changes
         if self._latest is not None and self._latest[:2] == (key, num_changes):
             self.latest = plan = self._latest[2]
@@ -262,12 +263,13 @@ class Planner:
         if plan.obstacle:
             return plan
         if found is None:
-            call.state.update_key()  # captures have added guards
+            call.state.follow_captures()
             before, key = key, call.key()
             if known is None or key != before:
                 self._plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
+                self._structures[call.inputs.structure] = None
             known.by_layouts[self._layouts(known.segment_keys)] = plan
-            self.eviction.run(plan)
+            self.eviction.run(plan, plan)
         self._latest = key, num_changes, plan
         return plan
 
@@ -352,7 +354,7 @@ class Planner:
             return found
 
     def _compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
-        with intra_op_threads(call.threads), self._progress(call):
+        with self.compiler.for_state(call.state.key), intra_op_threads(call.threads), self._progress(call):
             return self.compiler.compile(
                 self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
             )
@@ -403,9 +405,7 @@ class Planner:
 
     def _changing_number(self, call: Call) -> tuple[str, int]:
         """Returns the number among the inputs that differs from earlier calls: as `changing_number` does."""
-        return changing_number(
-            call.inputs.structure, [signature.inputs.structure for (signature, _), _ in self._plans.entries()]
-        )
+        return changing_number(call.inputs.structure, [each for each, _ in self._structures.entries()])
 
     def _make_plan(
         self, call: Call, compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None

@@ -547,6 +547,11 @@ class Runner:
 
     def detect_changes(self) -> None:
         """Detects changes of the layers since the last call, and updates the state and stages accordingly."""
+        self.follow_changes()
+        self.state.update_key()
+
+    def follow_changes(self) -> None:
+        """Updates the stages if modules, parameters or buffers were changed; leaves the state's key."""
         layers: Collection[nn.Module] = self.children.values()
         if self.state.update(layers) and self.settings.deferred_batch_norm:
             self._begin_state()

@@ -63,7 +63,7 @@ class _KnownKey:
 
 
 class ModuleState:
-    """The key, parameters and buffers of layers, as of the last update().
+    """The key, parameters and buffers of layers, as of the last update() and update_key().
 
     Attributes:
         layers: the layers.
@@ -95,7 +95,7 @@ class ModuleState:
         self._watched: dict[int, Snapshot] = {}
 
     def update(self, layers: Collection[nn.Module]) -> bool:
-        """Updates everything; returns whether modules, parameters or buffers were changed."""
+        """Updates all but the key and the modes; returns whether modules or their tensors were changed."""
         changed = (
             self._snapshot is None
             or len(self._in_python) != self._num_in_python
@@ -112,7 +112,6 @@ class ModuleState:
             self.devices = tuple(tensor.device for tensor in (*self.parameters, *self.buffers))
             self._known.clear()
             self._snapshot = snapshot
-        self.update_key()
         return changed
 
     def update_key(self) -> None:
@@ -123,6 +122,12 @@ class ModuleState:
         if known is None or known.version != self._states.version or not known.holds():
             known = self._known[modes] = _KnownKey(self._states, self.layers, modes)
         self.key = known.key
+
+    def follow_captures(self) -> None:
+        """Updates the key after captures that may have added guards."""
+        known = self._known.get(self.modes.of_captures())
+        if known is None or known.version != self._states.version:
+            self.update_key()
 
     def watch(self) -> None:
         """Remembers the attributes of all layers that do not run in Python, for `is_changed`."""

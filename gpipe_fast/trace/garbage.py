@@ -50,11 +50,13 @@ class _LongLived:
 
 # Python, too, waits with a full collection until a fourth has been added since the last one.
 _GROWTH = 1.25
+# A block that adds fewer memory blocks has made no graphs, as a plan from templates: its garbage can wait.
+_FEW_BLOCKS = 50_000
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Collects the cyclic garbage that a block leaves, and returns free memory to the system.
+    """Collects the cyclic garbage that a block leaves, if it is much, and returns free memory to the system.
 
     A full collection takes half a second, because PyTorch alone has a million objects. So objects that
     existed before the block are visited only if there are a fourth more memory blocks than after the latest
@@ -73,11 +75,12 @@ def collected() -> Iterator[None]:
         yield
     finally:
         OlderObjects.are_frozen = False
-        if num_blocks <= _GROWTH * _LongLived.num_blocks:
+        has_garbage = sys.getallocatedblocks() > num_blocks + _FEW_BLOCKS
+        if has_garbage and num_blocks <= _GROWTH * _LongLived.num_blocks:
             gc.collect()
-            gc.unfreeze()
-        else:
-            gc.unfreeze()
+        gc.unfreeze()
+        if num_blocks > _GROWTH * _LongLived.num_blocks:
             gc.collect()
             _LongLived.num_blocks = sys.getallocatedblocks()
-        trim_heaps()
+        if has_garbage:
+            trim_heaps()

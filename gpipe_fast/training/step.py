@@ -162,7 +162,7 @@ def with_loss(
     schedule = runner.settings.schedule
     runner.choose_balance(inputs, training, schedule)
     with TRACING_LOCK:
-        runner.detect_changes()
+        runner.follow_changes()
     runner.warn(inputs, training)
     loss, dim, device = objective.loss, runner.output_dim, runner.placement.devices[-1]
     if (

@@ -107,7 +107,7 @@ def test_another_checkpoint_mode_after_the_graph_was_dropped() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*runs in Python")
 def test_stages_between_python_layers_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0.1")
+    monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "0.12")
     layers = nn.Sequential(nn.Linear(8, 8), FunctionLayer(branch_on_data), nn.Linear(8, 4))
     pipe = GPipe(layers, [2, 1], chunks=2)
     kept = []
@@ -116,7 +116,7 @@ def test_stages_between_python_layers_stay_within_the_limit(monkeypatch: pytest.
         for _ in range(3):
             assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
         kept.append(len(compiled_stages(pipe)))
-        assert eviction_of(pipe).num_bytes() <= 0.1 * 2**20 or num_plans(pipe) == 1
+        assert eviction_of(pipe).num_bytes() <= 0.12 * 2**20 or num_plans(pipe) == 1
     assert max(kept) > 0
 
 

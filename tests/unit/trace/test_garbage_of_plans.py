@@ -27,10 +27,19 @@ def no_automatic_collection() -> Iterator[None]:
 def test_cycles_made_inside_the_block_are_collected() -> None:
     before = weakref.ref(Cycle())
     with collected():
-        inside = weakref.ref(Cycle())
-    assert inside() is None
+        inside = [weakref.ref(Cycle()) for _ in range(garbage._FEW_BLOCKS)]
+    assert not any(each() for each in inside)
     assert before() is not None
     assert gc.get_freeze_count() == 0
+
+
+def test_a_few_cycles_are_left_to_python() -> None:
+    with collected():
+        inside = weakref.ref(Cycle())
+    assert inside() is not None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert inside() is None
 
 
 def test_garbage_from_before_is_collected_once_it_is_a_fourth_of_all_objects(
