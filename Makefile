@@ -12,8 +12,8 @@ REFERENCE_PYTHON ?= 3.12
 REFERENCE_TORCH ?= 2.11.0
 # A torch version between the reference and the newest; or 2.12.0.
 INTERMEDIATE_TORCH ?= 2.13.0
-# Libraries of which `make smoke-newest` takes the newest releases.
-NEWEST := transformers diffusers peft trl accelerate timm
+# The releases for `make smoke-newest`; or, of the day, NEWEST='--upgrade transformers diffusers peft trl accelerate timm'.
+NEWEST ?= -r requirements-newest.txt
 # The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
@@ -71,8 +71,9 @@ check: lint build  ## before every commit: lint, types, unit tests but those in 
 test: lint build import  ## install, lint, build, import, test but what tests/slow.txt lists
 	$(PYTEST) $(ARGS)
 
-test-all: test  ## in CI: `make test`, the slow tests, and smoke tests with the oldest torch
+test-all: test  ## in CI: `make test`, the slow tests, and smoke tests with newer libraries and the oldest torch
 	$(PYTEST) --tier=slow
+	$(MAKE) smoke-newest
 	$(MAKE) smoke-reference
 
 lint: $(INSTALLED_STAMP)  ## check ruff, mypy --strict, import and include directions, clang-format; change no file
@@ -123,13 +124,16 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	echo 'SKIPPED smoke-reference: no Python $(REFERENCE_PYTHON) with ensurepip on PATH or in ~/.pyenv/versions'; \
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
-# Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
-smoke-newest: build  ## models of the newest transformers, timm and diffusers: native, and equal to the plain loop
-	@$(PY) -m pip install --quiet --upgrade --no-deps --target build/newest $(NEWEST)
-	@$(PY) -m pip list --path build/newest
+smoke-newest: build  ## models of newer transformers, timm and diffusers: native, and equal to the plain loop
+	@if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  echo 'SKIPPED smoke-newest: these releases need Python 3.11'; exit; \
+	fi; \
+	$(PY) -m pip install --quiet --no-deps --target build/newest --upgrade $(NEWEST); \
+	$(PY) -m pip list --path build/newest; \
 	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) --tier=all tests/models/test_library_census.py \
 	  tests/models/test_training_loops.py
 
+# Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
 smoke-between:  ## build and smoke test with torch 2.12 or 2.13 (INTERMEDIATE_TORCH=2.13.0)
 	@rm -rf build/between && mkdir -p build/between
 	@git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory=build/between
