@@ -18,9 +18,11 @@ class OlderObjects:
 
     Attributes:
         are_frozen: whether collections leave them out. `gc.get_freeze_count` would visit each of them.
+        have_successors: whether graphs have been made since, so that there is garbage.
     """
 
     are_frozen = False
+    have_successors = False
 
 
 @contextlib.contextmanager
@@ -30,6 +32,7 @@ def collector_paused() -> Iterator[None]:
     In the middle of a trace, it would call finalizers and callbacks of unrelated code, which would be taken
     for the layer's. It would also examine all objects of the process several times.
     """
+    OlderObjects.have_successors = True
     if not gc.isenabled():
         yield
         return
@@ -50,13 +53,13 @@ class _LongLived:
 
 # Python, too, waits with a full collection until a fourth has been added since the last one.
 _GROWTH = 1.25
-# A block that adds fewer memory blocks has made no graphs, as a plan from templates: its garbage can wait.
-_FEW_BLOCKS = 50_000
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Collects the cyclic garbage that a block leaves, if it is much, and returns free memory to the system.
+    """Collects the cyclic garbage that a block leaves, and returns free memory to the system.
+
+    That is, if graphs are made in it, with the collector paused. A plan from templates makes none.
 
     A full collection takes half a second, because PyTorch alone has a million objects. So objects that
     existed before the block are visited only if there are a fourth more memory blocks than after the latest
@@ -70,17 +73,16 @@ def collected() -> Iterator[None]:
     num_blocks = sys.getallocatedblocks()
     _LongLived.num_blocks = _LongLived.num_blocks or num_blocks
     gc.freeze()
-    OlderObjects.are_frozen = True
+    OlderObjects.are_frozen, OlderObjects.have_successors = True, False
     try:
         yield
     finally:
         OlderObjects.are_frozen = False
-        has_garbage = sys.getallocatedblocks() > num_blocks + _FEW_BLOCKS
-        if has_garbage and num_blocks <= _GROWTH * _LongLived.num_blocks:
+        if OlderObjects.have_successors and num_blocks <= _GROWTH * _LongLived.num_blocks:
             gc.collect()
         gc.unfreeze()
         if num_blocks > _GROWTH * _LongLived.num_blocks:
             gc.collect()
             _LongLived.num_blocks = sys.getallocatedblocks()
-        if has_garbage:
+        if OlderObjects.have_successors:
             trim_heaps()
