@@ -401,7 +401,7 @@ class _CallOf:
             tuple((id(module), module.training) for module in modules if module is not self._model),
             self._model.training,
             tuple(
-                (x.dtype, x.requires_grad, tuple(x.shape))
+                (type(x), x.dtype, x.requires_grad, tuple(x.shape))
                 for module in modules
                 for table in (module._parameters, module._buffers)
                 for x in table.values()

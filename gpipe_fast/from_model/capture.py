@@ -41,9 +41,11 @@ from gpipe_fast.from_model.stand_ins import (
     collectors_refused,
     configurations,
     fake_parameters,
+    has_own_class,
     owners,
     real_tensors,
     restored_attributes,
+    with_own_classes,
 )
 from gpipe_fast.randomness.random import is_random
 from gpipe_fast.strides import bits_of, with_bits
@@ -190,6 +192,7 @@ class _Attempt:
         self._model, self._given, self._modules = model, given, modules
         self._device, self._decide = device, decide
         self._names = {module: name for name, module in model.named_modules()}
+        self._odd = with_own_classes(self._names)
         self._mode = RealLayouts(ShapeEnv())
         self._env = ShapeEnv()  # later Dynamo's
         self._sizes: dict[int, torch.SymInt] = {}
@@ -281,6 +284,8 @@ class _Attempt:
         Args:
             reason: why the call cannot be captured.
         """
+        if self._odd:
+            return None  # what it lacks may be a method of a tensor
         collects = contextlib.nullcontext if COLLECTED in reason else self._collectors_allowed
         try:
             with self._mode, collects():
@@ -390,7 +395,8 @@ class _Attempt:
         """
         has_own_call = type(module).__call__ is not nn.Module.__call__
         run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
-        if type(module) in self._modules.concrete:
+        odd = self._odd and not self._odd.isdisjoint(module.modules())
+        if odd or type(module) in self._modules.concrete:
             return self._result_for_zeros(module, run, args, kwargs), False
         fixed = self._num_fixed()
         try:
@@ -494,7 +500,19 @@ class _Attempt:
     def _is_own(self, source: Source) -> bool:
         """Returns whether a source is a tensor of a module, whose metadata the caller compares."""
         value = self._value_of(source)
-        return isinstance(value, Tensor) and id(value) in self._owners
+        if not isinstance(value, Tensor) or id(value) not in self._owners:
+            return False
+        owned = self._owners[id(value)][1]
+        real = self._read(owned)
+        if has_own_class(real):
+            name = f"{self._names[owned.owner]}.{owned.name}".lstrip(".")
+            self._fail(
+                CannotCut(
+                    f"forward reads {name} between blocks and may ask for its class, {type(real).__name__}; "
+                    "read it inside of a block, or of a module that is called"
+                )
+            )
+        return True
 
     # The calls.
 

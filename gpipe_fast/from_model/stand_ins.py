@@ -39,6 +39,16 @@ def owners(names: Names) -> dict[int, tuple[Tensor, Owned]]:
     }
 
 
+def has_own_class(tensor: Any) -> bool:
+    """Returns whether a tensor has a class that its fake tensor lacks."""
+    return isinstance(tensor, Tensor) and type(tensor) not in (Tensor, nn.Parameter)
+
+
+def with_own_classes(names: Names) -> set[nn.Module]:
+    """Returns the modules that have a tensor of a class that its fake tensor lacks."""
+    return {m for m in names if any(has_own_class(x) for table in _tables(m) for x in table.values())}
+
+
 @contextlib.contextmanager
 def fake_parameters(names: Names, mode: FakeTensorMode, device: torch.device) -> Iterator[ReadOwned]:
     """Replaces the parameters and buffers of modules, and other tensors that they have, in a block.

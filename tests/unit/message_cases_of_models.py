@@ -139,6 +139,16 @@ def divided(x: Tensor, y: Tensor) -> Tensor:
     return y.sum() / (x > 0).sum().item()
 
 
+class Mine(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def with_a_class() -> object:
+    model = with_function_between(lambda m, x: x * m.bias if isinstance(m.bias, Mine) else x)
+    model.bias = Mine(torch.zeros(4))
+    return cut(model)
+
+
 class ReturnsNumber(nn.Module):
     """A block that returns a number that it reads from a tensor."""
 
@@ -285,6 +295,7 @@ OF_MODELS = [
     case("writes to seen, a side channel", "blocks=...", between(append)),
     case("sets last, a side effect", "blocks=...", between(set_attribute)),
     case("bias is changed in place between blocks", "blocks=...", between(add_to_parameter)),
+    case("may ask for its class, Mine", "inside of a block", with_a_class),
     case("with functions as arguments", "blocks=...", between(lambda m, x: checkpoint(torch.tanh, x))),
     case("no module has is changed in place", "blocks=...", between(lambda m, x: x + CONSTANT.mul_(1))),
     case("a set is passed between modules", "blocks=...", after(lambda x, y: (y, {1}))),

@@ -573,6 +573,60 @@ def test_attributes_of_modules_may_change_what_they_return() -> None:
         assert equals_the_loop(model, ROWS)
 
 
+class Mine(nn.Parameter):
+    """A parameter of a class of its own."""
+
+    extra = 3.0
+
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+ASKS_FOR_A_CLASS: dict[str, Callable[[Any], Any]] = {
+    "isinstance": lambda w: isinstance(w, Mine),
+    "type": lambda w: type(w) is Mine,
+    "not the plain type": lambda w: type(w) is not nn.Parameter,
+    "issubclass": lambda w: issubclass(type(w), Mine),
+    "the name": lambda w: w.__class__.__name__ == "Mine",
+    "an attribute": lambda w: getattr(w, "extra", None),
+    "a method": lambda w: w.doubled() is not None,
+}
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_A_CLASS)
+def test_the_class_of_a_parameter_counts(name: str) -> None:
+    ask = ASKS_FOR_A_CLASS[name]
+
+    def scaled(model: Any, x: Tensor) -> Tensor:
+        return x * model.weight if ask(model.weight) else x - 1
+
+    if name != "a method":
+        pipe = squares(scaled, ROWS)
+        assert equals_the_loop(pipe, ROWS)
+        pipe.weight = Mine(torch.ones(6))
+        with pytest.raises(RuntimeError, match="class, Mine"):
+            pipe(ROWS)
+    model = Squares(scaled)
+    model.weight = Mine(torch.ones(6))
+    with pytest.raises(RuntimeError, match=r"class, Mine|cannot trace"):
+        GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+
+
+def test_modules_decide_by_the_classes_of_their_own_parameters() -> None:
+    def either(inner: Any, x: Tensor) -> Any:
+        return (x * inner.weight, x) if isinstance(inner.weight, Mine) else x - 1
+
+    def before(model: Any, x: Tensor) -> Tensor:
+        found = model.inner(x)
+        return found[0] if isinstance(found, tuple) else found * 3  # type: ignore[no-any-return]
+
+    for kind in (nn.Parameter, Mine):
+        plain = Squares(before, {"inner": Of(either)})
+        plain.inner.weight = kind(torch.ones(6))  # type: ignore[union-attr]
+        model = GPipe.from_model(plain, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+        assert equals_the_loop(model, ROWS)
+
+
 class Counts(nn.Linear):
     """A block that counts its calls in a buffer."""
 
