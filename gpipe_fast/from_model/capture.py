@@ -353,11 +353,14 @@ class _Attempt:
             return None
         return _Whole(value, self._names[value], self._run_whole)
 
-    def _run_whole(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a module, or a function, on fake tensors."""
-        args, kwargs = plain((args, kwargs), lambda leaf: leaf)
-        before, state = pytree.tree_flatten((args, kwargs)), random.getstate()
-        is_module, has_read = isinstance(target, nn.Module), False
+    def _run_whole(self, call: WholeCall, named: dict[Any, Any]) -> Any:
+        """Runs a module, or a function, on fake tensors, given its arguments by position or name."""
+        target, state, has_read = call.target, random.getstate(), False
+        tables = {name: dict(named[name]) for name in call.tables}
+        before = pytree.tree_flatten(named | tables)
+        args = [named[index] for index in range(len(named)) if index in named]
+        kwargs = {name: value for name, value in named.items() if isinstance(name, str)}
+        is_module = isinstance(target, nn.Module)
         try:
             with self._collectors_allowed():
                 if is_module:
@@ -367,7 +370,11 @@ class _Attempt:
         finally:
             random.setstate(state)
         name = self._names[target] if is_module else target.__self__.__name__
-        written = _changed_arguments(before, (args, kwargs))
+        for table, items in tables.items():
+            call.written[table] = {k: x for k, x in named[table].items() if items.get(k) is not x}
+            kept = {k: x for k, x in named[table].items() if k in items}
+            tables[table] = {k: items[k] if k in call.written[table] else x for k, x in kept.items()}
+        written = _changed_arguments(before, named | tables)
         if written:
             self._fail(
                 CannotCut(
@@ -375,7 +382,7 @@ class _Attempt:
                     "between blocks, which may run at the same time"
                 )
             )
-        leaves = pytree.tree_leaves(result)
+        leaves = pytree.tree_leaves((result, call.written))
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))), None)
         # Numbers may depend on elements, or on attributes that have no guards.
         has_numbers = any(leaf is not None and not isinstance(leaf, Tensor) for leaf in leaves)
@@ -547,15 +554,19 @@ class _Attempt:
 
 
 class _Whole(WholeCall):
-    """A call that runs with fake tensors; ``run`` does so, given the target and the arguments."""
+    """A call that runs with fake tensors; ``run`` does so, given it and the arguments by position or name."""
 
-    def __init__(self, target: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, target: Any, name: str, run: Callable[[WholeCall, dict[Any, Any]], Any]) -> None:
         super().__init__(target, name)
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        self.result = self._run(self.target, args, kwargs)
-        return [leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Tensor)]
+        args, kwargs = plain((args, kwargs), lambda leaf: leaf)
+        named = dict[Any, Any](enumerate(args)) | kwargs
+        named |= {name: kind(named[name]) for name, kind in self.tables.items()}
+        self.result = self._run(self, named)
+        leaves = pytree.tree_leaves((self.result, self.written))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Spy(TorchDispatchMode):
@@ -616,12 +627,11 @@ def _strides_like(tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
     return strides
 
 
-def _changed_arguments(before: Any, after: Any) -> list[str]:
-    """Returns the names of the arguments, positional and keyword ones, that are not as they were."""
-    (args, kwargs), (old_args, old_kwargs) = after, pytree.tree_unflatten(*before)
-    pairs = {f"argument {i}": pair for i, pair in enumerate(zip(args, old_args, strict=True))}
-    pairs |= {repr(name): (kwargs[name], old_kwargs[name]) for name in kwargs}
-    return [name for name, (x, y) in pairs.items() if not _is_same(x, y)]
+def _changed_arguments(before: Any, after: Mapping[Any, Any]) -> list[str]:
+    """Returns the arguments, by position or name, that are not as they were."""
+    pairs = [(name, after[name], old) for name, old in pytree.tree_unflatten(*before).items()]
+    names = [name for name, x, y in pairs if not _is_same(x, y)]
+    return [f"argument {name}" if type(name) is int else repr(name) for name in names]
 
 
 def _is_same(x: Any, y: Any) -> bool:

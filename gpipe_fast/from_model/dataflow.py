@@ -132,6 +132,8 @@ class Call:
         surroundings: the modes around it.
         place: where the user's code makes it.
         keeps_state: whether it is made even if its result is unused, as of a block or a module with buffers.
+        tables: the dictionaries among its arguments to which it may write, by position or name, with their
+            classes; the result is then what it returned, and what it wrote to each of them.
     """
 
     target: Any
@@ -142,6 +144,7 @@ class Call:
     surroundings: Surroundings
     place: Place = field(compare=False)
     keeps_state: bool = False
+    tables: tuple[tuple[Any, type], ...] = ()
 
     @property
     def is_module(self) -> bool:

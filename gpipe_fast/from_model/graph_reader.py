@@ -48,10 +48,14 @@ class WholeCall:
     Attributes:
         target: the module, or the function's `apply`.
         result: what it returned, with fake tensors.
+        tables: the classes of the dictionaries among its arguments, by position or name.
+        written: what it wrote to them, with fake tensors.
     """
 
     def __init__(self, target: Any, name: str) -> None:
         self.target, self.result = target, None
+        self.tables: dict[Any, type] = {}
+        self.written: dict[Any, dict[Any, Any]] = {}
         self.__name__ = self.__qualname__ = "".join(c if c.isalnum() else "_" for c in f"call_{name}")
         self.__module__ = __name__
 
@@ -202,10 +206,14 @@ class GraphReader:
                 return self._refs[id(tensor)]
             return self._add(tensor, tuple(self._leaf(size, where) for size in tensor.shape))
 
+        tables: dict[Any, type] = {}
         if isinstance(target, WholeCall):
             found: Any = tuple(map(result, tensors))
             left = iter(found)
-            returned = map_tensors(lambda _: next(left), target.result)
+            tables = {k: x for k, x in target.tables.items() if x is not dict or target.written[k]}
+            returned = map_tensors(
+                lambda _: next(left), (target.result, target.written) if tables else target.result
+            )
         else:
             returned = found = map_tensors(result, example)
         keeps_state = isinstance(function, nn.Module) and (
@@ -213,7 +221,15 @@ class GraphReader:
         )
         modes = run.around, where, keeps_state
         self._calls.append(
-            Call(function, arguments, self.nested(returned, where), run.draws, mutates, *modes)
+            Call(
+                function,
+                arguments,
+                self.nested(returned, where),
+                run.draws,
+                mutates,
+                *modes,
+                tuple(tables.items()),
+            )
         )
         return found
 

@@ -218,10 +218,14 @@ class _Writer:
 
     def _expression(self, call: Call) -> str:
         args, kwargs = call.arguments.build(lambda leaf: _Code(self._leaf(leaf)))
-        codes = [self._nested(arg) for arg in args]
-        named = [f"{name}={self._nested(value)}" for name, value in kwargs.items()]
+        each = {name: self._nested(value) for name, value in [*enumerate(args), *kwargs.items()]}
+        for index, (name, kind) in enumerate(call.tables):
+            each[name] = f"(t{index} := {self._constant(kind)}({each[name]}))"
+        codes, named = [each[i] for i in range(len(args))], [f"{name}={each[name]}" for name in kwargs]
         if call.is_module:
-            return f"self.{self._module(call.target)}({', '.join([*codes, *named])})"
+            expression = f"self.{self._module(call.target)}({', '.join([*codes, *named])})"
+            tables = ", ".join(f"{table!r}: t{index}" for index, (table, _) in enumerate(call.tables))
+            return f"({expression}, {{{tables}}})" if tables else expression
         target = call.target
         name = getattr(target, "__name__", "")
         if name == "__get__":  # an attribute such as x.T

@@ -9,11 +9,12 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import sys
 import types
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -54,6 +55,7 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.autograd_function import autograd_function_apply
@@ -115,6 +117,22 @@ def stream_questions_answered() -> contextlib.AbstractContextManager[Any]:
         return original(self, tx, args, kwargs)
 
     return mock.patch.object(SkipFunctionVariable, "call_function", call_function)
+
+
+def messages_of_checks_left_out() -> contextlib.AbstractContextManager[Any]:
+    """Makes Dynamo leave out messages of ``torch._check`` and its like that are functions, in a block.
+
+    It refuses those that read a tensor. Whoever runs the code itself gets the message.
+    """
+    original = TorchInGraphFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(self.value, "__name__", "").startswith("_check") and self.value.__module__ == "torch":
+            args = [each for each in args if not isinstance(each.realize(), BaseUserFunctionVariable)]
+            kwargs = {name: each for name, each in kwargs.items() if name != "message"}
+        return original(self, tx, args, kwargs)
+
+    return mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function)
 
 
 def fake_mode_of(kind: type[FakeTensorMode]) -> contextlib.AbstractContextManager[Any]:
@@ -238,8 +256,9 @@ def calls_as_nodes(
 
     Args:
         function_of: returns the target of the node for a module or a subclass of `Function`; None to capture
-            what it calls. The target is called with fake tensors, and returns the tensors of its result; the
-            result itself is then its attribute ``result``.
+            what it calls. The target is called with fake tensors, and returns the tensors of its result, and
+            of what it writes to dictionaries among its arguments. These are then its attributes ``result``
+            and ``written``; its attribute ``tables`` has the classes of the dictionaries before.
         opened: called with the module, and with the name and the class of an argument that no node can have;
             then what the module calls is captured.
     """
@@ -249,15 +268,27 @@ def calls_as_nodes(
             function = function_of(value_of(self))
             if function is None:
                 return original(self, tx, args, kwargs)
-            for name, argument in [*enumerate(args), *kwargs.items()]:
-                if not _has_proxy(argument):
-                    opened(value_of(self), repr(name), argument.python_type())
+            named = dict[Any, Any](enumerate(args)) | kwargs
+            tables = {name: table for name, table in named.items() if _is_table(table)}
+            shown = named | {name: _getattr(tx, x, "data") for name, x in tables.items() if not _has_proxy(x)}
+            are_one = len({id(table.realize()) for table in tables.values()}) < len(tables)
+            for name, argument in shown.items():
+                if not _has_proxy(argument) or (are_one and name in tables):
+                    opened(value_of(self), repr(name), named[name].python_type())
                     return original(self, tx, args, kwargs)
-            proxies = dynamo_utils.proxy_args_kwargs(args, kwargs)
+            function.tables = {name: table.python_type() for name, table in tables.items()}
+            proxies = dynamo_utils.proxy_args_kwargs(
+                [shown[index] for index in range(len(args))], {name: shown[name] for name in kwargs}
+            )
             proxy = tx.output.create_proxy("call_function", function, *proxies)
             wrapped: Any = wrap_fx_proxy(tx, proxy)
             leaves = iter(wrapped.items)
-            return _variable(tx, function.result, leaves)
+            result = _variable(tx, function.result, leaves)
+            for name, items in function.written.items():
+                for key, value in items.items():
+                    entry = [tables[name], SourcelessBuilder.create(tx, key), _variable(tx, value, leaves)]
+                    SourcelessBuilder.create(tx, operator.setitem).call_function(tx, entry, {})
+            return result
 
         return call
 
@@ -269,6 +300,20 @@ def calls_as_nodes(
         mock.patch.object(apply, "call_apply", call_apply),
     ):
         yield
+
+
+def _is_table(argument: Any) -> bool:
+    """Returns whether an argument is a dictionary, or one of Python that wraps it."""
+    try:
+        kind = argument.python_type()
+    except NotImplementedError:
+        return False
+    return kind is dict or issubclass(kind, UserDict)
+
+
+def _getattr(tx: Any, value: Any, name: str) -> Any:
+    arguments = [value, SourcelessBuilder.create(tx, name)]
+    return SourcelessBuilder.create(tx, getattr).call_function(tx, arguments, {})
 
 
 def _has_proxy(argument: Any) -> bool:

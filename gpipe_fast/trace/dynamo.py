@@ -531,6 +531,7 @@ def _capturing(
         dynamo.triton_kernels_known(),
         dynamo.sent_values_replace_yields(),
         dynamo.stream_questions_answered(),
+        dynamo.messages_of_checks_left_out(),
         dynamo.shown_keys_guarded(),
         dynamo.asked_attributes_guarded(),
         dynamo.effective_changes_only(observed.changes),

@@ -74,11 +74,11 @@ def after(function: Callable[[Tensor, Tensor], Any], **options: Any) -> Callable
 
 
 class Writes(nn.Module):
-    """A block that writes to a dict, and one that gets a value of an odd kind."""
+    """A block that writes to a list, and one that gets a value of an odd kind."""
 
     def forward(self, x: Tensor, shared: Any) -> Tensor:
-        if isinstance(shared, dict):
-            shared[len(shared)] = x
+        if isinstance(shared, list):
+            shared.append(x)
         return x * 1
 
 
@@ -290,7 +290,7 @@ OF_MODELS = [
     case("got past_key_values", "model.plain().generate", lambda: cut(Model())(X, past_key_values=object())),
     case("got [[]]", "a batch dimension", lambda: cut(Model(), torch.tensor(1.0))),
     case("which depends on a Linear", "blocks=...", between(lambda m, x: x if x.sum() > 0 else -x)),
-    case("writes to 'shared'", "side channel", shares, dict),
+    case("writes to 'shared'", "side channel", shares, list),
     case("a Shared is passed", "as 'shared'; it may", shares, Shared),
     case("writes to seen, a side channel", "blocks=...", between(append)),
     case("sets last, a side effect", "blocks=...", between(set_attribute)),

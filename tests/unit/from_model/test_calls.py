@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -571,6 +571,84 @@ def test_attributes_of_modules_may_change_what_they_return() -> None:
     for number in (1.0, 2.0, 1.0, 2.0):
         model.inner.number = number
         assert equals_the_loop(model, ROWS)
+
+
+class Notes(UserDict[Any, Any]):
+    """A table as transformers has for keys and values that layers share."""
+
+
+class Keeps(nn.Linear):
+    """A block that writes to a table and reads from it, as it is told."""
+
+    def __init__(self, writes: Any = None, reads: Any = None, clears: bool = False) -> None:
+        super().__init__(6, 6)
+        self.writes, self.reads, self.clears = writes, reads, clears
+
+    def forward(self, x: Tensor, table: Any) -> Tensor:
+        y = super().forward(x)
+        if self.reads is not None:
+            y = y * table[self.reads][0] + table[self.reads][1]
+        if self.writes is not None:
+            table[self.writes] = y.tanh(), y * 2
+        if self.clears:
+            table.clear()
+        return y
+
+
+class KeepsTables(nn.Module):
+    """Blocks that share a table of a class, which is also read between them, and returned."""
+
+    def __init__(self, kind: Any, clears: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        blocks = (Keeps("a"), Keeps("b", "a"), Keeps(None, "b"), Keeps("a", "a", clears), Keeps(3, "a"))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Any:
+        table = self.kind()
+        for index, block in enumerate(self.blocks):
+            x = block(x, table=table) if index % 2 else block(x, table)
+            if index == 1:
+                x = x + table["b"][0]
+                table["a"] = table["b"]
+        return x, table[3], len(table)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Notes])
+@pytest.mark.parametrize("balance", [[1, 4], [3, 2], [2, 1, 2]])
+def test_blocks_may_share_a_table(kind: Any, balance: list[int]) -> None:
+    model = GPipe.from_model(
+        KeepsTables(kind), (X,), devices=["cpu"] * len(balance), balance=balance, chunks=3
+    )
+    gradients = []
+    for run in (model, model.plain_loop):
+        model.zero_grad()
+        (x, (kept, _), number) = run(X)
+        (x * kept).sum().backward()
+        gradients.append([x, kept, *(each.grad for each in model.parameters())])
+        assert number == 3
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("kind", [dict, Notes])
+def test_a_table_that_is_two_arguments_is_refused(kind: Any) -> None:
+    def twice(model: Any, x: Tensor) -> Tensor:
+        table = kind()
+        for block in model.blocks:
+            x = block(x, table, table)
+        return x
+
+    model = Squares(twice)
+    model.blocks = nn.ModuleList(Of(lambda inner, x, table, same: x) for _ in range(2))
+    with pytest.raises(RuntimeError, match="is passed between modules"):
+        GPipe.from_model(model, (X,), devices=["cpu"] * 2, balance=[1, 1], chunks=3)
+
+
+@pytest.mark.parametrize("kind", [dict, Notes])
+def test_a_table_that_a_block_clears_is_refused(kind: Any) -> None:
+    with pytest.raises(RuntimeError, match="writes to 'table'"):
+        GPipe.from_model(KeepsTables(kind, clears=True), (X,), devices=["cpu"] * 2, chunks=3)
 
 
 class Mine(nn.Parameter):
