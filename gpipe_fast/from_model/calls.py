@@ -296,13 +296,24 @@ class Calls:
             otherwise = "for another batch size, forward " if isinstance(refused, Differs) else ""
             raise RuntimeError(
                 f"{call.title} cannot be cut into layers: {otherwise}{refused}; name others with blocks=..., "
-                f"or write the layers yourself ({_GUIDE})"
+                f"{call.advice_on_inner()}or write the layers yourself ({_GUIDE})"
             ) from None
         except (TypeError, AttributeError) as error:
             advice = call.advice_on_nested_arguments()
             if not advice:
                 raise
             raise TypeError(f"{error}; {advice}") from error
+
+
+def caches_in(kwargs: Mapping[str, Any]) -> list[str]:
+    """Returns the names of arguments that are caches of earlier tokens."""
+    names = ("past_key_values", "cache", "cache_params")  # of transformers before and since 5.24, and Mamba's
+    return [x for x in names if kwargs.get(x) is not None and not isinstance(kwargs[x], Tensor)]
+
+
+def wants_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether the keyword arguments of a call ask for a cache of earlier tokens."""
+    return kwargs.get("use_cache") is True or bool(caches_in(kwargs))
 
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -312,12 +323,11 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         warn_user("a pipeline keeps no cache of earlier tokens: use_cache=True becomes use_cache=False")
     if getattr(getattr(model, "config", None), "use_cache", False) or kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    for name in ("past_key_values", "cache"):  # of transformers before and since 5.24
-        if kwargs.get(name) is not None and not isinstance(kwargs[name], Tensor):
-            raise ValueError(
-                f"a pipeline keeps no cache of earlier tokens, got {name}; to generate text, call "
-                "model.plain().generate(...), or model.generate(..., use_cache=False)"
-            )
+    for name in caches_in(kwargs):
+        raise ValueError(
+            f"a pipeline keeps no cache of earlier tokens, got {name}; disable gradients to run the plain "
+            "model, as model.generate(...) does, or call model.plain()"
+        )
     number = kwargs.get(_NUM_ITEMS)
     if type(number) is int:  # a constant would lead to a new program for each number
         kwargs[_NUM_ITEMS] = torch.tensor(number, device="cpu")
@@ -382,6 +392,16 @@ class _CallOf:
                     f"one argument; pass one for each tensor, model({unpacked}), or one batched tensor"
                 )
         return ""
+
+    def advice_on_inner(self) -> str:
+        """Returns which module has the most blocks, and could be a pipeline in the model, if there is one."""
+        inner = max(
+            (each for each in self.modules if any(isinstance(x, nn.ModuleList) for x in each.children())),
+            key=lambda each: max(len(list(x)) for x in each.children() if isinstance(x, nn.ModuleList)),
+            default=self._model,
+        )
+        name = self._names[inner]
+        return name and f"pipeline {name} alone, as for vision-language models, "
 
     def _key(self, shapes: bool = True) -> Any:
         """Returns what the kind of a call depends on; without sizes, if they may differ."""

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from gpipe_fast.devices import Device, casts_of
 from gpipe_fast.distributed.mesh import refuse_ddp
 from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.calls import Calls
+from gpipe_fast.from_model.calls import Calls, wants_cache
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.trl import in_place_of_fused_head
@@ -422,6 +422,21 @@ class Pipelined(nn.Module):
             for parameter in module.parameters(recurse=False)
         }
 
+    def _with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plain model, which may keep a cache of earlier tokens.
+
+        Raises:
+            RuntimeError: the stages are on several devices, or in several processes.
+        """
+        devices = sorted(map(str, self._own_devices()))
+        if len(devices) > 1 or self._calls.processes.is_mesh:
+            raise RuntimeError(
+                "a call with a cache of earlier tokens runs the plain model, whose forward moves no tensors "
+                f"between devices, got stages on {', '.join(devices)}; call model.generate(..., "
+                "use_cache=False), or generate by a copy on one device (docs/guide/generation.md)"
+            )
+        return self.plain().forward(*args, **kwargs)
+
     def _own_devices(self) -> set[torch.device]:
         """Returns the devices of the stages of this process."""
         return {device for _, device in self._calls.program.runner.placed() if device.type != "meta"}
@@ -565,6 +580,8 @@ def _pipelined_class(cls: Any) -> type[Pipelined]:
         return _classes[cls]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if wants_cache(kwargs) and not torch.is_grad_enabled():  # as by `generate`
+            return self._with_cache(*args, **kwargs)
         return self._calls.run(self.plain(), args, kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -56,7 +56,10 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleV
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._dynamo.variables.torch_function import (
+    TorchFunctionModeStackVariable,
+    torch_function_mode_stack_state_mgr,
+)
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
@@ -558,7 +561,7 @@ def effective_changes_only(names: list[str]) -> Iterator[None]:
     """Makes Dynamo leave out, in a block, modified variables that are as they were before.
 
     ``self.buffer += 1`` changes a tensor in place, which the graph shows, and then stores the same tensor.
-    And a table of skip tensors is empty before and after a layer.
+    And a table of skip tensors is empty before and after a layer, as is the stack of function modes.
 
     Args:
         names: the names of the variables that were modified are stored here.
@@ -586,6 +589,8 @@ def effective_changes_only(names: list[str]) -> Iterator[None]:
 def _is_empty_again(variable: Any) -> bool:
     if getattr(variable, "source", None) is None:
         return False
+    if isinstance(variable, TorchFunctionModeStackVariable):  # captures begin without modes
+        return not variable.symbolic_stack
     return getattr(variable, "original_items", None) == {} and getattr(variable, "items", None) == {}
 
 

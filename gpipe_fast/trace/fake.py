@@ -162,7 +162,11 @@ class LayoutDependsOnSizes(RuntimeError):
 
 def _with_real_layout(is_view: bool, fake: Any, real: Any) -> Any:
     both = isinstance(fake, Tensor) and isinstance(real, Tensor)
-    if not both or (_form(fake), fake.dtype) == (_form(real), real.dtype):
+    if (
+        not both
+        or any(map(depends_on_data, fake.shape))
+        or (_form(fake), fake.dtype) == (_form(real), real.dtype)
+    ):
         return fake
     if any(isinstance(size, torch.SymInt) for size in fake.shape):
         raise LayoutDependsOnSizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,11 +54,17 @@ def test_it_is_saved_and_loaded_stage_by_stage(tmp_path: Path) -> None:
     assert torch.equal(again(input_ids=TOKENS, use_cache=False).logits, expected)
 
 
-def test_text_is_generated_without_a_cache() -> None:
+def test_text_is_generated_by_the_plain_model_or_without_a_cache() -> None:
     model = pipelined(llama()).eval()
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
     expected = model.plain().generate(TOKENS[:3, :4], **options)
     assert torch.equal(model.generate(TOKENS[:3, :4], use_cache=False, **options), expected)
+    with mock.patch.object(type(model._calls), "run", side_effect=AssertionError):
+        assert torch.equal(model.generate(TOKENS[:3, :4], **options), expected)
+        beams = {"num_beams": 2, **options}
+        assert torch.equal(
+            model.generate(TOKENS[:3, :4], **beams), model.plain().generate(TOKENS[:3, :4], **beams)
+        )
 
 
 def test_a_cache_is_off_with_a_note(caplog: pytest.LogCaptureFixture) -> None:

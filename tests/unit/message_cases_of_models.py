@@ -219,6 +219,13 @@ def replace_forward() -> None:
     cut(Model()).forward = print
 
 
+@torch.no_grad()
+def with_a_cache_on_two_devices() -> None:
+    model, devices = cut(Model()), {torch.device("cpu"), torch.device("cuda:1")}
+    with mock.patch.object(type(model), "_own_devices", return_value=devices):
+        model(X, use_cache=True)
+
+
 CONSTANT, LINEAR = torch.ones(4), nn.Linear(4, 4)
 NESTED = nn.Sequential(nn.ModuleDict({"0": nn.Linear(4, 4), "1": nn.ReLU()}), nn.ReLU())
 
@@ -287,7 +294,8 @@ OF_MODELS = [
     case("blocks.1 comes before blocks.0", "blocks=...", ordered, 1, 0, 2),
     case("Linear calls no two modules", "blocks=...", lambda: cut(nn.Linear(4, 4))),
     case("adds up to 7", "the 2 blocks, or to 4", lambda: cut(Model(), balance=[3, 4])),
-    case("got past_key_values", "model.plain().generate", lambda: cut(Model())(X, past_key_values=object())),
+    case("got past_key_values", "model.generate(...)", lambda: cut(Model())(X, past_key_values=object())),
+    case("got stages on cpu, cuda:1", "use_cache=False", with_a_cache_on_two_devices),
     case("got [[]]", "a batch dimension", lambda: cut(Model(), torch.tensor(1.0))),
     case("which depends on a Linear", "blocks=...", between(lambda m, x: x if x.sum() > 0 else -x)),
     case("writes to 'shared'", "side channel", shares, list),
