@@ -237,8 +237,8 @@ def examine_library(name: str) -> LibraryVerdict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            inputs = dict(model.inputs)
-            pipe = GPipe.from_model(model.build(name), kwargs=inputs, devices=["cpu"] * 2, chunks=3)
+            plain, inputs = model.pipelined(model.build(name))
+            pipe = GPipe.from_model(plain, kwargs=inputs, devices=["cpu"] * 2, chunks=3)
             verdict = LibraryVerdict(name, verify(pipe, **inputs, loss_fn=_loss_of_library))
         except Exception as error:
             text = _FOLDERS.sub("", f"{type(error).__name__}: {error}".splitlines()[0])

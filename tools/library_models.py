@@ -68,11 +68,13 @@ class Model:
         inputs: the keyword arguments of its forward.
         sizes: what its configuration or constructor is given besides `SIZES`.
         library: the library that has it.
+        inner: the name of the module in it that is pipelined alone; empty for the model itself.
     """
 
     inputs: Mapping[str, Any]
     sizes: Mapping[str, Any] = field(default_factory=dict)
     library: str = "transformers"
+    inner: str = ""
 
     def build(self, name: str) -> nn.Module:
         """Returns the model with random weights, in training mode.
@@ -85,6 +87,18 @@ class Model:
         model: nn.Module = _BUILDERS[self.library](library, name, self.sizes)
         return model.train()
 
+    def pipelined(self, model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+        """Returns the module of a model that is pipelined, and the keyword arguments of its call."""
+        if not self.inner:
+            return model, dict(self.inputs)
+        inner, found = model.get_submodule(self.inner), dict[str, Any]()
+        with (
+            inner.register_forward_pre_hook(lambda _, args, kwargs: found.update(kwargs), with_kwargs=True),
+            torch.no_grad(),
+        ):
+            model(**self.inputs)
+        return inner, found
+
 
 def _of_transformers(library: Any, name: str, sizes: Mapping[str, Any]) -> Any:
     model_class = getattr(library, name)
@@ -92,6 +106,9 @@ def _of_transformers(library: Any, name: str, sizes: Mapping[str, Any]) -> Any:
 
 
 def _config(kind: Any, sizes: Mapping[str, Any]) -> Any:
+    if "model_type" in sizes:  # of an AutoConfig
+        kind = type(kind.for_model(sizes["model_type"]))
+        sizes = {key: size for key, size in sizes.items() if key != "model_type"}
     names: dict[str, str] = getattr(kind, "attribute_map", {})
     known = inspect.signature(kind.__init__).parameters.keys() | names.keys()
     common = {key: size for key, size in SIZES.items() if key in known and names.get(key) not in sizes}
@@ -112,9 +129,9 @@ _BUILDERS: dict[str, Callable[[Any, str, Mapping[str, Any]], Any]] = {
 
 
 def _all(
-    inputs: Mapping[str, Any], *names: str, library: str = "transformers", **sizes: Any
+    inputs: Mapping[str, Any], *names: str, library: str = "transformers", inner: str = "", **sizes: Any
 ) -> dict[str, Model]:
-    return {name: Model(inputs, sizes, library) for name in names}
+    return {name: Model(inputs, sizes, library, inner) for name in names}
 
 
 _DECODED: Sizes = {"decoder_start_token_id": 0, "num_decoder_layers": 2, "num_layers": 2}
@@ -146,6 +163,33 @@ _UNET: Sizes = {
     "norm_num_groups": 4,
     "attention_head_dim": 4,
 }
+# A layer of each kind, and two that take the keys and values of these.
+_SHARED: Sizes = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": WORDS,
+    "hidden_size_per_layer_input": 8,
+}
+_GEMMA_3N: Sizes = {
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+}
+# Four features of an image, between two tokens.
+_IMAGE, _EDGE = 2, 1
+_READ = IDS.clone()
+_READ[:, 1], _READ[:, 2:6], _READ[:, 6] = _EDGE, _IMAGE, _EDGE
+_LOOKED = {"input_ids": _READ, "attention_mask": torch.ones_like(_READ), "labels": _READ}
+_KINDS = (_READ == _IMAGE).long()
+_SEQUENCE: Sizes = {"image_token_id": _IMAGE, "vision_start_token_id": _EDGE, "vision_end_token_id": _EDGE}
+_PATCHES = {
+    **_LOOKED,
+    "pixel_values": _noise(BATCH * 16, 96),
+    "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
+    "mm_token_type_ids": _KINDS,
+}
+_PATCH: Sizes = {"depth": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _TRANSFORMER: Sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4}
 _PROMPTED: Sizes = {"joint_attention_dim": 16, "pooled_projection_dim": 16}
 _PROMPT = {"encoder_hidden_states": _noise(BATCH, 4, 16), "timestep": torch.arange(BATCH)}
@@ -181,6 +225,39 @@ MODELS: dict[str, Model] = {
     **_all(CAUSAL, "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4),
     **_all(CAUSAL, "BambaForCausalLM", "FalconH1ForCausalLM", attn_layer_indices=[1], **_STATES),
     **_all(CAUSAL, "RecurrentGemmaForCausalLM", "Qwen3NextForCausalLM"),
+    **_all(CAUSAL, "Gemma3nForCausalLM", **_SHARED, **_GEMMA_3N),
+    **_all(CAUSAL, "Gemma4ForCausalLM", **_SHARED, global_head_dim=8),
+    # Language models in models that read images, too.
+    **_all(
+        {**_LOOKED, "pixel_values": _noise(BATCH, 3, 16, 16)},
+        "LlavaForConditionalGeneration",
+        inner="model.language_model",
+        image_token_id=_IMAGE,
+        vision_feature_layer=-1,
+        text_config={"model_type": "llama"},
+        vision_config={"model_type": "clip_vision_model", "image_size": 16},
+    ),
+    **_all(
+        _PATCHES,
+        "Qwen2VLForConditionalGeneration",
+        inner="model.language_model",
+        **_SEQUENCE,
+        text_config={
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        },
+        vision_config=_PATCH,
+    ),
+    **_all(
+        {**_LOOKED, "pixel_values": _noise(BATCH, 3, 16, 16), "token_type_ids": _KINDS},
+        "Gemma3ForConditionalGeneration",
+        inner="model.language_model",
+        image_token_id=_IMAGE,
+        boi_token_index=_EDGE,
+        eoi_token_index=_EDGE,
+        mm_tokens_per_image=4,
+        text_config={},
+        vision_config={"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4},
+    ),
     # Encoders.
     **_all(MASKED, "BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM", "AlbertForMaskedLM"),
     **_all(MASKED, "DistilBertForMaskedLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"),

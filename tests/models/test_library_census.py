@@ -8,13 +8,14 @@ from tools import census, library_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Attention of several kinds, experts, state spaces, encoders, an encoder with a decoder, images, diffusion.
+# Attention of several kinds, keys and values that layers share, experts, state spaces, encoders, an encoder with
+# a decoder, images, images and text, diffusion.
 SAMPLE = (
     *("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "FalconForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "MambaForCausalLM", "BertForMaskedLM"),
     *("ModernBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
     *("ViTForImageClassification", "ConvNextForImageClassification", "vit_tiny_patch16_224"),
-    "DiTTransformer2DModel",
+    *("Gemma4ForCausalLM", "LlavaForConditionalGeneration", "DiTTransformer2DModel"),
 )
 
 
