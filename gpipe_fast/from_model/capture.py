@@ -200,7 +200,7 @@ class _Attempt:
         self._args, self._kwargs = given.build([fake for fake, _ in self._inputs])
         self._around = surroundings(device)
         self._runs: dict[fx.Node, Run] = {}
-        self._decisions: list[tuple[Any, fx.Node, Any, Place]] = []
+        self._decisions: list[tuple[Any, Any, Any, Place]] = []
         self._error: Exception | None = None
 
     def _input(self, index: int, tensor: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
@@ -480,20 +480,20 @@ class _Attempt:
         self._runs[node] = Run(spy.draws, changed, surroundings(self._device))
         return found
 
-    def _answer(self, graph: fx.Graph | None, name: str, node: fx.Node) -> Any:
-        """Returns what forward reads from a tensor."""
+    def _answer(self, graph: fx.Graph | None, name: str, arguments: Any) -> Any:
+        """Returns what forward reads from tensors."""
+        where = place_of(next(x for x in pytree.tree_leaves(arguments) if isinstance(x, fx.Node)))
         if graph is None:
-            self._fail(CannotCut(f"a function between blocks branches on a tensor at {place_of(node)}"))
-        target = {"bool": bool, "item": Tensor.item, "tolist": Tensor.tolist}[name]
+            self._fail(CannotCut(f"a function between blocks branches on a tensor at {where}"))
+        target = bool if name == "bool" else getattr(Tensor, name)
         try:
             reader = GraphReader(graph, self._seen(dynamo.sources_of(graph)))
-            answer = self._decide(target, reader.nested(((node,), {})), reader.flow(), self._read)
+            answer = self._decide(target, reader.nested(arguments), reader.flow(), self._read)
         except Unknown as reason:
-            where = place_of(node)
             self._fail(CannotCut(f"forward branches on a tensor at {where}, which depends on {reason}"))
         except Exception as error:
             self._fail(error)
-        self._decisions.append((target, node, answer, place_of(node)))
+        self._decisions.append((target, arguments, answer, where))
         return answer
 
     def _value_of(self, source: Source | None) -> Any:
@@ -547,8 +547,10 @@ class _Attempt:
         seen = self._seen(dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True)))
         reader = GraphReader(graph, seen)
         decisions = tuple(
-            Decision(target, reader.nested(((node,), {})), answer, position, where)
-            for (target, node, answer, where), position in zip(self._decisions, reader.positions, strict=True)
+            Decision(target, reader.nested(arguments), answer, position, where)
+            for (target, arguments, answer, where), position in zip(
+                self._decisions, reader.positions, strict=True
+            )
         )
         return reader.flow(reader.nested(returned), decisions, self._conditions(seen.in_sizes))
 

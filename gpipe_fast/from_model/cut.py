@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gpipe_fast.from_model.dataflow import Call, CannotCut, Dataflow
+from gpipe_fast.from_model.dataflow import Call, CannotCut, Counted, Dataflow
 from gpipe_fast.from_model.sizes import Size, sizes_of
 
 
@@ -59,6 +59,7 @@ def cut(flow: Dataflow, blocks: Sequence[nn.Module], wanted: Sequence[int]) -> l
                 made_in.setdefault(ref, index)
     last_use = _last_uses(flow, layers, made_in, wanted)
     _check_in_place(flow, layers, made_in, last_use)
+    _check_sizes(flow, made_in, last_use)
     order = sorted(last_use, key=lambda ref: (-last_use[ref], ref))
     carried = [
         tuple(ref for ref in order if made_in[ref] < index <= last_use[ref]) for index in range(len(layers))
@@ -120,6 +121,17 @@ def _input_with(flow: Dataflow, size: int) -> int:
     found = size_source(flow, size, range(flow.num_inputs))
     assert found is not None  # sizes are those of inputs
     return found[0]
+
+
+def _check_sizes(flow: Dataflow, made_in: dict[int, int], last_use: dict[int, int]) -> None:
+    """Checks that no tensor whose size depends on elements passes from layer to layer, or is returned."""
+    for ref, layer in last_use.items():
+        counted = [size for size in flow.values[ref].shape if isinstance(size, Counted)]
+        if counted and layer != made_in[ref]:
+            raise CannotCut(
+                f"a tensor has a size that depends on elements, at {counted[0].place}, and another layer "
+                "uses it; compute with masks, or use it before the next block"
+            )
 
 
 def _check_in_place(

@@ -67,6 +67,28 @@ class Device(NamedTuple):
     """The device of the stage that makes the call."""
 
 
+class Place(NamedTuple):
+    """The line of the user's code that makes a call."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A size that depends on the elements of a tensor, as of ``x[mask]``.
+
+    Attributes:
+        place: where it comes from.
+    """
+
+    place: Place = field(compare=False)
+
+
 class Surroundings(NamedTuple):
     """What surrounds a call of a function.
 
@@ -77,17 +99,6 @@ class Surroundings(NamedTuple):
 
     grad: bool
     autocast: torch.dtype | None
-
-
-class Place(NamedTuple):
-    """The line of the user's code that makes a call."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}, in {self.function}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,7 @@ class RecordedTensor:
     """A tensor that a call reads or makes.
 
     Attributes:
-        shape: its shape: integers, and `Size` where they follow from sizes of the inputs.
+        shape: its shape: integers, `Size` where they follow from sizes of the inputs, and `Counted`.
         dtype: its dtype.
         requires_grad: whether a gradient reaches it.
         storage: a number that tensors with the same memory share.

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast.from_model.dataflow import (
     Call,
     CannotCut,
+    Counted,
     Dataflow,
     Decision,
     Device,
@@ -40,6 +41,8 @@ CONSTANTS: tuple[type, ...] = (
 # Functions that change modes, which each call has; and those that log.
 _MODES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
 _WITHOUT_EFFECT = frozenset({*_MODES, "_set_grad_enabled", "_log_api_usage_once"})
+# Checks of sizes that depend on elements, which the function that follows makes as well.
+_WITHOUT_EFFECT |= {"_check", "_assert_scalar.default", "sym_constrain_range_for_size.default"}
 
 
 class WholeCall:
@@ -192,7 +195,7 @@ class GraphReader:
             if example is None and getattr(target, "__name__", target) not in _WITHOUT_EFFECT:
                 name = getattr(target, "__name__", target)
                 raise CannotCut(f"{name} is called between blocks at {where}")
-            return pytree.tree_map(self._leaf, example)
+            return pytree.tree_map(lambda leaf: self._size(leaf, where), example)
         if isinstance(target, HigherOrderOperator):
             raise CannotCut(f"{target} is called between blocks at {where}, with functions as arguments")
         for tensor in run.changed:
@@ -204,7 +207,7 @@ class GraphReader:
             is_changed = any(tensor is each for each in run.changed)
             if is_changed and id(tensor) in self._refs:
                 return self._refs[id(tensor)]
-            return self._add(tensor, tuple(self._leaf(size, where) for size in tensor.shape))
+            return self._add(tensor, tuple(self._size(size, where) for size in tensor.shape))
 
         tables: dict[Any, type] = {}
         if isinstance(target, WholeCall):
@@ -271,13 +274,18 @@ class GraphReader:
         }:
             raise CannotCut(f"forward changes an input tensor in place, at {where}")
 
+    def _size(self, leaf: Any, where: Place) -> Any:
+        """Returns a leaf, which may be a size that depends on elements."""
+        is_number = isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        is_counted = is_number and self._seen.in_sizes(leaf.node.expr) is None
+        return Counted(where) if is_counted else self._leaf(leaf, where)
+
     def _leaf(self, leaf: Any, where: Place | None = None) -> Any:
         if isinstance(leaf, (Ref, Owned, Size, Device)):
             return leaf
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             expression = self._seen.in_sizes(leaf.node.expr)
-            if expression is None:
-                raise CannotCut(f"a size depends on the elements of a tensor at {where or place()}")
+            assert expression is not None  # those of results are `Counted`
             if expression.free_symbols:
                 return Size(expression)
             number = int if isinstance(leaf, torch.SymInt) else float
@@ -287,6 +295,10 @@ class GraphReader:
             return Slice(*(self._leaf(self._known(each), where) for each in bounds))
         if isinstance(leaf, torch.device):
             return Device() if leaf == self._seen.device else leaf
+        if isinstance(leaf, Counted):
+            raise CannotCut(
+                f"forward computes with a size that depends on the elements of a tensor, at {leaf.place}"
+            )
         if isinstance(leaf, (_Unknown, Tensor)):
             raise CannotCut(
                 f"a tensor that no module has as an attribute is used at {where or place()}; register it as "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Device, Nested, Owned, Ref, Slice
+from gpipe_fast.from_model.dataflow import CannotCut, Counted, Dataflow, Device, Nested, Owned, Ref, Slice
 from gpipe_fast.from_model.loss_rules import Rule, combine, concatenates, find_rule
 from gpipe_fast.from_model.sizes import at_sizes, batch_dims
 from gpipe_fast.torch_private import pytree
@@ -61,6 +61,9 @@ def model_outputs(
 def _output(
     flow: Dataflow, name: str, ref: int, split: Collection[int], loss: str, static_sizes: Sequence[int]
 ) -> Output | None:
+    for size in flow.values[ref].shape:
+        if isinstance(size, Counted):
+            raise CannotCut(f"output {name} has a size that depends on elements, at {size.place}")
     dims = batch_dims(flow.values[ref])
     if len(dims) == 1:
         size = flow.values[ref].shape[dims[0]]
@@ -83,7 +86,14 @@ def _output(
         )
     if not flow.depends_on([ref], split):
         return Output(ref, None, None)
-    rule = find_rule(flow, ref, static_sizes)
+    counted = _counted(flow, ref)
+    if counted is not None and loss == "exact":
+        raise CannotCut(
+            f"output {name} is computed from a tensor whose size depends on elements, at {counted.place}; "
+            "compute with masks, as in (x * mask).sum() / mask.sum(), or pass loss='per-microbatch' to "
+            "GPipe.from_model to average it over micro-batches"
+        )
+    rule = None if counted is not None else find_rule(flow, ref, static_sizes)
     if rule is not None and (rule.ref is None or _is_known(flow, rule.ref)):
         return Output(ref, None, rule)
     if loss == "per-microbatch":
@@ -93,6 +103,22 @@ def _output(
         "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from the "
         "model's other outputs"
     )
+
+
+def _counted(flow: Dataflow, ref: int) -> Counted | None:
+    """Returns a size on which a value depends by functions alone, and which depends on elements, if any."""
+    wanted, seen = [ref], set[int]()
+    while wanted:
+        value = wanted.pop()
+        found = next((x for x in flow.values[value].shape if isinstance(x, Counted)), None)
+        if found is not None:
+            return found
+        if value not in seen:
+            seen.add(value)
+            for call in flow.calls:
+                if not call.is_module and value in (*call.result.refs(), *call.mutates):
+                    wanted += call.arguments.refs()
+    return None
 
 
 def _is_known(flow: Dataflow, ref: int) -> bool:

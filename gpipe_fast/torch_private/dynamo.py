@@ -51,6 +51,7 @@ from torch._dynamo.variables.functions import (
     SkipFunctionVariable,
     WrapperUserFunctionVariable,
 )
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -63,6 +64,7 @@ from torch._dynamo.variables.torch_function import (
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.torch_version import TorchVersion
 from torch.utils._ordered_set import OrderedSet
 
@@ -257,6 +259,8 @@ def calls_as_nodes(
 ) -> Iterator[None]:
     """Makes calls of some modules, and of functions with a backward of their own, single nodes in a block.
 
+    A checkpoint calls its function, because whoever runs the nodes decides what to keep.
+
     Args:
         function_of: returns the target of the node for a module or a subclass of `Function`; None to capture
             what it calls. The target is called with fake tensors, and returns the tensors of its result, and
@@ -295,12 +299,21 @@ def calls_as_nodes(
 
         return call
 
+    def checkpoint(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        reentrant = kwargs.get("use_reentrant")
+        if reentrant is None or not reentrant.is_python_constant() or reentrant.as_python_constant():
+            return call_checkpoint(self, tx, args, kwargs)
+        _, kwargs = TagActivationCheckpoint.divide_kwargs(kwargs)
+        return args[0].call_function(tx, args[1:], kwargs)
+
     module, apply = UnspecializedNNModuleVariable, AutogradFunctionVariable
+    call_checkpoint = CheckpointHigherOrderVariable._call_function
     call_module = as_node(module.call_function, lambda variable: variable.value)
     call_apply = as_node(apply.call_apply, lambda variable: variable.fn_cls)
     with (
         mock.patch.object(module, "call_function", call_module),
         mock.patch.object(apply, "call_apply", call_apply),
+        mock.patch.object(CheckpointHigherOrderVariable, "_call_function", checkpoint),
     ):
         yield
 
@@ -359,40 +372,51 @@ def elements_answered(answer: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """Answers what captured code reads from the elements of tensors by a function, in a block.
 
     Args:
-        answer: returns the result of a method of a tensor, such as ``item``, or of ``bool``. It is called
-            with the graph so far, the method's name, and the node of the tensor.
+        answer: returns the result of a method of a tensor, such as ``item`` or ``equal``, or of ``bool``. It
+            is called with the graph so far, the method's name, and the nodes of its arguments.
     """
     translator = symbolic_convert.InstructionTranslatorBase
-    step, call = translator.step, TensorVariable.call_method
+    step, call, call_torch = (
+        translator.step,
+        TensorVariable.call_method,
+        TorchInGraphFunctionVariable.call_function,
+    )
 
-    def answered(tx: Any, name: str, tensor: Any) -> Any:
+    def answered(tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tracer = tx.output.current_tracer
-        found = answer(None if tracer.parent is not None else tracer.graph, name, tensor.as_proxy().node)
-        tx.output.create_proxy("call_function", elements_read, (tensor.as_proxy(),), {})
+        proxies = dynamo_utils.proxy_args_kwargs(args, kwargs)
+        read = tx.output.create_proxy("call_function", elements_read, *proxies).node
+        found = answer(None if tracer.parent is not None else tracer.graph, name, (read.args, read.kwargs))
         return SourcelessBuilder.create(tx, found)
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if name in ("item", "tolist") and not args and not kwargs:
-            return answered(tx, name, self)
+        if name in ("equal", "allclose") or (name in ("item", "tolist") and not args and not kwargs):
+            return answered(tx, name, [self, *args], kwargs)
         return call(self, tx, name, args, kwargs)
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value in (torch.equal, torch.allclose):
+            return answered(tx, self.value.__name__, args, kwargs)
+        return call_torch(self, tx, args, kwargs)
 
     def new_step(self: Any) -> Any:
         pointer = self.instruction_pointer
         if pointer is not None and self.stack and _is_branch(self.instructions[pointer].opname):
             top = self.stack[-1].realize()
             if isinstance(top, TensorVariable):
-                self.stack[-1] = answered(self, "bool", top)
+                self.stack[-1] = answered(self, "bool", [top], {})
         return step(self)
 
     with (
         mock.patch.object(translator, "step", new_step),
         mock.patch.object(TensorVariable, "call_method", call_method),
+        mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
     ):
         yield
 
 
-def elements_read(tensor: Any) -> None:
-    """Does nothing: its node keeps a tensor in the graph whose elements the captured code has read."""
+def elements_read(*args: Any, **kwargs: Any) -> None:
+    """Does nothing: its node keeps tensors in the graph whose elements the captured code has read."""
 
 
 def _is_branch(opname: str) -> bool:

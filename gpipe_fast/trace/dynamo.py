@@ -18,6 +18,7 @@ import random
 import re
 import sys
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ _CONFIG: dict[str, Any] = {
 }
 # Layers log once with these methods. The first call, in Python or not, need not log.
 _LOG_ONCE = ("warning_once", "info_once", "warning_advice")
+_LOG = ("debug", "info", "warning", "error", "critical", "exception", "log")
 
 # Questions to which a layer must get the answers of eager mode: whether it is being compiled.
 _ANSWERS = {function: False for function, answer in dynamo.tracing_questions.items() if answer is True}
@@ -538,7 +540,7 @@ def _capturing(
         _caught_lookups_refused(),
         dynamo.cached_calls_answered(functools.partial(_answer_cached_call, observed.cached_calls)),
         dynamo.tensor_attributes_shown(_check_attribute),
-        dynamo.settings(config, _logging_functions()),
+        dynamo.settings(config, _logging_functions(shown is not None)),
         dynamo.fake_mode_of(RealLayouts if shown is None else FakeLayouts),
         dynamo.get_metrics_context(),
         dynamo.dynamo_timed("gpipe_capture"),
@@ -603,8 +605,11 @@ def _check_attribute(name: str, source: Source | None) -> None:
         raise Refused("its forward registers a hook on a parameter, a side effect")
 
 
-def _logging_functions() -> set[Any]:
-    return {vars(logging.Logger)[name] for name in _LOG_ONCE if name in vars(logging.Logger)}
+def _logging_functions(is_model: bool) -> set[Any]:
+    """Returns functions whose calls are left out of captures: of a model, everything that logs or prints."""
+    methods = (*_LOG_ONCE, *(_LOG if is_model else ()))
+    found = {vars(logging.Logger)[name] for name in methods if name in vars(logging.Logger)}
+    return found | ({print, warnings.warn, *(getattr(logging, name) for name in _LOG)} if is_model else set())
 
 
 def _sources(output: Any) -> list[Source]:

@@ -226,6 +226,12 @@ def with_a_cache_on_two_devices() -> None:
         model(X, use_cache=True)
 
 
+def selects_before_a_block(model: Any, x: Tensor) -> Tensor:
+    """Selects rows, which are used after a block."""
+    rows = x[x[:, 0] > 0]
+    return two_blocks(model, x) + rows.sum(0)
+
+
 CONSTANT, LINEAR = torch.ones(4), nn.Linear(4, 4)
 NESTED = nn.Sequential(nn.ModuleDict({"0": nn.Linear(4, 4), "1": nn.ReLU()}), nn.ReLU())
 
@@ -324,7 +330,10 @@ OF_MODELS = [
     case("in another layer than the one that made it", "copy it first", lambda: cut(Model(change_in_place))),
     case("that no module has as an attribute", "register it as a buffer", between(lambda m, x: x + CONSTANT)),
     case("that no module has as an attribute", "blocks=...", between(lambda m, x: LINEAR(x))),
-    case("size depends on the elements of a tensor", "blocks=...", after(lambda x, y: y[x > 0])),
+    case("has a size that depends on elements", "blocks=...", after(lambda x, y: y[x > 0])),
+    case("whose size depends on elements", "sum() / mask.sum()", after(lambda x, y: y[x > 0].mean())),
+    case("size that depends on the elements", "blocks=...", after(lambda x, y: y * x[x > 0].numel())),
+    case("and another layer uses it", "compute with masks", lambda: cut(Model(selects_before_a_block))),
     case("hidden_states would be collected", "model.plain()", collecting),
     case("output tensor compares samples", "get None in its place", after(lambda x, y: y @ y.T)),
     case("output tensor of a batch does not follow", "'per-microbatch'", after(lambda x, y: y.std())),

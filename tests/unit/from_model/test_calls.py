@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import warnings
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -124,7 +126,26 @@ class Doubles:
         self.y, self.z = self.y * 2, self.y
 
 
+def logs(model: Any, x: Tensor) -> Tensor:
+    print("mean", x.mean(), x.shape)
+    warnings.warn(f"careful with {x.shape}", stacklevel=1)
+    logging.getLogger("model").warning("mean %s", x.mean())
+    logging.info("layer %d", 1)
+    return x * 2
+
+
+def selects(model: Any, x: Tensor) -> Tensor:
+    y, mask = torch.zeros_like(x), x[:, 0] > 0
+    y[mask] = x[mask] * 2
+    return x + y + (x > 0).nonzero().sum() + x[:, model.buffer == 0].sum()
+
+
 EQUAL: dict[str, Callable[..., Any]] = {
+    "logs": logs,
+    "tensors of unknown sizes": selects,
+    "equal tensors": lambda m, x: x * 2 if torch.equal(m.buffer, m.buffer * 1) else x,
+    "unequal tensors": lambda m, x: x * 2 if m.buffer.equal(m.scale) else x,
+    "close tensors": lambda m, x: x * 2 if torch.allclose(m.scale, m.scale + 1e-7, rtol=1e-3) else x,
     "inference mode": lambda m, x: x + inferred(x),
     "batch before length": lambda m, x: x.view(-1, 2, 3).reshape(-1, 3),
     "a number and a shape": lambda m, x: (x, x.dtype, None, 3),
@@ -139,6 +160,37 @@ def inferred(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", EQUAL)
 def test_odd_code_equals_the_plain_loop(name: str) -> None:
     assert equals_the_loop(pipelined(EQUAL[name]))
+
+
+@pytest.mark.parametrize("how", ["block", "partial", "function"])
+def test_a_checkpoint_around_a_block_is_that_of_the_pipeline(how: str) -> None:
+    functions: dict[str, Callable[..., Any]] = {
+        "block": lambda block: block,
+        "partial": functools.partial,
+        "function": lambda block: lambda x: block(x) * 1,
+    }
+
+    def checkpointed(model: Any, x: Tensor) -> Tensor:
+        for block in model.inner:
+            if model.checkpoints:
+                x = checkpoint(functions[how](block), x, use_reentrant=False)
+            else:
+                x = block(x) * 1 if how == "function" else block(x)
+        return x
+
+    model = Squares(checkpointed)
+    model.blocks = nn.ModuleList()
+    model.inner = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)) for _ in range(4))
+    gradients = []
+    for model.checkpoints in (True, False):
+        pipe = GPipe.from_model(model, (ROWS,), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+        pipe.zero_grad()
+        torch.manual_seed(1)
+        y = pipe(ROWS)
+        y.sum().backward()
+        gradients.append([y, *(each.grad for each in model.parameters() if each.grad is not None)])
+    assert len(gradients[0]) == len(gradients[1]) == 9
+    assert all(map(torch.equal, *gradients))
 
 
 def test_outputs_of_dataclasses_are_initialised_once() -> None:
