@@ -17,8 +17,8 @@ from textwrap import indent
 
 # The modules that make tables, by name; words in names are joined by hyphens.
 _OF_PACKAGES = {
-    "bench.micro": "ahead-of-time draws engine execution first-call inference-stream interpreted lengths "
-    "schedules signature",
+    "bench.micro": "ahead-of-time denoising draws engine execution first-call inference-stream interpreted "
+    "lengths schedules signature",
     "bench.compare": "distributed frontier memory overhead step training-step within-memory",
     "bench.gpu": "cuda kernels levers where",
     "tools": "census compiled explain fusion largest ledger policies published regions reruns traffic",

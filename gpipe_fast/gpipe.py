@@ -395,7 +395,8 @@ class GPipe(Reporting):
         Args:
             batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
                 arguments; any other value is the only argument. Each is split into micro-batches as by
-                `forward`.
+                `forward`. None, while something is in flight, means that the next one depends on a result:
+                it is asked for once more after the next result was yielded.
             depth: The maximum number of mini-batches that are read and not yielded, which bounds memory. By
                 default two per stage, at least two.
 

@@ -7,6 +7,8 @@ then another one after each result, which the stages compute meanwhile::
     stage 0     0   1     2     3
     stage 1         0     1     2     3
     yields        0     1     2     3
+
+An iterable whose mini-batches depend on results yields None where the next one depends on a result in flight.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator
             while not is_exhausted and stream.num_in_flight < depth:
                 stream.check_unchanged()
                 try:
-                    stream.begin(next(batches))
+                    batch = next(batches)
+                    if batch is None and stream.num_in_flight:  # the next one depends on a result
+                        break
+                    stream.begin(batch)
                 except StopIteration:
                     is_exhausted = True
                 except Exception as error:  # of this mini-batch: the results before come first

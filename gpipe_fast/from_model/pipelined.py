@@ -291,7 +291,7 @@ class Pipelined(nn.Module):
 
         Args:
             batches: The inputs. A tuple contains the positional arguments of a call, a dict its keyword
-                arguments; any other value is the only argument.
+                arguments; any other value is the only argument. None as for `GPipe.stream`.
             depth: As for `GPipe.stream`.
 
         Returns:

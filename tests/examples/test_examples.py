@@ -26,6 +26,11 @@ LOGITS = [
 ]
 # The options of a short run, and texts that it prints.
 EXAMPLES: dict[str, tuple[str, list[str]]] = {
+    "diffusers_dit": (
+        "--quick --blocks=4 --steps=3 --depths 1 2 4",
+        [f"{way} " for way in ("calls", "stream, depth=1", "stream, depth=2", "stream, depth=4")]
+        + ["the plain model's latents: equal bit for bit"],
+    ),
     "gpt": (
         f"{GPT} --steps=8 --text=text",
         [
@@ -71,6 +76,7 @@ EXAMPLES: dict[str, tuple[str, list[str]]] = {
 }
 # What an example imports of other libraries, which may be missing or fail to load beside another torch.
 LIBRARIES = {
+    "diffusers_dit": "diffusers",
     "resnet": "torchvision",
     "torchgpipe_migration": "torchgpipe",
     "transformers_from_model": "transformers.models.bert.modeling_bert",
@@ -108,6 +114,7 @@ def test_an_example_equals_the_plain_model(
     out, errors = capsys.readouterr()
     assert errors == ""
     assert [text for text in texts if text not in out] == [], out
+    assert "DIFFERENT" not in out
     assert re.search(r"docs/\w+(/\w+)?\.md", out)
     if name == "gpt":
         first, last = re.findall(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from gpipe_fast.streaming import arguments_in, results
 
@@ -39,6 +43,30 @@ def test_mini_batches_are_read_ahead_up_to_the_depth() -> None:
     assert ", ".join(stream.events) == (
         "begin 0, begin 1, finish 0, begin 2, finish 1, begin 3, finish 2, finish 3, close"
     )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 7])
+def test_none_waits_for_a_result(depth: int) -> None:
+    """Three values are each increased four times; at most three mini-batches are in flight."""
+    ready, stream = deque([0, 10, 20]), Counted()
+
+    def requests() -> Iterator[Any]:
+        for _ in range(12):
+            while not ready:
+                yield None
+            yield ready.popleft()
+
+    found = []
+    for value in results(stream, requests(), depth, num_stages=1):
+        assert stream.num_in_flight < min(depth, 3)
+        found.append(value + 1)
+        ready.append(value + 1)
+    assert found == [step + start for step in range(1, 5) for start in (0, 10, 20)]
+
+
+def test_none_with_nothing_in_flight_is_a_mini_batch() -> None:
+    stream = Counted()
+    assert list(results(stream, [None, 1], 2, num_stages=1)) == [None, 1]
 
 
 def test_the_default_depth_is_two_per_stage() -> None:
