@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -336,12 +337,14 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def place_of(node: fx.Node) -> Place:
     """Returns the line of the user's code that makes a call."""
-    lines = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
-    files = [line for line in lines if line.startswith("File ")]
-    if not files:
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not found:
         return place()
-    file, number, function = (part.strip() for part in files[-1].split(",", 2))
-    return Place(file[6:-1], int(number.split()[1]), function.removeprefix("in "))
+    file, number, function = found[-1]
+    return Place(file, int(number), function)
+
+
+_FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*?)\s*$', re.MULTILINE)
 
 
 def place() -> Place:

@@ -8,8 +8,8 @@ from tools import census, library_models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Attention of several kinds, keys and values that layers share, experts, state spaces, encoders, an encoder with
-# a decoder, images, images and text, diffusion.
+# Attention of several kinds, keys and values that layers share, experts, state spaces, encoders, an encoder
+# with a decoder, images, images and text, diffusion.
 SAMPLE = (
     *("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "FalconForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "MambaForCausalLM", "BertForMaskedLM"),

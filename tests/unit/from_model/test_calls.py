@@ -193,6 +193,12 @@ def test_a_checkpoint_around_a_block_is_that_of_the_pipeline(how: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_the_name_of_a_file_may_have_a_comma() -> None:
+    scope: dict[str, Any] = {}
+    exec(compile("def forward(model, x):\n    return x * x.std()\n", "a, block 1", "exec"), scope)
+    assert equals_the_loop(pipelined(lambda m, x: scope["forward"](m, x)))
+
+
 def test_outputs_of_dataclasses_are_initialised_once() -> None:
     model = pipelined(lambda m, x: Doubles(x))
     output = model(X)
