@@ -472,6 +472,8 @@ class _Attempt:
             self._fail(
                 CannotCut(f"{name} is called between blocks at {place_of(node)}; use the form without '_'")
             )
+        if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
+            self._fail(CannotCut("torch.vmap is called between blocks; call it inside of one"))
         tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
         versions, spy = list(map(_version, tensors)), _Spy()
         with spy:

@@ -905,6 +905,8 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
         return Refused(f"its forward changes {changed}, a side effect")
     if ASKS_PHASE in text:
         return Refused(ASKS_PHASE)
+    if "data-dependent expression" in text:
+        return Refused("it decides by a size that depends on the elements of a tensor")
     devices = _TWO_DEVICES.search(text)
     if devices is not None:
         return Refused(

@@ -116,6 +116,11 @@ def seed(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def decides_by_a_count(model: Any, x: Tensor) -> Tensor:
+    rows = x[x[:, 0] > 0]
+    return x * 2 if len(rows) > 3 else x
+
+
 def set_attribute(model: Any, x: Tensor) -> Tensor:
     model.last = 3
     return x
@@ -323,6 +328,8 @@ OF_MODELS = [
     case("block blocks.0 returns a", "blocks=...", returns_what_it_reads),
     case("detach_ is called between blocks", "without '_'", between(lambda m, x: x.tanh().detach_())),
     case("manual_seed", "blocks=...", between(seed)),
+    case("torch.vmap is called between", "inside of one", between(lambda m, x: torch.vmap(torch.sin)(x))),
+    case("decides by a size that depends on", "blocks=...", between(decides_by_a_count)),
     case("draws from Python's random", "blocks=...", between(lambda m, x: x * random.random())),
     case("of size 2*B", "to get None in its place", after(lambda x, y: torch.cat([y, -y]))),
     case("returns 0 numbers with a gradient", "pass the labels", lambda: cut(Model()).step(X)),
