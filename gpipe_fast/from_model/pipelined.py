@@ -599,6 +599,11 @@ def _pipelined_class(cls: Any) -> type[Pipelined]:
     return _classes[cls]
 
 
+# How models of transformers since 5.24 and before, and of diffusers, turn their checkpoints off.
+_DISABLE = (
+    *("activation_checkpointing_disable", "gradient_checkpointing_disable"),
+    "disable_gradient_checkpointing",
+)
 # Packages whose modules have quantized weights.
 _QUANTIZERS = (
     "bitsandbytes",
@@ -662,8 +667,9 @@ def make_pipelined(
     _refuse_hooks_of_accelerate(model)
     _refuse_quantized(model)
     before = None
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    disable = next((found for name in _DISABLE if (found := getattr(model, name, None))), None)
+    if disable and any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
+        disable()
         if hasattr(model, "_require_grads_hook"):  # on embeddings, for reentrant checkpoints of blocks
             model.disable_input_require_grads()  # type: ignore[operator]
         before = settings.checkpoint

@@ -357,7 +357,7 @@ def enable_gradient_checkpointing(before: bool) -> None:
         "Enables",
         (Model,),
         {
-            "is_gradient_checkpointing": before,
+            "gradient_checkpointing": before,
             "gradient_checkpointing_enable": lambda self: None,
             "gradient_checkpointing_disable": lambda self: None,
         },

@@ -14,15 +14,11 @@ X = torch.ones(4, 3)
 
 
 class Net(nn.Module):
-    """Two blocks; gradient checkpointing may be on, as in models of transformers."""
+    """Two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.is_gradient_checkpointing = False
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.is_gradient_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -34,13 +30,19 @@ def pipelined(model: Any, args: Any = (X,), **options: Any) -> Any:
     return GPipe.from_model(model, args, **{"devices": ["cpu"] * 2, "chunks": 2, **options})
 
 
-def test_gradient_checkpointing_becomes_a_mode() -> None:
-    model = Net()
-    model.is_gradient_checkpointing = True
+@pytest.mark.parametrize("name", ["gradient_checkpointing_disable", "disable_gradient_checkpointing"])
+def test_gradient_checkpointing_becomes_a_mode(name: str) -> None:
+    """As of models of transformers, and of diffusers."""
+
+    def disable(model: Any) -> None:
+        model.gradient_checkpointing = False
+
+    model = type("Checkpointed", (Net,), {name: disable})()
+    model.gradient_checkpointing = True
     with pytest.warns(UserWarning, match="gradient checkpointing becomes checkpoint='always'"):
         found = pipelined(model)
     assert found.checkpoint == "always"
-    assert not model.is_gradient_checkpointing
+    assert not model.gradient_checkpointing
 
 
 @pytest.mark.parametrize(
