@@ -106,16 +106,20 @@ GEMMA3N: dict[str, Any] = {
     "head_dim": 8,
     "num_kv_shared_layers": 2,
     "laurel_rank": 4,
+    "tie_word_embeddings": False,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "altup_num_inputs": 2,
     "activation_sparsity_pattern": [0.0] * 4,
 }
+
+
+def test_blocks_use_keys_and_values_of_others() -> None:
+    model = pipelined(transformers("Gemma3nForCausalLM", **GEMMA3N))
+    assert equals_the_plain_model(model)
+
+
 ROUTER = {"num_local_experts": 3, "num_key_value_heads": 2, "output_router_logits": True}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "keys and values of other blocks": (
-        lambda: transformers("Gemma3nForCausalLM", **GEMMA3N),
-        "side channel between blocks",
-    ),
     "losses of routers": (lambda: decoder("MixtralForCausalLM", **ROUTER), "loss|router_logits"),
     "quantized modules": (
         lambda: torch.ao.quantization.quantize_dynamic(llama().eval(), {nn.Linear}),
