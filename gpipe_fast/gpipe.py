@@ -253,8 +253,8 @@ class GPipe(Reporting):
 
         Raises:
             TypeError: ``model`` is not a module, or another argument has a wrong type.
-            ValueError: an argument is invalid, ``blocks`` names no blocks, or the model is quantized or has
-                hooks of accelerate.
+            ValueError: an argument is invalid, ``blocks`` names no blocks, or the model has hooks of
+                accelerate or modules of `torch.ao.quantization`.
             RuntimeError: The model cannot be cut; the message says what stands in the way.
         """
         settings = Settings(

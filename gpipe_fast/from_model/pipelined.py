@@ -604,18 +604,7 @@ _DISABLE = (
     *("activation_checkpointing_disable", "gradient_checkpointing_disable"),
     "disable_gradient_checkpointing",
 )
-# Packages whose modules have quantized weights.
-_QUANTIZERS = (
-    "bitsandbytes",
-    "torchao",
-    "auto_gptq",
-    "gptqmodel",
-    "awq",
-    "hqq",
-    "optimum.quanto",
-    "aqlm",
-    "eetq",
-)
+# Packages whose modules compute no gradients of their inputs.
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 
@@ -693,16 +682,14 @@ def _refuse_hooks_of_accelerate(model: nn.Module) -> None:
 
 def _refuse_quantized(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        package = type(module).__module__
         tensors = (*module._parameters.values(), *module._buffers.values())
-        if (
-            package.startswith(_QUANTIZERS)
-            # A FloatFunctional is where a model that may be quantized adds or concatenates.
-            or (package.startswith(_QUANTIZED) and type(module).__name__ != "FloatFunctional")
-            or any(t is not None and (t.is_quantized or hasattr(t, "quant_state")) for t in tensors)
-            or (module is model and getattr(model, "is_quantized", False))
+        # A FloatFunctional is where a model that may be quantized adds or concatenates.
+        is_torchs = type(module).__module__.startswith(_QUANTIZED)
+        if (is_torchs and type(module).__name__ != "FloatFunctional") or any(
+            t is not None and t.is_quantized for t in tensors
         ):
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) is quantized, and stages train the weights "
-                "that they have; load the model without quantization, as in bfloat16"
+                f"{name or 'the model'} ({type(module).__name__}) is quantized by torch.ao.quantization, "
+                "through which no gradients pass; load the model without, as in bfloat16, or quantize it by "
+                "bitsandbytes or torchao, and train adapters"
             )

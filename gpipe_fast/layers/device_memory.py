@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.layers.structure import layer_title
 
 
@@ -20,7 +21,9 @@ def device_memory_bytes(device: torch.device) -> int:
 
 def min_training_bytes(layer: nn.Module) -> int:
     """Returns the bytes of a layer's parameters, their gradients and buffers; activations are excluded."""
-    parameters = sum(p.nbytes * (2 if p.requires_grad else 1) for p in _initialized(layer.parameters()))
+    parameters = sum(
+        stored_bytes(p) * (2 if p.requires_grad else 1) for p in _initialized(layer.parameters())
+    )
     return parameters + sum(buffer.nbytes for buffer in _initialized(layer.buffers()))
 
 
@@ -94,7 +97,7 @@ def _check_gpu_memory(layers: nn.Module, device: torch.device, stages: str) -> N
             f"has {_gib(total)}; {advice}"
         )
     tensors = (*layers.parameters(), *layers.buffers())
-    bytes_to_move = sum(tensor.nbytes for tensor in _initialized(tensors) if tensor.device != device)
+    bytes_to_move = sum(stored_bytes(tensor) for tensor in _initialized(tensors) if tensor.device != device)
     free = _free_bytes(device)
     if bytes_to_move > free:
         raise ValueError(

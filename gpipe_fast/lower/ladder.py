@@ -30,7 +30,7 @@ from torch import fx
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.min_cut import Choices, Operator, SaveableValue
 from gpipe_fast.lower.operator_times import nanoseconds
-from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.joint_graph import JointGraph, dequantized
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 
@@ -106,10 +106,10 @@ class Ladder:
 
 
 def read_by_backward(joint: JointGraph) -> set[fx.Node]:
-    """Returns the forward nodes that the backward reads, behind any views of them."""
+    """Returns the forward nodes that the backward reads, behind any views of them; no dequantized weights."""
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
     read = {a for n in nodes if is_backward(n) for a in n.all_input_nodes if not is_backward(a)}
-    return {source_of(n).base for n in read}
+    return {source_of(n).base for n in read} - dequantized(joint)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -125,8 +125,10 @@ def bytes_of(value: AnyTensor) -> int:
 def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[Choices, list[str]]:
     """Returns the choices of a joint graph, and the names of the values.
 
-    Views cost nothing, and stand for what they view; so does what is kept anyway, such as parameters.
+    Views cost nothing, and stand for what they view; so does what is kept anyway, such as parameters. Weights
+    are dequantized again in any case.
     """
+    again = dequantized(joint)
     forward = [n for n in joint.module.graph.nodes if n.op == "call_function" and not is_backward(n)]
     read = read_by_backward(joint)
     index_of: dict[fx.Node, int] = {}
@@ -135,7 +137,7 @@ def _choices(joint: JointGraph, nanoseconds: Callable[[fx.Node], int]) -> tuple[
     values: list[SaveableValue] = []
     for node in forward:
         value = node.meta.get("val")
-        if source_of(node).base is not node or not isinstance(value, AnyTensor):
+        if source_of(node).base is not node or not isinstance(value, AnyTensor) or node in again:
             continue
         producer = producer_of(node)
         if producer not in operators:

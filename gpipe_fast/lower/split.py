@@ -21,7 +21,7 @@ from gpipe_fast.lower.checkpoint import (
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, producer_of, read_by_backward
 from gpipe_fast.lower.work import is_attention
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, dequantized
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # The key in a node's meta for its position in the joint graph, which is autograd's order.
@@ -162,6 +162,7 @@ def _values_to_hold(
             after_tangents.add(node)
     read = {a for n in nodes if n not in before for a in n.all_input_nodes} | {n.node for n in of_weights}
     bases = {source_of(n).base for n in read if n in before}
+    bases -= dequantized(joint)
     return [n for n in nodes if n in bases and isinstance(n.meta.get("val"), AnyTensor)]
 
 
@@ -201,7 +202,10 @@ def _describe_saved(node: fx.Node) -> SavedTensor:
 def _extract(
     joint: JointGraph, name: str, inputs: Iterable[PortNode], outputs: Iterable[PortNode]
 ) -> StageGraph:
-    """Extracts the part of the joint graph that computes ``outputs`` from ``inputs``."""
+    """Extracts the part of the joint graph that computes ``outputs`` from ``inputs``.
+
+    A weight is dequantized for each of its uses, just before it: else all of a stage's would be in memory.
+    """
     inputs, outputs = list(inputs), list(outputs)
     given = {n.node: n.port for n in inputs}
     needed = _needed_nodes(given, (n.node for n in outputs))
@@ -212,9 +216,17 @@ def _extract(
             copies[node] = graph.placeholder(f"{port.role.value}_{port.index}_{node.name}")
             copies[node].meta = node.meta
     own = {n: i for i, n in enumerate(joint.module.graph.nodes) if n in needed and n not in copies}
-    for node in _order_by_part(own, joint):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta[JOINT_POSITION] = own[node]
+    again = dequantized(joint) - given.keys()
+
+    def copy_node(node: fx.Node) -> fx.Node:
+        weights = {a: copy_node(a) for a in node.all_input_nodes if a in again}
+        copy = graph.node_copy(node, lambda argument: weights.get(argument) or copies[argument])
+        copy.meta[JOINT_POSITION] = own[node]
+        return copy
+
+    for node in _order_by_part((n for n in own if n not in again), joint):
+        copies[node] = copy_node(node)
+    copies |= {n.node: copy_node(n.node) for n in outputs if n.node in again}
     graph.output(tuple(copies[n.node] for n in outputs))
     return StageGraph(
         name,

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpipe_fast._extension import Pipeline
+from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.reports.blame import Phase
 from gpipe_fast.reports.events import Event
@@ -199,7 +200,7 @@ def stage_sizes(stages: Sequence[Stage]) -> tuple[StageSizes, ...]:
     for stage in stages:
         parameters = parameters_of(stage.layers)
         gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
-        sizes.append(StageSizes(sum(p.nbytes for p in parameters), gradients))
+        sizes.append(StageSizes(sum(map(stored_bytes, parameters)), gradients))
     return tuple(sizes)
 
 

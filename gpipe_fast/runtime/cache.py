@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.trace.joint_graph import JointGraph
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -92,7 +93,7 @@ def limit_bytes(parameters: Iterable[Tensor]) -> int:
     """
     wanted = os.environ.get(LIMIT_VARIABLE)
     if wanted is None:
-        return max(_MIN_LIMIT, int(_FRACTION_OF_PARAMETERS * sum(p.nbytes for p in set(parameters))))
+        return max(_MIN_LIMIT, int(_FRACTION_OF_PARAMETERS * sum(map(stored_bytes, set(parameters)))))
     try:
         number = float(wanted)
     except ValueError:

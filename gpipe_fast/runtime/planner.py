@@ -37,7 +37,7 @@ from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
-from gpipe_fast.trace.traceability import check_initialized
+from gpipe_fast.trace.traceability import check_can_run
 
 # The maximum number of signatures whose plans a module caches, and of plans of each, for gradients in other
 # layouts.
@@ -418,9 +418,11 @@ class Planner:
         known = None if isinstance(compiled, CompilationFailure) else compiled
         if known is None:
             for index, stage in enumerate(self.stages):
-                untraceable = check_initialized(stage.layers)
+                untraceable = check_can_run(stage.layers)
                 if untraceable is not None:
-                    raise RuntimeError(failure_message(CompilationFailure(index, untraceable), self.stages))
+                    raise untraceable.error(
+                        failure_message(CompilationFailure(index, untraceable), self.stages)
+                    )
         dims, fractions = call.inputs.dims, call.saved_fractions
         return make_plan(
             self.stages,

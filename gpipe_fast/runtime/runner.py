@@ -46,6 +46,7 @@ from gpipe_fast.arguments import (
 from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_warning
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
+from gpipe_fast.layers.quantized import move_parts
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of
@@ -217,8 +218,13 @@ class Runner:
             elif any(
                 devices_differ(t.device, device) for t in (*partition.parameters(), *partition.buffers())
             ):
-                # A meta tensor has no data to move.
-                partition._apply(lambda t, to=device: t if t.is_meta else moved(t, to))
+
+                def move(tensor: Tensor, to: torch.device = device) -> Tensor:
+                    # A meta tensor has no data to move.
+                    return tensor if tensor.is_meta else moved(tensor, to)
+
+                partition._apply(move)
+                move_parts(partition, move)
 
     def place(self, balance: Iterable[int], devices: Iterable[Device] | Device | None) -> None:
         """Repartitions the layers and moves them. Raises errors before it changes anything.

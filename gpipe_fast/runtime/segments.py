@@ -43,6 +43,7 @@ from gpipe_fast.runtime.stage import (
     with_operator_settings,
 )
 from gpipe_fast.trace.garbage import collected
+from gpipe_fast.trace.joint_graph import named_buffers_of
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.unsupported import uncompiled
 
@@ -102,9 +103,8 @@ class StageTensors(NamedTuple):
     def of(cls, stage: Stage) -> StageTensors:
         """Returns the names of the tensors that a stage has now."""
         layers = nn.ModuleList(stage.layers)
-        return cls(
-            *(tuple(n for n, _ in named) for named in (layers.named_parameters(), layers.named_buffers()))
-        )
+        parameters = tuple(name for name, _ in layers.named_parameters())
+        return cls(parameters, tuple(named_buffers_of(stage.layers)))
 
     def indices(self, part: Stage) -> tuple[list[int], list[int]]:
         """Returns a part's parameters and buffers as indices; those registered since have none."""

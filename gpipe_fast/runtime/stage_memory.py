@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns, alignment_of
+from gpipe_fast.layers.quantized import stored_tensors
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -184,8 +185,9 @@ def _extremes(
 
 
 def parameter_bytes(stage: Stage) -> int:
-    """Returns the bytes of a stage's parameters."""
-    return sum(block_bytes(p.nbytes, stage.device) for p in set(parameters_of(stage.layers)))
+    """Returns the bytes of a stage's parameters, and of what quantized ones consist of."""
+    stored = {part for p in parameters_of(stage.layers) for part in stored_tensors(p)}
+    return sum(block_bytes(each.nbytes, stage.device) for each in stored)
 
 
 def buffer_bytes(stage: Stage) -> int:

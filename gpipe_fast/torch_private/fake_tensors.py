@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.printers import PythonPrinter
 
 # What a fake mode raises where elements of a tensor are read, or where a shape follows from them.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast import progress, switches
+from gpipe_fast.layers.quantized import give_parts
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.skip import Key, Skippable, outer_skips, take_stashed
 from gpipe_fast.strides import NO_BITS, bits_of, empty_like, with_bits
-from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
+from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher, is_traced
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
 from gpipe_fast.trace.interrupts import handle_interrupt
 from gpipe_fast.trace.layer_states import LayerState
@@ -75,7 +77,7 @@ def capture_layers(
                 # Some fake kernels, as of padding, keep symbols only under PyTorch's dispatcher in Python.
                 symbolic = contextlib.nullcontext() if mode.shape_env is None else enable_python_dispatcher()
                 with _fake_tensors(layer, mode), mode, random_mode, symbolic:
-                    value, stashed = captured.run(layer, args, kwargs, popped, mode.from_tensor)
+                    value, stashed = captured.run(layer, args, kwargs, popped, partial(_fake, mode))
                 skips.update(zip(stashes, stashed, strict=True))
         except Refused as refused:
             raise LayerRefused(index, refused) from None
@@ -136,8 +138,17 @@ def _fake_tensors(layer: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
             for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None:
-                        table[name] = mode.from_tensor(tensor, static_shapes=True)
+                        table[name] = _fake(mode, tensor)
         yield
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Returns a fake tensor for a real one, with its parts if it is quantized; a fake one as it is."""
+    if is_traced(tensor):
+        return tensor
+    fake = mode.from_tensor(tensor, static_shapes=True)
+    give_parts(fake, tensor, partial(_fake, mode))
+    return fake
 
 
 @contextlib.contextmanager

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.phase import ASKS_PHASE
+from gpipe_fast.layers.quantized import parts_of
 from gpipe_fast.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
-from gpipe_fast.torch_private.fake_tensors import ShapeEnv, is_traced
+from gpipe_fast.torch_private.fake_tensors import ShapeEnv
 from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.fake import FakeLayouts, RealLayouts
 from gpipe_fast.trace.unguarded import IMMUTABLE, TABLE, Read
@@ -163,7 +164,9 @@ class Captured:
         self.guards = guards
         self.constants = tuple(constants.values())
         self.inputs = tuple(inputs)
-        self._constant_inputs = frozenset(constants)
+        self._replaced_inputs = frozenset(constants) | {
+            index for index, name in enumerate(inputs) if _PART.fullmatch(name)
+        }
         self._replace: ReplaceConstant | None = None
         self._outputs: Any = None
         self._device = modes.default_device()
@@ -199,7 +202,7 @@ class Captured:
             args: positional arguments.
             kwargs: keyword arguments.
             popped: the skip tensors that the layer pops.
-            replace: returns the tensor to compute with in place of a constant.
+            replace: returns the tensor to compute with in place of a constant, or of a part of a parameter.
 
         Returns:
             What the layer's forward would return, and the skip tensors that it stashes.
@@ -251,9 +254,9 @@ class Captured:
         assert self.graph is not None
         if self._outputs is not None:
             return self._outputs
-        if self._replace is not None and self._constant_inputs:
+        if self._replace is not None and self._replaced_inputs:
             loaded = tuple(
-                self._replace(value) if index in self._constant_inputs and _is_real(value) else value
+                self._replace(value) if index in self._replaced_inputs else value
                 for index, value in enumerate(loaded)
             )
         return _annotated(self.graph)(*loaded)
@@ -334,7 +337,8 @@ def capture(
     entry = _new_entry(layer)
     with skip_scope({}):
         arguments = args, kwargs, popped
-        found, module, sources, guards, _ = captured_graph(layer, entry, arguments, _is_own_tensor)
+        is_own = functools.partial(_is_own_tensor, layer=layer)
+        found, module, sources, guards, _ = captured_graph(layer, entry, arguments, is_own)
     if module is not None:
         _check_operators(module)
         _check_custom_functions(module, found.graph_capture_output.traced_code, layer)
@@ -343,7 +347,7 @@ def capture(
     constants = {
         index: _reader(source, entry)
         for index, source in enumerate(sources)
-        if not _is_own_tensor(source) and not dynamo.is_size(source)
+        if not is_own(source) and not dynamo.is_size(source)
     }
     _check_constants(constants.values(), layer)
     _check_unchanged(module, constants)
@@ -620,9 +624,15 @@ def _sources(output: Any) -> list[Source]:
     return found
 
 
-def _is_own_tensor(source: Source) -> bool:
-    """Returns whether a source is an argument, or a registered parameter or buffer of the layer."""
-    return _is_argument(source) or bool(_REGISTERED.fullmatch(source.name))
+def _is_own_tensor(source: Source, layer: nn.Module) -> bool:
+    """Returns whether a source is an argument, a parameter, a part of one, or a buffer of the layer."""
+    if _is_argument(source) or _REGISTERED.fullmatch(source.name):
+        return True
+    part = _PART.fullmatch(source.name)
+    if part is None:
+        return False
+    parameter = eval(part["parameter"], {"L": {"layer": layer}})
+    return _IN_DICT.sub(r".\1", part["path"]) in parts_of(parameter)
 
 
 def _is_argument(source: Source) -> bool:
@@ -631,6 +641,10 @@ def _is_argument(source: Source) -> bool:
 
 _ITEM = r"\['[^']*'\]"
 _REGISTERED = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
+_PART = re.compile(
+    rf"(?P<parameter>L\['layer'\](\._modules{_ITEM})*\._parameters{_ITEM})(?P<path>(\.\w+|\.__dict__{_ITEM})+)"
+)
+_IN_DICT = re.compile(r"\.__dict__\['(\w+)'\]")
 
 
 def _reader(source: Source, entry: types.FunctionType) -> Callable[[nn.Module], Tensor]:
@@ -848,11 +862,6 @@ def _conditions(guards: Sequence[Guard]) -> frozenset[str]:
 
 # Each capture has its own name for the table of built-in functions.
 _NUMBERED_NAME = re.compile(r"(?<=__builtins_dict__)_\d+")
-
-
-def _is_real(value: Any) -> bool:
-    """Returns whether a value is a tensor with elements, not one that a trace follows."""
-    return isinstance(value, Tensor) and not is_traced(value)
 
 
 def _size_conditions(shape_env: ShapeEnv) -> list[sympy.Basic]:

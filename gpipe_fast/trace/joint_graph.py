@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from gpipe_fast.layers.quantized import parts_of
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
+
+# The key in the meta of a placeholder that is a quantized parameter, or part of one.
+IS_QUANTIZED = "gpipe_fast_is_quantized"
 
 
 class GraphRole(str, Enum):
@@ -100,14 +104,56 @@ class JointGraph:
         return frozenset(n.port.index for n in self.inputs if n.port.role is GraphRole.TANGENT)
 
 
+def dequantized(joint: JointGraph) -> set[fx.Node]:
+    """Returns the operators that need nothing but quantized weights, and constants.
+
+    Their results are as large as weights without quantization, and the same for all micro-batches: they are
+    neither saved, nor computed long before they are used.
+    """
+    found: set[fx.Node] = set()
+    weights = {n.node for n in joint.inputs if n.node.meta.get(IS_QUANTIZED)}
+    if not weights:
+        return found
+    constant: set[fx.Node] = set()
+    for node in joint.module.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        needed = node.all_input_nodes
+        if constant.issuperset(needed):
+            constant.add(node)
+        elif all(each in weights or each in found or each in constant for each in needed):
+            found.add(node)
+    return found
+
+
 def parameters_of(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Returns the parameters of a stage in the order of their ports, tied parameters once."""
     return list({id(p): p for layer in layers for p in layer.parameters()}.values())
 
 
 def buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns the buffers of a stage in the order of their ports, tied buffers once."""
-    return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+    """Returns the buffers of a stage in the order of their ports, tied buffers once.
+
+    After those of each layer come the tensors inside of its quantized parameters, which programs only read:
+    one that several parameters share, as a table of codes, once for each.
+    """
+    return list(named_buffers_of(layers).values())
+
+
+def named_buffers_of(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Returns the tensors of `buffers_of` by name."""
+    found: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for index, layer in enumerate(layers):
+        for name, buffer in layer.named_buffers():
+            if id(buffer) not in known:
+                known.add(id(buffer))
+                found[f"{index}.{name}"] = buffer
+        for name, parameter in layer.named_parameters():
+            if type(parameter) is not nn.Parameter and id(parameter) not in known:
+                known.add(id(parameter))
+                found.update((f"{index}.{name}{path}", part) for path, part in parts_of(parameter).items())
+    return found
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

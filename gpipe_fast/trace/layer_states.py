@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.devices import kind_of
 from gpipe_fast.layers.batchnorm import deferred_momentum
+from gpipe_fast.layers.quantized import owners_of, parts_of
 from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, asks_for_device, scope_of
 from gpipe_fast.trace.unguarded import IMMUTABLE, Facts, unguarded_state
@@ -212,6 +213,8 @@ class _Walk:
         if self._snapshot is not None:
             self._snapshot.add_tensor(tensor)
             self._snapshot.add_container(vars(tensor))
+            for owner in owners_of(tensor) if type(tensor) not in (Tensor, nn.Parameter) else ():
+                self._snapshot.add_attributes(owner, True)
         number, _ = self._number(tensor)
         if nn.parameter.is_lazy(tensor):
             return (number, type(tensor))
@@ -230,6 +233,7 @@ class _Walk:
                 for name, value in vars(tensor).items()
                 if not name.startswith("_dynamo")  # Dynamo marks the tensors that it captures
             ),
+            tuple((path, self.tensor(part)) for path, part in parts_of(tensor).items()),
         )
 
 

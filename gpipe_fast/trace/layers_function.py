@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.layers.quantized import is_wrapper, parts_of
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.skip import Key, outer_skips, take_stashed
+from gpipe_fast.torch_private.fake_tensors import is_traced
 from gpipe_fast.torch_private.graphs import annotate
 from gpipe_fast.trace.capture_layers import FindState
 from gpipe_fast.trace.dynamo import Captured, ReplaceConstant
@@ -99,6 +101,11 @@ class LayersFunction(nn.Module):
         self.written_inputs: tuple[int, ...] = ()
         self.layers = nn.ModuleList(layers)
         self.gradient_layouts = gradient_layouts
+        self._quantized = quantized_in(layers)
+        self._parts: dict[int, str] = {}
+        for index, part in enumerate(attribute_parts(layers)):
+            self._parts.setdefault(id(part), f"part_{index}")
+            self.register_buffer(f"part_{index}", part)
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
@@ -126,6 +133,8 @@ class LayersFunction(nn.Module):
         )
 
     def _run(self, key: Tensor, value: Any, skips: dict[Key, Tensor | None]) -> Any:
+        for module, name, original in self._quantized:  # the trace has replaced the parameter
+            vars(module._parameters[name]).update(vars(original))
         for index, (layer, captured) in enumerate(zip(self.layers, self._captures, strict=True)):
             self.running_layer = index
             handle_interrupt()
@@ -134,12 +143,21 @@ class LayersFunction(nn.Module):
             args, kwargs = arguments_of(value)
             stashes, pops = outer_skips(layer)
             with mode, annotate({"layer": index}):
-                value, stashed = captured.run(layer, args, kwargs, take_stashed(skips, pops), self._replace)
+                popped = take_stashed(skips, pops)
+                value, stashed = captured.run(layer, args, kwargs, popped, self._replaced)
             skips.update(zip(stashes, stashed, strict=True))
             if mode.unfused_attention:
                 self.unfused_layers = (*self.unfused_layers, index)
         self.running_layer = None
         return value
+
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor to compute with in place of a constant, or of part of a quantized parameter."""
+        part = self._parts.get(id(tensor))
+        if part is not None:
+            found: Tensor = self._buffers[part]  # type: ignore[assignment]
+            return found
+        return tensor if is_traced(tensor) else self._replace(tensor)
 
 
 def skips_from(trace_context: TraceContext, tensors: Sequence[Tensor]) -> dict[Key, Tensor | None]:
@@ -147,3 +165,19 @@ def skips_from(trace_context: TraceContext, tensors: Sequence[Tensor]) -> dict[K
     left = iter(tensors)
     popped = [next(left) if is_tensor else None for is_tensor in trace_context.popped]
     return dict(zip(trace_context.pops, popped, strict=True))
+
+
+def quantized_in(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Returns the quantized parameters that are no wrappers, each with its module and its name there."""
+    return [
+        (module, name, parameter)
+        for layer in layers
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not is_wrapper(parameter) and parts_of(parameter)
+    ]
+
+
+def attribute_parts(layers: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the parts of those parameters."""
+    return [part for _, _, parameter in quantized_in(layers) for part in parts_of(parameter).values()]

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast.devices import devices_differ, made_current
 from gpipe_fast.layers.batchnorm import deferring
+from gpipe_fast.layers.quantized import is_quantized, parts_of, stand_in
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.strides import bits_of, empty_like, with_bits
@@ -27,7 +28,15 @@ from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import export_joint
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import (
+    IS_QUANTIZED,
+    GraphPort,
+    GraphRole,
+    JointGraph,
+    PortNode,
+    buffers_of,
+    parameters_of,
+)
 from gpipe_fast.trace.layer_states import describe
 from gpipe_fast.trace.layers_function import (
     InputMutated,
@@ -35,6 +44,7 @@ from gpipe_fast.trace.layers_function import (
     LayersFunction,
     TraceContext,
     UntraceableError,
+    attribute_parts,
     skips_from,
 )
 from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
@@ -283,9 +293,7 @@ def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: Trac
                 if tensor is None or not devices_differ(tensor.device, device):
                     continue
                 if tensor not in replaced:
-                    fake = mode.empty(tensor, device, False)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    replaced[tensor] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    replaced[tensor] = stand_in(tensor, lambda each: mode.empty(each, device, False))
                 table[name] = replaced[tensor]
 
 
@@ -310,6 +318,16 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     buffer_index = {id(b): i for i, b in enumerate(buffers_of(layers))}
     parameters = {n: parameter_index[id(p)] for n, p in names.named_parameters(remove_duplicate=False)}
     buffers = {n: buffer_index[id(b)] for n, b in names.named_buffers(remove_duplicate=False)}
+    # How the function names the parts of parameters; those of wrappers are named by the trace.
+    buffers |= {f"part_{i}": buffer_index[id(b)] for i, b in enumerate(attribute_parts(layers))}
+
+    def tensor(desc: object) -> Tensor:
+        match desc:
+            case aot.SubclassGetAttrAOTInput():
+                found: Tensor = getattr(tensor(desc.base), desc.attr)
+            case aot.ParamAOTInput():
+                found = names.get_parameter(desc.target)
+        return found
 
     def port(desc: object) -> GraphPort:
         match desc:
@@ -317,6 +335,8 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
                 return GraphPort(GraphRole.PARAMETER, parameters[desc.target])
             case aot.BufferAOTInput():
                 return GraphPort(GraphRole.BUFFER, buffers[desc.target])
+            case aot.SubclassGetAttrAOTInput():
+                return GraphPort(GraphRole.BUFFER, buffer_index[id(tensor(desc))])
             case aot.PlainAOTInput():
                 return GraphPort(GraphRole.INPUT, desc.idx - 1) if desc.idx else GraphPort(GraphRole.KEY, 0)
             case aot.TangentAOTInput(output=aot.PlainAOTOutput() as output):
@@ -328,7 +348,9 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
                 raise InputMutated
             case aot.PlainAOTOutput():
                 return GraphPort(GraphRole.OUTPUT, desc.idx)
-            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer):
+            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer) if (
+                "." in buffer.target  # else, part of a quantized parameter
+            ):
                 return GraphPort(GraphRole.BUFFER, buffers[buffer.target])
             case aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter):
                 return GraphPort(GraphRole.PARAMETER_GRADIENT, parameters[parameter.target])
@@ -346,6 +368,13 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     assert isinstance(results, (list, tuple))
     descriptors = result.meta["desc"]
     inputs = [PortNode(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
+    parts = {id(part) for p in parameters_of(layers) for part in parts_of(p).values()}
+    quantized = {GraphPort(GraphRole.BUFFER, i) for key, i in buffer_index.items() if key in parts}
+    quantized |= {
+        GraphPort(GraphRole.PARAMETER, i) for i, p in enumerate(parameters_of(layers)) if is_quantized(p)
+    }
+    for each in inputs:
+        each.node.meta[IS_QUANTIZED] = each.port in quantized
     outputs = [
         PortNode(replace(port(d), keeps_version=_keeps_version(n)), n)
         for n, d in zip(results, descriptors, strict=True)

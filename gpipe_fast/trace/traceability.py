@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gpipe_fast.layers.quantized import is_quantized
 from gpipe_fast.strides import share_memory
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
@@ -35,7 +36,12 @@ class UsesForeignTensor(Untraceable):
     """The reason not to trace layers that use a parameter of another layer or of none."""
 
 
-def check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
+def check_can_run(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Checks that a pipeline can run the layers, at least in Python: returns the fatal reason, or None."""
+    return _check_initialized(layers) or _check_frozen(layers)
+
+
+def _check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
     """Checks that no layer has lazy parameters or buffers, which its first call initialises.
 
     Returns:
@@ -54,6 +60,26 @@ def check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
     return None
 
 
+def _check_frozen(layers: Sequence[nn.Module]) -> Untraceable | None:
+    """Checks that no quantized parameter requires a gradient.
+
+    Returns:
+        The first such parameter, or None.
+    """
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad and is_quantized(parameter):
+                return Untraceable(
+                    index,
+                    f"{name} is quantized ({type(parameter).__name__}) and requires a gradient, but stages "
+                    "train no quantized weights; call requires_grad_(False) on it, and train adapters, or "
+                    "load the model without quantization",
+                    is_fatal=True,
+                    error=ValueError,
+                )
+    return None
+
+
 def _module_label(module: nn.Module, name: str) -> str:
     return type(module).__name__ + (f" {name}" if name else "")
 
@@ -64,9 +90,9 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
     Returns:
         The first such module, or None.
     """
-    uninitialised = check_initialized(layers)
-    if uninitialised is not None:
-        return uninitialised
+    untraceable = check_can_run(layers)
+    if untraceable is not None:
+        return untraceable
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             kind = _module_label(module, name)
@@ -88,9 +114,8 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
                         f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",
                     )
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is not None and (
-                    type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided
-                ):
+                is_known = tensor is None or type(tensor) in (Tensor, nn.Parameter) or is_quantized(tensor)
+                if not is_known or (tensor is not None and tensor.layout is not torch.strided):
                     return Untraceable(
                         index, f"{kind}: {key} is a {type(tensor).__name__} of layout {tensor.layout}"
                     )

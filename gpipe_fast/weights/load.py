@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.layers.quantized import stand_in
 from gpipe_fast.weights.conversion import converted
 from gpipe_fast.weights.lazy_tensor import (
     Entry,
@@ -106,10 +107,12 @@ def forget_data(partition: nn.Module, replaced: dict[Tensor, Tensor]) -> None:
                 if tensor is None or tensor.is_meta:
                     continue
                 if tensor not in replaced:
-                    meta = tensor.detach().to("meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    replaced[tensor] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                    replaced[tensor] = stand_in(tensor, _as_meta)
                 table[name] = replaced[tensor]
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def has_meta_tensors(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.from_model.layer import _paths
+from tests.quantized import Packed
 from tests.unit.message_cases import Case, case
 
 
@@ -207,8 +208,16 @@ def collecting() -> object:
 
 def quantized() -> object:
     model = Model()
-    model.blocks[0].weight.quant_state = object()
+    model.blocks[0] = torch.ao.nn.quantized.dynamic.Linear(4, 4)
     return cut(model)
+
+
+def trained_while_quantized() -> object:
+    model = Model()
+    weight = Tensor._make_subclass(Packed, torch.randn(4, 4), True)
+    weight.state = types.SimpleNamespace(scale=torch.ones(4))
+    model.blocks[0].weight = weight
+    return cut(model)(X)
 
 
 def change_in_place(model: Any, x: Tensor) -> Tensor:
@@ -292,7 +301,8 @@ OF_MODELS = [
     case("records a call", "meta device do", GPipe.from_model, Model()),
     case("Model is pipelined already", "model.plain()", lambda: cut(cut(Model()))),
     case("blocks.1 has a hook of accelerate", "without device_map", with_hooks_of, "accelerate"),
-    case("blocks.0 (Linear) is quantized", "without quantization", quantized),
+    case("blocks.0 (Linear) is quantized by torch.ao", "load the model without", quantized),
+    case("weight is quantized (Packed)", "call requires_grad_(False)", trained_while_quantized),
     case("inner (Model) contains blocks and has hooks", "on its blocks", with_hooks_of, "inner"),
     case("blocks=[] names no module", "", lambda: cut(Model(), blocks=[])),
     case("no module 'layers'", "its lists are ['blocks']", lambda: cut(Model(), blocks="layers")),
