@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_fast import devices as _devices
 from gpipe_fast.devices import Device, intra_op_threads, moved
 from gpipe_fast.layers.device_memory import check_layers_fit, check_layers_have_data
+from gpipe_fast.layers.quantized import stored_bytes, stored_tensors
 from gpipe_fast.layers.structure import (
     BatchDim,
     Inputs,
@@ -421,14 +422,15 @@ class LayerMeasurement:
             output = call_unpacked(self._layer, value)
         self._store_output(output, stashed)
         for tensor in chain(self._layer.parameters(), self._layer.buffers()):
-            saved.pop(tensor.untyped_storage().data_ptr(), None)
+            for stored in stored_tensors(tensor):
+                saved.pop(stored.untyped_storage().data_ptr(), None)
         crossing = [
             *self.output_of_run.tensors,
             *(x for x in self.output_of_run.unpopped_skips.values() if x is not None),
         ]
         return LayerSizes(
             counter.get_total_flops(),
-            _bytes(self._layer.parameters()),
+            sum(map(stored_bytes, self._layer.parameters())),
             sum(storage.nbytes() for storage in saved.values()),
             _bytes(crossing),
         )

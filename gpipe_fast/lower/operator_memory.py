@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -23,14 +24,19 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
 
     Equal calls are measured once, alone. The sum is 0 on the CPU, where such memory is not counted; if the
     device is not there; for a matrix product, whose workspace stays; for a user's operator, which may have
-    side effects; and if the operator cannot run alone.
+    side effects; and if the operator cannot run alone. A product with a 4-bit weight dequantizes it on any
+    device, but for few samples on a GPU, where it counts, too.
 
     Args:
         step: the step.
         values: those of its program.
         device: the device of the stage.
     """
-    if not isinstance(step, Call) or step.op.namespace != "aten":
+    if not isinstance(step, Call):
+        return 0
+    if step.op.name() == "bitsandbytes::gemm_4bit":
+        return _dequantized_bytes(step, values)
+    if step.op.namespace != "aten":
         return 0
     if step.op.overloadpacket.__name__ in _PRODUCTS:
         return 0
@@ -41,6 +47,11 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
     if key not in _known:
         _known[key] = _measured(step, arguments, device)
     return _known[key]
+
+
+def _dequantized_bytes(product: Call, values: Sequence[Value]) -> int:
+    activations, _, shape, *_ = product.arguments
+    return math.prod(shape) * values[activations.value].dtype.itemsize
 
 
 def _specs(argument: Any, values: Sequence[Value]) -> Any:

@@ -77,3 +77,11 @@ def test_arguments_that_have_only_names_are_passed_by_name() -> None:
         mock.patch.object(operator_memory, "examples", lambda given, _: examples(given, "cpu")),
     ):
         assert temporary_bytes(call, VALUES, CUDA) == 512
+
+
+def test_a_product_with_a_weight_of_4_bits_dequantizes_it_on_any_device() -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    arguments = (Ref(0), Ref(1), [128, 64], Ref(2), 64, "nf4", None, None, None, None)
+    op = torch.ops.bitsandbytes.gemm_4bit.default
+    product = Call(op, arguments, (2,), ActiveRuns.ALWAYS, 0)
+    assert temporary_bytes(product, VALUES, torch.device("cpu")) == 128 * 64 * 4

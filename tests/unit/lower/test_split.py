@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from bench.models.gpt import blocks
+from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import SAVE_ATTENTION
 from gpipe_fast.lower.split import SavedTensor, StageGraph, split
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, dequantized
+from tests.quantized import HIDDEN, KINDS, WIDTH
+from tests.quantized import blocks as quantized_blocks
 from tests.stages import input_values, run_graph, saved, trace_joint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,3 +125,53 @@ def test_without_gradients_there_is_no_backward() -> None:
     assert parts.forward_saving is parts.forward
     nn.Sequential(*layers).requires_grad_(False)
     assert split(trace_joint(layers, INPUT), 1.0).backward is None
+
+
+@pytest.mark.parametrize("saved_fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("defers_weights", [False, True])
+def test_weights_are_dequantized_just_before_each_use_and_never_saved(
+    saved_fraction: float, defers_weights: bool
+) -> None:
+    joint = trace_joint([*quantized_blocks(KINDS["own"], 2)], torch.randn(2, WIDTH, requires_grad=True))
+    parts = split(joint, saved_fraction, defers_weights=defers_weights)
+    shapes = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+    assert shapes.isdisjoint(tensor.shape for tensor in parts.saved)
+    names = {node.name for node in dequantized(joint)}
+    assert names
+    graphs = [each for each in (parts.forward_saving, parts.backward, parts.weights) if each is not None]
+    for graph in graphs:
+        assert not any(
+            tuple(n.node.meta["val"].shape) in shapes and n.port.role is GraphRole.HELD for n in graph.outputs
+        )
+        assert most_weights(graph, shapes) <= 1
+    assert most_weights(parts.forward_saving, shapes) == 1
+
+
+def most_weights(graph: StageGraph, shapes: set[tuple[int, int]]) -> int:
+    """Returns the most values of weights' shapes that are in memory at a time, without views."""
+    nodes = list(graph.module.graph.nodes)
+    given = {n.node for n in graph.inputs}
+    last: dict[torch.fx.Node, int] = {}
+    for position, node in enumerate(nodes):
+        for argument in node.all_input_nodes:
+            last[source_of(argument).base] = position
+    live, most = set[torch.fx.Node](), 0
+    for position, node in enumerate(nodes):
+        value = node.meta.get("val")
+        is_weight = isinstance(value, torch.Tensor) and tuple(value.shape) in shapes
+        if is_weight and node not in given and source_of(node).base is node and position > 0:
+            live.add(node)
+        live = {each for each in live if last.get(each, 0) > position}
+        most = max(most, len(live))
+    return most
+
+
+def test_a_recompute_leaves_out_what_no_adapters_gradient_needs() -> None:
+    """Each of three layers has a frozen product, without a gradient of its weight, and two of LoRA."""
+    joint = trace_joint([*quantized_blocks(KINDS["own"], 1)], torch.randn(2, WIDTH, requires_grad=True))
+    parts = split(joint, 0.0)
+    assert count_calls(parts.forward)[aten.mm.default] == 9
+    # Without the last layer's frozen product, and the product with its second factor.
+    recomputed = 7
+    gradients = 3 + 3 * 4  # of inputs through frozen weights; of two factors and their inputs
+    assert count_calls(parts.backward)[aten.mm.default] == recomputed + gradients

@@ -20,6 +20,7 @@ from gpipe_fast.runtime import equal_layers
 from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, trace_stage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
 from gpipe_fast.trace.joint_graph import JointGraph
+from tests import quantized
 from tests.models import tokens
 from tests.reference import check_step, loop_step, pipeline_step, unequal
 
@@ -171,6 +172,14 @@ def test_equal_layers_are_traced_once_and_equal_the_plain_loop(case: str) -> Non
     with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
         check_step(nn.Sequential(*make_layers()), make_input(), 2)
     assert traced.call_count == num_traces
+
+
+@pytest.mark.parametrize("kind", ["own", "NF4", "torchao int8"])
+def test_equal_layers_with_quantized_weights_are_traced_once(kind: str) -> None:
+    pipe = GPipe(quantized.blocks(quantized.KINDS[kind]), [3, 1], chunks=2)
+    with patch.object(equal_layers, "trace", wraps=equal_layers.trace) as traced:
+        pipe(torch.randn(4, quantized.WIDTH, requires_grad=True))
+    assert traced.call_count == 1
 
 
 def test_parts_are_traced_in_the_modes_of_a_call() -> None:
