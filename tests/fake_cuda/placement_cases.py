@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe, verify
+from gpipe_fast.layers.quantized import parts_of
+from tests import quantized
 from tests.fake_cuda.fake_devices import gradients, mark, plain_loop, run_cases
 from tests.fake_cuda.train_models import PopSkip, StashSkip
 from tests.internals import compiler_of, programs_of
@@ -47,6 +50,21 @@ def first_gpus_by_default() -> None:
     assert GPipe(layers(8)).balance == [2, 2, 2, 2]
     with pytest.raises(IndexError, match=r"too few devices .* \(devices: 4, partitions: 5\)"):
         GPipe(layers(8), [1, 1, 1, 1, 4])
+
+
+def quantized_weights_move_with_their_scales() -> None:
+    """Equal stages are traced for the first device, with stand-ins for weights of the second."""
+    for kind in ("own", "torchao int8") if importlib.util.find_spec("torchao") else ("own",):
+        plain = quantized.blocks(quantized.KINDS[kind])
+        x = torch.randn(8, quantized.WIDTH)
+        pipe = GPipe(copy.deepcopy(plain), [2, 2], chunks=CHUNKS, backend="aten")
+        for index, layer in enumerate(pipe):
+            parts = parts_of(layer.up.base.weight).values()
+            assert {str(part.device) for part in parts} == {f"cuda:{index // 2}"}
+        trained = [[p for p in each.parameters() if p.requires_grad] for each in (plain, pipe)]
+        plain_loop(plain, x, CHUNKS).sum().backward()
+        pipe(x.cuda()).sum().backward()
+        assert all(torch.equal(a.grad, b.grad.cpu()) for a, b in zip(*trained, strict=True))
 
 
 def operators_are_timed_on_their_devices() -> None:
@@ -433,6 +451,7 @@ OF_STAGES = (
     equal_stages_are_traced_once_for_equal_gpus,
     tensors_that_cannot_be_moved_are_traced_where_they_are,
     devices_that_layers_ask_for,
+    quantized_weights_move_with_their_scales,
 )
 # In a process of its own.
 ALONE = (other_gpus_are_left_alone,)
