@@ -69,7 +69,7 @@ class RealLayouts(FakeTensorMode):
             return fake
         try:
             with disable_current_modes(), torch.no_grad():
-                real = func(*_real_arguments(args), **_real_arguments(kwargs or {}))
+                real = func(*real_arguments(args), **real_arguments(kwargs or {}))
         except Exception:  # zeros need not be valid arguments; then the fake results are kept
             return fake
         leaves, structure = tree_flatten(fake)
@@ -125,7 +125,8 @@ def _is_strictly_contiguous(tensor: Tensor) -> bool:
     return True
 
 
-def _real_arguments(arguments: Any) -> Any:
+def real_arguments(arguments: Any) -> Any:
+    """Returns arguments with zeros in the place of fake tensors, and numbers in that of symbols."""
     return tree_map_only((Tensor, torch.SymInt), _real_zeros, arguments)
 
 

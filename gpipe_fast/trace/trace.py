@@ -48,7 +48,13 @@ from gpipe_fast.trace.layers_function import (
     skips_from,
 )
 from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
-from gpipe_fast.trace.traceability import Untraceable, check_constants, check_graph, check_layers
+from gpipe_fast.trace.traceability import (
+    Untraceable,
+    check_constants,
+    check_graph,
+    check_layers,
+    warn_of_autocast,
+)
 from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_calls
 
 # No skip connections, no deferred batch norm.
@@ -307,6 +313,7 @@ def _checked_joint(
     if untraceable is not None:
         return untraceable
     joint = _read_joint(module, layers, stage)
+    warn_of_autocast(module)
     return check_constants(joint, layers) or joint
 
 

@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 from gpipe_fast.layers.quantized import is_quantized
 from gpipe_fast.strides import share_memory
 from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.fake import real_arguments
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
+from gpipe_fast.user_warning import warn_user
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,37 @@ def _draws(node: fx.Node, op: OpOverload[Any, Any]) -> bool:
     given = dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | node.kwargs
     # Fused attention has the tag only for its dropout, whose probability is 0 by default.
     return bool(given.get("dropout_p", "dropout_p" not in (a.name for a in op._schema.arguments)))
+
+
+def warn_of_autocast(module: fx.GraphModule) -> None:
+    """Warns of operators of other libraries whose kernels call operators that autocast would cast.
+
+    A trace contains the casts only of operators that layers call, and programs run without autocast.
+    """
+    for node in module.graph.nodes:
+        fake = node.meta.get("val")
+        if not isinstance(node.target, OpOverload) or not isinstance(fake, Tensor):
+            continue
+        dtype = _dtype_under_autocast(node, node.target, fake)
+        if dtype is not None and dtype != fake.dtype:
+            warn_user(
+                f"{node.target} computes in {fake.dtype} here, as its layer asks for, but under autocast "
+                f"PyTorch would cast to {dtype} inside of it; for equal numbers, let the layer compute in "
+                f"{dtype}, as by bnb_4bit_compute_dtype"
+            )
+            return
+
+
+def _dtype_under_autocast(node: fx.Node, op: OpOverload[Any, Any], fake: Tensor) -> torch.dtype | None:
+    """Returns the dtype in which an operator of another library returns its result; None if not known."""
+    if op.namespace in ("aten", "prims", "gpipe_fast") or node.meta.get("partitioner_tag") == "is_backward":
+        return None
+    if not torch.is_autocast_enabled(fake.device.type):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    try:
+        with torch.no_grad():
+            real = op(*real_arguments(args), **real_arguments(kwargs))
+    except Exception:  # zeros need not be valid arguments, and the device need not be there
+        return None
+    return real.dtype if isinstance(real, Tensor) else None

@@ -112,6 +112,46 @@ def test_trl_and_peft_with_their_defaults(tmp_path: Path) -> None:
     assert found == (pytest.approx(expected, rel=1e-4) if HAS_FUSED_HEAD else expected)
 
 
+def test_trl_and_peft_with_weights_of_4_bits(tmp_path: Path) -> None:
+    """QLoRA: adapters are saved, loaded beside weights that are quantized again, and merged with them."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    llama().save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,  # that of autocast, which trainers turn on
+    )
+
+    def quantized() -> Any:
+        return LlamaForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+        ).train()
+
+    peft = pytest.importorskip("peft")
+    expected = losses_of_trl(with_lora(quantized()), tmp_path, 2)
+    ours = with_lora(pipelined(quantized()))
+    found = losses_of_trl(ours, tmp_path, 1)
+    assert found == (pytest.approx(expected, rel=1e-4) if HAS_FUSED_HEAD else expected)
+    ours.save_pretrained(tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(quantized(), tmp_path / "adapters")
+    ids = samples()[:4]
+
+    def logits_of(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model.train()(input_ids=ids).logits
+        return found
+
+    trained = {name: p for name, p in ours.named_parameters() if "lora_" in name}
+    assert trained
+    for name, parameter in loaded.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(parameter.float(), trained[name].float())
+    both = [model.float().merge_and_unload() for model in (loaded, ours)]
+    assert torch.equal(logits_of(both[0]), logits_of(both[1].plain()))
+
+
 @pytest.mark.skipif(HAS_FUSED_HEAD, reason="TRL has no other loss, or none at all")
 def test_trl_without_a_pipeline_in_its_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"denied to replace forward.*loss_type='nll'"):

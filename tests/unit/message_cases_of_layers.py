@@ -344,6 +344,22 @@ def call_with_idle_stages(samples: int) -> None:
     call(features(samples))
 
 
+@torch.library.custom_op("gpipe_fast_tests::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def call_under_autocast() -> None:
+    layer = FunctionLayer(lambda self, x: product(x, torch.ones(6, 6)))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        pipe(layer)(features())
+
+
 def call_under_a_mode() -> None:
     with BaseTorchDispatchMode():
         call(features())
@@ -371,6 +387,7 @@ WARNINGS_OF_LAYERS = [
     case("layer '0' (NotCopied)", "pass balance=", measure_in_vain),
     case("layer 0 (FunctionLayer) cannot be", "takes longer the first time", prepare_in_vain),
     case("hook call_with_a_global_hook", "remove it", call_with_a_global_hook, "auto"),
+    case("product.default computes in torch.float32", "let the layer compute in", call_under_autocast),
     case("BaseTorchDispatchMode sees nothing", "plain Sequential", call_under_a_mode),
     case("kernels cannot be kept in", "set GPIPE_FAST_CACHE", keep_kernels_where_a_file_is),
 ]
