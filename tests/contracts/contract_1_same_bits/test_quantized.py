@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
@@ -64,3 +68,59 @@ def test_a_quantized_parameter_that_requires_a_gradient_is_refused(kind: str) ->
     weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"up.base.weight is quantized .* requires a gradient"):
         GPipe(model, balance=[2, 2], chunks=2)(torch.randn(8, WIDTH))
+
+
+def optimizer_of(library: str, name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    module = pytest.importorskip(f"{library}.optim", reason=f"{library} is not installed")
+    more = {"min_8bit_size": 16} if library == "bitsandbytes" else {}
+    return lambda parameters: getattr(module, name)(parameters, lr=1e-2, **more)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("bitsandbytes", "AdamW8bit"),
+        ("bitsandbytes", "PagedAdamW8bit"),
+        ("torchao", "AdamW8bit"),
+        ("torchao", "AdamW4bit"),
+    ],
+)
+def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name: str, drains: bool) -> None:
+    make, kind = optimizer_of(library, name), "NF4" if library == "bitsandbytes" else "torchao int8"
+    model = blocks(KINDS[kind], 2).append(nn.Linear(WIDTH, 128))  # large enough for a state of few bits
+    plain = copy.deepcopy(model)
+    pipe, chunks = GPipe(model, balance=[1, 2], chunks=4), 4
+    both = [[p for p in each.parameters() if p.requires_grad] for each in (pipe, plain)]
+    ours, other = map(make, both)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, target = torch.randn(8, WIDTH), torch.randn(8, 128)
+        if drains:
+            pipe.step(x, target=target, loss_fn=F.mse_loss, optimizer=ours)
+        else:
+            pipe.step(x, target=target, loss_fn=F.mse_loss)
+            ours.step()
+        ours.zero_grad()
+        pairs = zip(x.chunk(chunks), target.chunk(chunks), strict=True)
+        losses = [F.mse_loss(plain(part), wanted) / chunks for part, wanted in pairs]
+        sum(losses[1:], losses[0]).backward()
+        other.step()
+        other.zero_grad()
+        assert all(map(torch.equal, *both))
+    states = [value for state in ours.state.values() for value in state.values()]
+    tensors = [value for value in states if isinstance(value, torch.Tensor)]
+    assert any(type(each) is not torch.Tensor or each.dtype is torch.uint8 for each in tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_keep_the_scales(kind: str) -> None:
+    pipe, x = GPipe(blocks(KINDS[kind]), balance=[2, 2], chunks=2), torch.randn(8, WIDTH)
+    expected = pipeline_step(pipe, x)
+    assert not unequal(pipeline_step(copy.deepcopy(pipe), x), expected)
+    if not kind.startswith("torchao"):  # replaces a method of the layer by one that cannot be pickled
+        file = io.BytesIO()
+        torch.save(pipe, file)
+        file.seek(0)
+        assert not unequal(pipeline_step(torch.load(file, weights_only=False), x), expected)
+    assert list(pipe.state_dict()) == list(blocks(KINDS[kind]).state_dict())
