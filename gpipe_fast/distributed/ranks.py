@@ -69,6 +69,7 @@ from gpipe_fast.distributed.mesh import (
     uses_nccl,
 )
 from gpipe_fast.distributed.timed_store import TimedStore
+from gpipe_fast.layers.quantized import stored_tensors
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
@@ -650,7 +651,10 @@ class Ranks(Processes):
 
     def _check_equal(self, stage: Stage) -> None:
         """Checks that the first replica has the same parameters, which would stay different forever."""
-        own = [int(_words(each.detach()).sum(dtype=torch.int64)) for each in parameters_of(stage.layers)]
+        own = [
+            sum(int(_words(part.detach()).sum(dtype=torch.int64)) for part in stored_tensors(each))
+            for each in parameters_of(stage.layers)
+        ]
         if self.replica == 0:
             self._store.set(self._key(f"start/{self.index}"), json.dumps(own))
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_fast.torch_private.fake_tensors import is_traceable_wrapper_subclass
+from gpipe_fast.torch_private.fake_tensors import is_traceable_wrapper_subclass, make_subclass
 
 _PLAIN = (Tensor, nn.Parameter)
 # How deep attributes of attributes are looked into: weight.quant_state.state2.absmax.
@@ -64,7 +64,12 @@ def stand_in(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a tensor for another one, converted with the tensors inside; for a parameter, a parameter."""
     found = _rewrapped(tensor, convert) if is_wrapper(tensor) else convert(tensor)
     if isinstance(tensor, nn.Parameter):
-        found = nn.Parameter(found, tensor.requires_grad)
+        own = type(tensor) if type(found) is Tensor else nn.Parameter  # no fake tensor can have the class
+        found = (
+            make_subclass(own, found, tensor.requires_grad)
+            if own not in _PLAIN
+            else nn.Parameter(found, tensor.requires_grad)
+        )
     give_parts(found, tensor, convert)
     return found
 

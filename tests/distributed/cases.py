@@ -24,6 +24,7 @@ from gpipe_fast.runtime.compile import Compiler
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
 from tests.contracts.contract_1_same_bits.test_values import PairToPair, PairToTensor, TensorToPair
 from tests.models import batch_normed, features, gpt, noisy, tokens
+from tests.quantized import WIDTH, blocks, packed
 from tests.reference import SEED, Result, loop_step, pipeline_step, restored, unequal
 
 # Seconds after which a test that waits in vain fails.
@@ -71,6 +72,15 @@ def tied_neighbours() -> nn.Sequential:
     return layers
 
 
+def quantized() -> nn.Sequential:
+    """Adapters beside frozen weights whose scales are in attributes; processes trace stages of others, too."""
+    return blocks(packed)
+
+
+def embeddings(batch: int) -> Tensor:
+    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(SEED))
+
+
 # Name: model, batch, balances of two, three and four stages.
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], Tensor], list[list[int]]]] = {
     "batch norm": (batch_normed, features, [[2, 3], [1, 2, 2], [1, 1, 1, 2]]),
@@ -80,6 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], Tensor], li
     "ties": (tied, tokens, [[2, 3], [2, 2, 1], [1, 1, 2, 1]]),
     "tied neighbours": (tied_neighbours, wide_features, [[3, 1], [1, 2, 1], [1, 1, 1, 1]]),
     "skips": (skipping, wide_features, [[2, 6], [2, 3, 3], [2, 2, 2, 2]]),
+    "quantized": (quantized, embeddings, [[2, 2], [1, 2, 1], [1, 1, 1, 1]]),
 }
 
 

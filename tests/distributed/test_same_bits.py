@@ -14,6 +14,7 @@ pytestmark = needs_gloo
 CASES = {
     "smaller last micro-batch": (2, ["batch norm"], ["gpipe"], [5], ["except_last"], 2, 11),
     "skips beyond neighbours, and pairs": (3, ["skips", "tuples"], ["zb-h1"], [4], ["except_last"], 3, 12),
+    "quantized weights": (2, ["quantized"], ["gpipe"], [4], ["except_last"], 2, 11),
     "stages in turn": (2, ["ties"], ["interleaved"], [4], ["except_last"], 4, 12),
 }
 SCHEDULES, BOUNDARIES = ["gpipe", "1f1b", "zb-h1"], ["tuples", "skips", "dropout", "ties"]
