@@ -73,7 +73,7 @@ def tied_neighbours() -> nn.Sequential:
 
 
 def quantized() -> nn.Sequential:
-    """Adapters beside frozen weights whose scales are in attributes; processes trace stages of others, too."""
+    """Adapters beside frozen weights with scales; processes trace stages of others, too."""
     return blocks(packed)
 
 
