@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.phase import ASKS_PHASE
-from gpipe_fast.layers.quantized import parts_of
+from gpipe_fast.layers.quantized import owners_of, parts_of
 from gpipe_fast.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
@@ -642,8 +642,10 @@ def _is_argument(source: Source) -> bool:
 _ITEM = r"\['[^']*'\]"
 _REGISTERED = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
 _PART = re.compile(
-    rf"(?P<parameter>L\['layer'\](\._modules{_ITEM})*\._parameters{_ITEM})(?P<path>(\.\w+|\.__dict__{_ITEM})+)"
+    rf"(?P<parameter>L\['layer'\](\._modules{_ITEM})*\._parameters{_ITEM})"
+    rf"(?P<path>(\.\w+|\.__dict__{_ITEM})*(?P<last>\.\w+|\.__dict__{_ITEM}))"
 )
+_INDEX = re.compile(r"\[\d+\]$")
 _IN_DICT = re.compile(r"\.__dict__\['(\w+)'\]")
 
 
@@ -831,7 +833,8 @@ def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
     """
     match = _IN_MODULE.fullmatch(read.name)
     if match is None:
-        return False
+        part = _PART.fullmatch(_INDEX.sub("", read.name))
+        return part is not None and _is_stable_part(part, value, layer)
     attribute, item = match[1] or match[2], match[3]
     if attribute is None:
         return True
@@ -844,6 +847,20 @@ def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
         return True
     table = eval(read.name.removesuffix(item), {"L": {"layer": layer}})
     return type(table) in (dict, OrderedDict) and _is_immutable(value)
+
+
+def _is_stable_part(part: re.Match[str], value: Any, layer: nn.Module) -> bool:
+    """Returns whether callers record a value in the attributes of a quantized parameter with its tensors."""
+    scope = {"L": {"layer": layer}}
+    parameter = eval(part["parameter"], scope)
+    recorded = [parameter, *owners_of(parameter)]
+    holder = eval(part[0][: part.start("last")], scope)  # the object that has the last attribute
+    name = _IN_DICT.sub(r".\1", part["last"])[1:]
+    return (
+        any(holder is each for each in recorded)
+        and name in vars(holder)
+        and (_is_immutable(value) or any(value is each for each in recorded))
+    )
 
 
 def _is_immutable(value: Any) -> bool:
