@@ -51,8 +51,8 @@ def temporary_bytes(step: Step, values: Sequence[Value], device: torch.device) -
 
 def _dequantized_bytes(product: Call, values: Sequence[Value]) -> int:
     activations, _, shape, *_ = product.arguments
-    elements: int = math.prod(shape)
-    return elements * values[activations.value].dtype.itemsize
+    found: int = math.prod(shape) * values[activations.value].dtype.itemsize
+    return found
 
 
 def _specs(argument: Any, values: Sequence[Value]) -> Any:
