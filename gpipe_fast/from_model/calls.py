@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +25,12 @@ from gpipe_fast.from_model.capture import (
     surroundings,
 )
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow
-from gpipe_fast.from_model.decisions import decide_by, decides_alike, known_inputs, repeated
-from gpipe_fast.from_model.evaluate import Evaluation
+from gpipe_fast.from_model.decisions import decide_by, decides_alike, repeated
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.kinds import CallKind, Group, Path
-from gpipe_fast.from_model.loss_rules import cross_entropies, uses, uses_number
 from gpipe_fast.from_model.outputs import leaf_names
 from gpipe_fast.from_model.program import Program, SplitInputs
+from gpipe_fast.from_model.shares import reducing_modules, small_lengths, uses_number
 from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims
 from gpipe_fast.from_model.stand_ins import PLAIN
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
@@ -81,7 +79,6 @@ class Calls:
         settings: as above; other ones hold from the next call on.
         processes: as above.
         face: as above.
-        ignores_items: whether the model's loss is known to use no number of targets that is given.
         checkpoint_before: the checkpoint mode that gradient checkpointing has replaced, or None.
     """
 
@@ -110,7 +107,8 @@ class Calls:
         self._balance = balance
         self._devices, self.face = devices, face
         self.processes = processes
-        self.ignores_items = False
+        # The modules that return values of all samples, and whether they can be opened.
+        self._reducing: dict[nn.Module, bool] = {}
         self.checkpoint_before: CheckpointChoice | None = None
         self._warned_of_numbers = False
         self._forget()
@@ -265,8 +263,7 @@ class Calls:
         call = _CallOf(self, model, inputs)
         kind, program, parts = self._find(call)
         with keyed_rng(model):  # type: ignore[arg-type]
-            returned = [call.plain(part) for part in parts]
-        return program.put_together(returned, call.split(kind, parts))
+            return program.plain_loop(call.plain, call.split(kind, parts))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
@@ -525,49 +522,11 @@ class _CallOf:
                     yield {i: 0 for i in split if i != index}
 
     def _kind_of(self, split: Mapping[int, int], lengths: Sequence[Group]) -> CallKind:
-        kind = CallKind(split, lengths, False, [x.shape for x in self._inputs.tensors])
-        likely = self._has_labels()
-        with_items = self._captured_with_items(kind) if likely else None
-        if with_items is not None and self._uses_items(with_items.flow):
-            return self._with_items(kind, with_items)
+        kind = CallKind(split, lengths, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
         captured = self._first(kind, parts)
-        flow = captured.flow
-        if not likely and any(cross_entropies(flow, ref) for ref in self._scalars(flow)):
-            with_items = self._captured_with_items(kind)
-            if with_items is not None and self._uses_items(with_items.flow):
-                return self._with_items(kind, with_items)
         self._add_captured(kind, captured, self._fixed(kind, parts[0]), parts)
-        self._calls.ignores_items |= likely
         return kind
-
-    def _has_labels(self) -> bool:
-        """Returns whether the model probably returns a loss, by the names of its arguments."""
-        return "labels" in arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]
-
-    def _with_items(self, kind: CallKind, captured: CapturedCall) -> CallKind:
-        """Returns the kind of call that also gets the number of targets."""
-        found = CallKind(kind.split, kind.lengths, True, kind.shapes)
-        parts = self._parts_with_an_item(kind)
-        self._add_captured(found, captured, self._fixed(found, parts[0]), parts)
-        return found
-
-    def _captured_with_items(self, kind: CallKind) -> CapturedCall | None:
-        """Captures a call that also gets the number of targets; returns None if forward does not take it."""
-        if self._calls.ignores_items or not self._takes_argument(_NUM_ITEMS):
-            return None
-        try:
-            return self._first(kind, self._parts_with_an_item(kind))
-        except Exception:
-            return None
-
-    def _parts_with_an_item(self, kind: CallKind) -> Parts:
-        return [[*part, torch.tensor(1, device="cpu")] for part in self._parts(kind)]
-
-    def _uses_items(self, flow: Dataflow) -> bool:
-        """Returns whether a loss is computed with the number of targets."""
-        items = len(self._inputs.tensors)
-        return any(uses(flow, ref, [items]) and cross_entropies(flow, ref) for ref in self._scalars(flow))
 
     def _first(self, kind: CallKind, parts: Parts) -> CapturedCall:
         """Captures the call of the first micro-batch, unless that has happened to find the blocks."""
@@ -581,12 +540,6 @@ class _CallOf:
         kind: CallKind, parts: Parts, opened: Iterable[nn.Module], blocks: Iterable[nn.Module]
     ) -> Any:
         return tuple(kind.split.items()), kind.lengths, len(parts[0]), frozenset(opened), frozenset(blocks)
-
-    def _takes_argument(self, name: str) -> bool:
-        if name in arguments_of(self._inputs.structure.build(self._inputs.tensors))[1]:
-            return False
-        parameters = inspect.signature(self._model.forward).parameters.values()
-        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
     @staticmethod
     def _scalars(flow: Dataflow) -> list[int]:
@@ -605,19 +558,11 @@ class _CallOf:
         split = {i: tensors[i].chunk(int(chunks), dim) for i, dim in kind.split.items()}
         count = min(map(len, split.values()))
         parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]
-        if kind.counts_items and kind.paths:
-            items = torch.tensor(self._count_items(kind, parts), device=self._device)
-            parts = [[*part, items] for part in parts]
         return parts
-
-    def inputs_and_items(self, parts: Parts) -> list[Tensor]:
-        """Returns the call's inputs, and the number of targets if that is an input."""
-        tensors = self._inputs.tensors
-        return [*tensors, *parts[0][len(tensors) :]]
 
     def split(self, kind: CallKind, parts: Parts) -> SplitInputs:
         """Returns the inputs of the call and of its micro-batches."""
-        return SplitInputs(self.inputs_and_items(parts), parts, self.sizes(kind, parts))
+        return SplitInputs(self._inputs.tensors, parts, self.sizes(kind, parts))
 
     @staticmethod
     def sizes(kind: CallKind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
@@ -626,26 +571,13 @@ class _CallOf:
         lengths = tuple(parts[0][group[0][0]].shape[group[0][1]] for group in kind.lengths)
         return [(part[first].shape[dim], *lengths) for part in parts]
 
-    def _count_items(self, kind: CallKind, parts: Parts) -> int:
-        """Returns how many targets of the whole mini-batch count, by the rule of the model's loss."""
-        flow = kind.paths[0].flow
-        mean = next(mean for ref in self._scalars(flow) for mean in cross_entropies(flow, ref))
-        with torch.no_grad():
-            return sum(
-                int((evaluation.value(mean.targets) != mean.ignored).sum())
-                for part, sizes in zip(parts, self.sizes(kind, parts), strict=True)
-                for evaluation in [Evaluation(flow, known_inputs(part), sizes, self._device)]
-            )
-
     def plain(self, part: Sequence[Tensor]) -> Any:
         """Returns what the plain model returns for a micro-batch."""
         args, kwargs = self._build(part)
         return self._model(*args, **kwargs)
 
     def _build(self, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
-        count = len(self._inputs.tensors)
-        args, kwargs = arguments_of(self._inputs.structure.build(inputs[:count]))
-        return args, {**kwargs, _NUM_ITEMS: inputs[count]} if len(inputs) > count else kwargs
+        return arguments_of(self._inputs.structure.build(inputs))
 
     # Programs.
 
@@ -655,7 +587,7 @@ class _CallOf:
         found = [self._path(kind, part, parts, held) for part in parts]
         if all(path.program is found[0].program for path in found):
             return found[0].program
-        whole = self._path(kind, self.inputs_and_items(parts), parts, held)
+        whole = self._path(kind, self._inputs.tensors, parts, held)
         if not all(self._serves(kind, whole, part) for part in parts):
             raise Differs("does something else")
         warn_user(
@@ -708,12 +640,12 @@ class _CallOf:
         known = (p for p in calls._programs if p.split == kind.split and p.output_class is output_class)
         unconditional = dataclasses.replace(flow, decisions=(), conditions=()).pruned()
         self._check_numbers(kind, flow)
-        program = next((p for p in known if p.flow == unconditional), None)
+        program = next((p for p in known if p.plain_flow == unconditional), None)
         if program is None:
             program = Program(
                 unconditional,
                 kind.split,
-                self.sizes(kind, [self._inputs.tensors])[0][1:],
+                small_lengths(flow.conditions, self.sizes(kind, [self._inputs.tensors])[0][1:]),
                 calls.blocks,
                 leaf_names(opened),
                 calls.loss,
@@ -816,22 +748,33 @@ class _CallOf:
     ) -> CapturedCall:
         sizes = self.sizes(kind, [tensors])[0]
         modules = modules or Modules({self._model, *self._calls._opened}, set(self._calls.blocks))
+        opens = {module for module, opens in self._calls._reducing.items() if opens}
+        modules = modules._replace(opened=modules.opened | opens)
         given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
         own = self._decide_by(tensors, sizes, modules.opened)
         decide = own if answers is None else repeated(answers)
-        return capture_call(self._model, given, modules, self._device, decide)
+        found = capture_call(self._model, given, modules, self._device, decide)
+        # Modules of losses are captured by what they call.
+        known = self._calls._reducing
+        reducing = set() if 0 in fixed else reducing_modules(found.flow, kind.split)
+        reducing -= modules.blocks | known.keys()
+        if reducing:
+            known |= dict.fromkeys(reducing, True)
+            try:
+                return self._captured(kind, tensors, fixed, answers, modules)
+            except Exception:  # it cannot be captured otherwise
+                known |= dict.fromkeys(reducing, False)
+        return found
 
     def _record_whole(self, opened: Any, blocks: Any) -> Dataflow:
         """Captures the first micro-batch, as it will probably be split; the mini-batch if that fails."""
         kind = CallKind(
             next(self._possible_splits()),
             self._likely_lengths(),
-            False,
             [x.shape for x in self._inputs.tensors],
         )
         modules = Modules({self._model, *opened}, set(blocks))
-        takes_items = self._has_labels() and self._takes_argument(_NUM_ITEMS)
-        parts = self._parts_with_an_item(kind) if takes_items else self._parts(kind)
+        parts = self._parts(kind)
         try:
             found = self._captured(kind, parts[0], self._fixed(kind, parts[0]), modules=modules)
         except Exception:

@@ -53,16 +53,14 @@ from gpipe_fast.torch_private import dynamo, pytree
 from gpipe_fast.torch_private.dynamo import Source
 from gpipe_fast.torch_private.fake_tensors import (
     READS_ELEMENTS,
-    ConstantSource,
-    DimDynamic,
     ShapeEnv,
-    StatelessSymbolicContext,
     logging_disabled,
 )
 from gpipe_fast.torch_private.modes import TorchDispatchMode, disable_current_modes
 from gpipe_fast.trace.dynamo import Captured, Refused, captured_graph
 from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.layer_states import LayerState, LayerStates
+from gpipe_fast.trace.symbols import symbolic_size
 
 # Returns what forward reads from a tensor, given a function such as `bool`, its arguments, the calls so far,
 # and a function that returns the tensors of modules.
@@ -221,13 +219,7 @@ class _Attempt:
     def _size(self, index: int) -> torch.SymInt:
         """Returns a size as an integer that PyTorch follows."""
         if index not in self._sizes:
-            meta = torch.empty(max(2, self._given.sizes[index]), device="meta")  # 0 and 1 would be numbers
-            source = ConstantSource(f"size_{index}")
-            context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
-            fake = self._mode.from_tensor(meta, static_shapes=False, source=source, symbolic_context=context)
-            size = fake.shape[0]
-            assert isinstance(size, torch.SymInt)
-            self._sizes[index] = size
+            self._sizes[index] = symbolic_size(self._mode, index, self._given.sizes[index])
         return self._sizes[index]
 
     def run(self) -> CapturedCall | None:

@@ -230,39 +230,38 @@ class Dataflow:
                     found.setdefault(ref, index)
         return found
 
-    def depends_on(self, refs: Iterable[int], inputs: Container[int]) -> bool:
-        """Returns whether values depend on one of some inputs, or on random numbers."""
-        producers = self.producers()
-        wanted, seen = list(refs), set[int]()
+    def behind(
+        self, refs: Iterable[int], stops: Callable[[int, Call], bool] = lambda ref, call: False
+    ) -> Iterator[tuple[int, Call | None]]:
+        """Returns the values that values follow from, and these.
+
+        Args:
+            refs: the numbers of the values.
+            stops: whether not to go on behind a value that a call makes.
+
+        Returns:
+            The numbers, each with the call that makes it, or None for an input.
+        """
+        producers, wanted, seen = self.producers(), list(refs), set[int]()
         while wanted:
             ref = wanted.pop()
-            if ref in inputs:
-                return True
-            if ref in seen or ref not in producers:
+            if ref in seen:
                 continue
             seen.add(ref)
-            call = self.calls[producers[ref]]
-            if call.draws:
-                return True
-            wanted += call.arguments.refs()
-        return False
+            call = self.calls[producers[ref]] if ref in producers else None
+            yield ref, call
+            if call is not None and not stops(ref, call):
+                wanted += call.arguments.refs()
+
+    def depends_on(self, refs: Iterable[int], inputs: Container[int]) -> bool:
+        """Returns whether values depend on one of some inputs, or on random numbers."""
+        return any(ref in inputs or (call is not None and call.draws) for ref, call in self.behind(refs))
 
     def _may_change(self, arguments: Nested) -> bool:
         """Returns whether an input, or a tensor of a module, affects arguments."""
-        producers, inputs = self.producers(), range(self.num_inputs)
-        wanted, seen = [arguments], set[int]()
-        while wanted:
-            nested = wanted.pop()
-            if any(isinstance(leaf, Owned) for leaf in nested.leaves):
-                return True
-            for ref in nested.refs():
-                if ref in inputs:
-                    return True
-                index = producers.get(ref)
-                if index is not None and index not in seen:
-                    seen.add(index)
-                    wanted.append(self.calls[index].arguments)
-        return False
+        calls = [call for _, call in self.behind(arguments.refs())]
+        nested = [arguments, *(call.arguments for call in calls if call is not None)]
+        return None in calls or any(isinstance(leaf, Owned) for each in nested for leaf in each.leaves)
 
     def pruned(self) -> Dataflow:
         """Returns the record without what has no effect: decisions that are always equal, and unused calls.
@@ -288,9 +287,16 @@ class Dataflow:
                 live |= {*call.arguments.refs(), *results}
                 storages |= {self.values[ref].storage for ref in (*call.arguments.refs(), *results)}
         guards = [replace(d, position=sum(index < d.position for index in kept)) for d in guards]
-        return self._renumbered(calls[::-1], guards, sorted(live))
+        return self.renumbered(calls[::-1], guards, sorted(live))
 
-    def _renumbered(self, calls: Sequence[Call], guards: Sequence[Decision], live: Sequence[int]) -> Dataflow:
+    def renumbered(self, calls: Sequence[Call], guards: Sequence[Decision], live: Sequence[int]) -> Dataflow:
+        """Returns other calls and decisions, with new numbers for values.
+
+        Args:
+            calls: the calls.
+            guards: the decisions.
+            live: the numbers of all values in them, in the new order.
+        """
         numbers = {old: new for new, old in enumerate(live)}
         storages: dict[int, int] = {}
 

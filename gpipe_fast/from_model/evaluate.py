@@ -101,7 +101,7 @@ class Evaluation:
         with (
             torch.set_grad_enabled(call.surroundings.grad),
             torch.autocast(self._device.type, dtype=autocast, enabled=autocast is not None)
-            if autocast is not None
+            if autocast is not None or torch.is_autocast_enabled(self._device.type)
             else contextlib.nullcontext(),
         ):
             returned = (

@@ -61,7 +61,6 @@ class CallKind:
         split: the inputs that are split into micro-batches, with their batch dimensions.
         lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
             group have the same size.
-        counts_items: whether the number of targets is an input, the last one.
         shapes: the shapes of the inputs of the first call.
         paths: what forward does.
     """
@@ -70,11 +69,9 @@ class CallKind:
         self,
         split: Mapping[int, int],
         lengths: Sequence[Group],
-        counts_items: bool,
         shapes: Sequence[Sequence[int]],
     ) -> None:
-        self.split, self.lengths, self.counts_items = split, tuple(lengths), counts_items
-        self.shapes = shapes
+        self.split, self.lengths, self.shapes = split, tuple(lengths), shapes
         self.paths: list[Path] = []
 
     def symbols(self) -> dict[tuple[int, int], int]:

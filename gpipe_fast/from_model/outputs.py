@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpipe_fast.from_model.dataflow import CannotCut, Counted, Dataflow, Device, Nested, Owned, Ref, Slice
-from gpipe_fast.from_model.loss_rules import Rule, combine, concatenates, find_rule
+from gpipe_fast.from_model.dataflow import CannotCut, Counted, Device, Nested, Owned, Ref, Slice
+from gpipe_fast.from_model.shares import Shares
 from gpipe_fast.from_model.sizes import at_sizes, batch_dims
 from gpipe_fast.torch_private import pytree
 
@@ -24,33 +25,30 @@ class Output:
     Attributes:
         ref: the number of the value.
         dim: the dimension along which micro-batches are concatenated; None if there is none.
-        rule: how values without a batch dimension are combined; None if all micro-batches have the same.
+        kind: of a value without one, ``'share'`` if those of micro-batches add up, ``'whole'`` if each
+            micro-batch computes that of the mini-batch; None if all micro-batches have the same.
     """
 
     ref: int
     dim: int | None
-    rule: Rule | None
+    kind: str | None
 
 
-def model_outputs(
-    flow: Dataflow, names: Sequence[str], split: Collection[int], loss: str, static_sizes: Sequence[int]
-) -> dict[int, Output]:
+def model_outputs(shares: Shares, names: Sequence[str], loss: str) -> dict[int, Output]:
     """Returns the tensors that a model returns, by the numbers of their values.
 
     Args:
-        flow: the record.
+        shares: the calls of the model.
         names: the name of each leaf of what the model returns.
-        split: the inputs that are split into micro-batches.
         loss: ``'exact'``, or ``'per-microbatch'`` to average values over micro-batches.
-        static_sizes: the sizes besides the batch size that numbers follow.
 
     Raises:
         CannotCut: a tensor follows from micro-batches in no known way.
     """
     found: dict[int, Output] = {}
-    for name, leaf in zip(names, flow.result.leaves, strict=True):
+    for name, leaf in zip(names, shares.flow.result.leaves, strict=True):
         if isinstance(leaf, Ref) and leaf.index not in found:
-            output = _output(flow, name, leaf.index, split, loss, static_sizes)
+            output = _output(shares, name, leaf.index, loss)
             if output is not None:
                 found[leaf.index] = output
         elif isinstance(leaf, Owned):
@@ -58,87 +56,41 @@ def model_outputs(
     return found
 
 
-def _output(
-    flow: Dataflow, name: str, ref: int, split: Collection[int], loss: str, static_sizes: Sequence[int]
-) -> Output | None:
-    for size in flow.values[ref].shape:
+def _output(shares: Shares, name: str, ref: int, loss: str) -> Output | None:
+    value, why = shares.flow.values[ref], shares.refused.get(ref)
+    for size in value.shape:
         if isinstance(size, Counted):
             raise CannotCut(f"output {name} has a size that depends on elements, at {size.place}")
-    dims = batch_dims(flow.values[ref])
-    if len(dims) == 1:
-        size = flow.values[ref].shape[dims[0]]
-        if size.is_batch or concatenates(flow, ref, dims[0], static_sizes):
-            return Output(ref, dims[0], None)
-        if loss == "per-microbatch":
-            return None
-        raise CannotCut(
-            f"output {name} has a dimension of size {size}, where B is the batch size, and the samples of "
-            "micro-batches would come in another order; return a dimension for the batch alone, or pass "
-            "loss='per-microbatch' to GPipe.from_model to get None in its place"
-        )
-    if dims:
-        if loss == "per-microbatch":
-            return None
+    dims = batch_dims(value)
+    if len(dims) == 1 and why is None:
+        return Output(ref, dims[0], None)
+    if dims and loss == "per-microbatch":
+        return None
+    if len(dims) > 1:
         raise CannotCut(
             f"output {name} compares samples: its dimensions {dims} follow the batch size, so no micro-batch "
             "has all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
             "compute it from the model's other outputs"
         )
-    if not flow.depends_on([ref], split):
-        return Output(ref, None, None)
-    counted = _counted(flow, ref)
-    if counted is not None and loss == "exact":
+    if dims:
         raise CannotCut(
-            f"output {name} is computed from a tensor whose size depends on elements, at {counted.place}; "
-            "compute with masks, as in (x * mask).sum() / mask.sum(), or pass loss='per-microbatch' to "
-            "GPipe.from_model to average it over micro-batches"
+            f"output {name} has a dimension of size {value.shape[dims[0]]}, where B is the batch size, and "
+            f"{why}; return a dimension for the batch alone, or pass loss='per-microbatch' to "
+            "GPipe.from_model to get None in its place"
         )
-    rule = None if counted is not None else find_rule(flow, ref, static_sizes)
-    if rule is not None and (rule.ref is None or _is_known(flow, rule.ref)):
-        return Output(ref, None, rule)
-    if loss == "per-microbatch":
-        return Output(ref, None, Rule("samples"))
-    raise CannotCut(
-        f"output {name} of a batch does not follow from those of its micro-batches; pass "
-        "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from the "
-        "model's other outputs"
-    )
-
-
-def _counted(flow: Dataflow, ref: int) -> Counted | None:
-    """Returns a size on which a value depends by functions alone, and which depends on elements, if any."""
-    wanted, seen = [ref], set[int]()
-    while wanted:
-        value = wanted.pop()
-        found = next((x for x in flow.values[value].shape if isinstance(x, Counted)), None)
-        if found is not None:
-            return found
-        if value not in seen:
-            seen.add(value)
-            for call in flow.calls:
-                if not call.is_module and value in (*call.result.refs(), *call.mutates):
-                    wanted += call.arguments.refs()
-    return None
-
-
-def _is_known(flow: Dataflow, ref: int) -> bool:
-    """Returns whether a value follows from the inputs by functions alone."""
-    producers = flow.producers()
-    wanted = [ref]
-    while wanted:
-        index = producers.get(wanted.pop())
-        if index is not None:
-            if flow.calls[index].is_module or flow.calls[index].draws:
-                return False
-            wanted += flow.calls[index].arguments.refs()
-    return True
+    if why is not None:
+        raise CannotCut(
+            f"output {name} of a batch does not follow from those of its micro-batches: {why}. Pass "
+            "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from "
+            "the model's other outputs"
+        )
+    return Output(ref, None, shares.kinds.get(ref))
 
 
 def put_together(
     result: Nested,
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
-    weights: Sequence[Sequence[float]],
     sizes: Sequence[int],
 ) -> Any:
     """Returns what the model returns for the whole mini-batch.
@@ -147,17 +99,14 @@ def put_together(
         result: what the model returned when it was recorded.
         outputs: the tensors in it.
         tensors: each of them, concatenated over micro-batches along the first dimension.
-        weights: for each output, those of the micro-batches by its rule.
         sizes: the sizes of the mini-batch that numbers of the record follow.
     """
     found: dict[int, Tensor] = {}
-    for output, tensor, of_parts in zip(outputs, tensors, weights, strict=True):
+    for output, tensor in zip(outputs, tensors, strict=True):
         if output.dim is not None:
             found[output.ref] = tensor.movedim(0, output.dim) if output.dim else tensor
-        elif output.rule is None:
-            found[output.ref] = tensor[0]
         else:
-            found[output.ref] = combine(tensor, of_parts)
+            found[output.ref] = functools.reduce(torch.add, tensor) if output.kind == "share" else tensor[0]
     device = tensors[0].device if tensors else torch.device("cpu")
 
     def leaf_of(leaf: Any) -> Any:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.overrides import TorchFunctionMode
 
 from gpipe_fast.from_model.cut import cut
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Owned, Ref
-from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
+from gpipe_fast.from_model.dataflow import Call, Dataflow, Ref
+from gpipe_fast.from_model.evaluate import Evaluation
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.layer import make_layer
-from gpipe_fast.from_model.loss_rules import Rule
-from gpipe_fast.from_model.outputs import Output, model_outputs, put_together
+from gpipe_fast.from_model.outputs import model_outputs, put_together
+from gpipe_fast.from_model.shares import with_shares
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.torch_private import pytree
@@ -45,7 +48,8 @@ class Program:
     """The layers of a recorded call of a model, in a pipeline.
 
     Attributes:
-        flow: the record.
+        plain_flow: the record.
+        flow: the record, which returns shares of micro-batches.
         split: the numbers of the inputs that are split into micro-batches, with their batch dimensions.
         outputs: the tensors that the model returns.
         output_class: the class of the object that it returns, if PyTorch does not flatten it; else None.
@@ -67,12 +71,14 @@ class Program:
         is_distributed: bool = False,
     ) -> None:
         self.output_class = output_class
-        self.flow, self.split = flow, split
-        found = model_outputs(flow, output_names, self.split, loss, lengths)
+        self.plain_flow, self.split = flow, split
+        self._shares = with_shares(flow, split, lengths, loss == "per-microbatch")
+        self.flow = flow = self._shares.flow
+        found = model_outputs(self._shares, output_names, loss)
         self.outputs = list(found.values())
         self._is_distributed = is_distributed
-        if is_distributed:
-            _check_known_everywhere(self.outputs)
+        if is_distributed and self._shares.measures is not None:
+            self._shares.measures.check_known_everywhere()
         parts = cut(flow, blocks, list(found))
         dims = {output.ref: output.dim for output in self.outputs}
         made = [make_layer(flow, parts[0], given_dims=split)]
@@ -95,7 +101,6 @@ class Program:
 
     def call(self, given: SplitInputs, training: bool) -> Any:
         """Runs the layers on one mini-batch."""
-        self._check_divisors(given)
         found = self.runner.call((self.argument(given),), {}, training)
         if self._is_distributed:
             if isinstance(found, Tensor):  # the last stage is in another process
@@ -108,7 +113,7 @@ class Program:
         code = "".join(layer.source for layer in self.layers)
         found = {
             "numbers": [x.item() for x in given.inputs if not x.dim()],
-            "weights of micro-batches": [self._weights(each, given) for each in self.outputs],
+            "numbers of targets": [x for each in self._measures(given) for x in each.tolist() if x],
             "layers of hash": hashlib.sha256(code.encode()).hexdigest()[:8],
         }
         return json.dumps(found)
@@ -120,30 +125,20 @@ class Program:
         result = self.flow.result.build(lambda leaf: found.get(leaf.index) if _is_ref(leaf) else leaf)
         return self._in_class(result)
 
-    def _check_divisors(self, given: SplitInputs) -> None:
-        """Checks that no micro-batch divides by 0 what the mini-batch divides by another number.
-
-        Its gradients would be NaN. Without gradients, its value does not count.
-        """
-        for output in self.outputs:
-            needs_gradient = torch.is_grad_enabled() and self.flow.values[output.ref].requires_grad
-            if not needs_gradient or output.rule is None or output.rule.kind != "quotient":
-                continue
-            weights = self._weights(output, given)
-            if 0.0 in weights and any(weights):
-                raise ValueError(
-                    f"in micro-batch {weights.index(0.0)} of {len(weights)}, nothing counts for a loss that "
-                    "is divided by a number of its inputs, which is 0 there; use fewer chunks, or batches in "
-                    "which each micro-batch has something that counts"
-                )
-
     def argument(self, given: SplitInputs) -> tuple[Any, ...]:
         """Returns the pipeline's argument for the inputs of a call, which must follow at once."""
         self.take()
         return tuple(
             x.movedim(self.split[i], 0) if i in self.split else replicate(x)
-            for i, x in enumerate(given.inputs)
+            for i, x in enumerate([*given.inputs, *self._measures(given)])
         )
+
+    def _measures(self, given: SplitInputs) -> list[Tensor]:
+        """Returns what shares need to know of a mini-batch, which is the last input of the layers, if any."""
+        measures = self._shares.measures
+        if measures is None:
+            return []
+        return [measures.of(given.inputs, _whole(given), not self._is_distributed)]
 
     def step(
         self,
@@ -158,27 +153,23 @@ class Program:
         If gradients are disabled, it runs the forward and the loss alone.
 
         Returns:
-            The losses, multiplied by weights, and what the model returns, or None.
+            The shares of micro-batches in the loss, and what the model returns, or None.
 
         Raises:
             ValueError: the model does not return one loss.
         """
-        index, output = self._loss()
-        self._check_divisors(given)
-        weights = self._weights(output, given)
-        total = functools.partial(_element, index)
-        objective = Objective(Loss(total), None, keeps_output, weights)
+        objective = Objective(Loss(functools.partial(_element, self._loss())), None, keeps_output)
         args = (self.argument(given),)
         each, found = run_step(self.runner, args, {}, training, objective, scaler, updates)
         return each, None if found is None else self.combined(found, given)
 
-    def _loss(self) -> tuple[int, Output]:
-        """Returns the only output that is a loss, and its index among the outputs."""
+    def _loss(self) -> int:
+        """Returns the index of the only output that is a loss."""
         values, has_gradients = self.flow.values, torch.is_grad_enabled()
         found = [
-            (index, each)
+            index
             for index, each in enumerate(self.outputs)
-            if each.rule and (values[each.ref].requires_grad or not has_gradients)
+            if each.kind == "share" and (values[each.ref].requires_grad or not has_gradients)
         ]
         if len(found) != 1:
             what = "numbers with a gradient" if has_gradients else "numbers"
@@ -188,26 +179,36 @@ class Program:
             )
         return found[0]
 
-    def put_together(self, returned: Sequence[Any], given: SplitInputs) -> Any:
-        """Returns what the pipeline returns, from what the plain model returns for each micro-batch."""
-        leaves = [pytree.tree_leaves(open_dataclass(each)) for each in returned]
-        places = {
-            leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
-        }
-        columns = [[each[places[output.ref]] for each in leaves] for output in self.outputs]
+    def plain_loop(self, run: Callable[[Sequence[Tensor]], Any], given: SplitInputs) -> Any:
+        """Returns what the pipeline returns, from what the plain model computes for each micro-batch.
+
+        Args:
+            run: runs the plain model on the inputs of a micro-batch.
+            given: the inputs.
+        """
+        rows = []
+        for part, sizes in zip(given.parts, given.sizes, strict=True):
+            with SourcesOf(self.flow, self._shares.sources) as sources:
+                leaves = pytree.tree_leaves(open_dataclass(run(part)))
+            known = dict(enumerate([*part, *self._measures(given)])) | sources.values
+            own = Evaluation(self.flow, known, sizes, part[0].device)
+            places = {
+                leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
+            }
+            rows.append(
+                [own.value(each.ref) if each.kind else leaves[places[each.ref]] for each in self.outputs]
+            )
         tensors = [
             torch.stack(column)
             if output.dim is None
             else torch.cat([x.movedim(output.dim, 0) for x in column])
-            for output, column in zip(self.outputs, columns, strict=True)
+            for output, column in zip(self.outputs, zip(*rows, strict=True), strict=True)
         ]
         return self.combined(tensors, given)
 
     def combined(self, tensors: Sequence[Tensor], given: SplitInputs) -> Any:
         """Returns what the model returns, from the outputs of the pipeline."""
-        weights = [self._weights(output, given) for output in self.outputs]
-        whole = sum(each[0] for each in given.sizes), *given.sizes[0][1:]
-        return self._in_class(put_together(self.flow.result, self.outputs, tensors, weights, whole))
+        return self._in_class(put_together(self.flow.result, self.outputs, tensors, _whole(given)))
 
     def _in_class(self, found: Any) -> Any:
         """Returns what the model returns, from what PyTorch flattens."""
@@ -218,24 +219,66 @@ class Program:
             object.__setattr__(output, name, value)
         return output
 
-    def _weights(self, output: Output, given: SplitInputs) -> list[float]:
-        """Returns the weight of each micro-batch in an output; empty if they are concatenated."""
-        rule = output.rule
-        if rule is None:
-            return []
-        inputs, parts, sizes = given
-        batch_sizes = [each[0] for each in sizes]
-        measured = [*zip(parts, sizes, strict=True), (inputs, (sum(batch_sizes), *sizes[0][1:]))]
-        measures = [0.0] * len(measured)
-        if rule.ref is not None:
-            measures = [self._measure(rule, rule.ref, *each) for each in measured]
-        return rule.weights(batch_sizes, measures[:-1], measures[-1])
 
-    def _measure(self, rule: Rule, ref: int, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:
-        with torch.no_grad():
-            read = refuse_reading if self._is_distributed else Owned.read
-            evaluation = Evaluation(self.flow, dict(enumerate(inputs)), sizes, inputs[0].device, read=read)
-            return rule.measure(evaluation.value(ref))
+class SourcesOf(TorchFunctionMode):
+    """Collects what modules return, and the random numbers that are drawn between them, in a block.
+
+    Attributes:
+        values: what was collected, by number.
+
+    Args:
+        flow: the calls of the block.
+        refs: the numbers of the values to collect.
+    """
+
+    def __init__(self, flow: Dataflow, refs: Sequence[int]) -> None:
+        super().__init__()
+        producers = flow.producers()
+        wanted = {producers[ref] for ref in refs}
+        self.values: dict[int, Tensor] = {}
+        # By function or module, its calls that are still to come; None for one that is not wanted.
+        self._calls: dict[Any, deque[Call | None]] = {}
+        for index, call in enumerate(flow.calls):
+            if call.is_module or call.draws:
+                self._calls.setdefault(call.target, deque()).append(call if index in wanted else None)
+        # The model may change these in place.
+        copies = (call for call in flow.calls if call.target is Tensor.clone)
+        self._cloned = {ref for call in copies for ref in call.arguments.refs()}
+        self._hooks = contextlib.ExitStack()
+        self._depth = 0
+
+    def __enter__(self) -> SourcesOf:
+        for target in self._calls:
+            if isinstance(target, nn.Module):
+                self._hooks.callback(target.register_forward_pre_hook(self._begin).remove)
+                self._hooks.callback(target.register_forward_hook(self._end, always_call=True).remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _end(self, module: nn.Module, _: Any, result: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._collect(module, result)
+
+    def _collect(self, target: Any, result: Any) -> None:
+        call = self._calls[target].popleft() if self._calls.get(target) else None
+        leaves = [] if call is None else zip(call.result.leaves, pytree.tree_leaves(result), strict=True)
+        for leaf, value in leaves:
+            if isinstance(leaf, Ref):
+                self.values[leaf.index] = value.clone() if leaf.index in self._cloned else value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._depth and func in self._calls:
+            self._collect(func, result)
+        return result
 
 
 class _AllGradients(torch.autograd.Function):
@@ -259,17 +302,9 @@ def _with_all_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [next(found) if x.requires_grad else x for x in outputs]
 
 
-def _check_known_everywhere(outputs: Sequence[Output]) -> None:
-    """Checks that each process can compute the weights of micro-batches.
-
-    Raises:
-        CannotCut: they depend on weights of classes.
-    """
-    if any(output.rule is not None and output.rule.weight() is not None for output in outputs):
-        raise CannotCut(
-            "its loss has weights of classes, which with a mesh only the process of the last stage has; "
-            "leave out the labels, and compute the loss from the model's output"
-        )
+def _whole(given: SplitInputs) -> tuple[int, ...]:
+    """Returns the sizes of a mini-batch that numbers of the record follow."""
+    return sum(each[0] for each in given.sizes), *given.sizes[0][1:]
 
 
 def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:

@@ -80,7 +80,6 @@ class StepInputs:
         tensors: the tensors of the target, on the last stage's device.
         order: the order of forwards and backwards.
         divisor: by what the sum of the losses is divided.
-        weights: by what the loss of each micro-batch is multiplied before; None for 1.
         shape: the shape of the loss of a micro-batch.
         scaler: multiplies the loss before its backward; None for 1.
         updates: for the parameters of all layers, returns what updates those of a stage after its last
@@ -93,7 +92,6 @@ class StepInputs:
     tensors: tuple[Tensor, ...]
     order: StepOrder
     divisor: Any = 1.0
-    weights: Sequence[float] | None = None
     shape: Sequence[int] = (1,)
     scaler: GradScaler | None = None
     updates: Callable[[Sequence[Tensor]], Callable[[int, Sequence[int]], None]] | None = None
@@ -107,14 +105,10 @@ class StepInputs:
             num_microbatches: the number of micro-batches.
             losses: tensors like the loss, one for each dtype that it may have.
         """
-        found = [self._gradient(torch.ones_like(loss)) for loss in losses]
-        if self.weights is None:
-            return [found] * num_microbatches
-        columns = [[gradient * weight for weight in self.weights] for gradient in found]
-        return list(map(list, zip(*columns, strict=True)))
+        return [[self._gradient(torch.ones_like(loss)) for loss in losses]] * num_microbatches
 
     def _gradient(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient of the loss of a micro-batch of weight 1, given that of the scaled loss."""
+        """Returns the gradient of the loss of a micro-batch, given that of the scaled loss."""
         if self.scaler is not None:
             gradient = self.scaler.scale(gradient)
         found: Tensor = gradient / self.divisor

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpipe_fast.torch_private.fake_tensors import (
     ConstantSource,
     DimDynamic,
+    FakeTensorMode,
     ShapeEnv,
     StatelessSymbolicContext,
 )
@@ -93,6 +94,24 @@ class SymbolicInputs:
             return None
         ranges = {s: (int(r.lower), float(r.upper)) for s, r in env.var_to_range.items()}
         return Symbols(self._sizes, self._strides, tuple(guard.expr for guard in env.guards), ranges)
+
+
+def symbolic_size(mode: FakeTensorMode, index: int, size: int) -> torch.SymInt:
+    """Returns a size as an integer that PyTorch follows.
+
+    Args:
+        mode: the mode, with an environment of symbols.
+        index: the number of the size.
+        size: its value, of which 0 and 1 become 2, because PyTorch would make them numbers.
+    """
+    found = mode.from_tensor(
+        torch.empty(max(2, size), device="meta"),
+        static_shapes=False,
+        source=ConstantSource(f"size_{index}"),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]),
+    ).shape[0]
+    assert isinstance(found, torch.SymInt)
+    return found
 
 
 def _symbol(size: int | torch.SymInt) -> sympy.Symbol | int | None:

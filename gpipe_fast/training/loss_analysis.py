@@ -186,7 +186,7 @@ class Shares:
         is_tensor = isinstance(output, Tensor)
         tensors = [output] if is_tensor else [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         inputs = [_read(each, self.loss, [*tensors, *targets]) for each in found.sources]
-        return found.share(*inputs, measures)
+        return found.share(*inputs, measures)[0]
 
 
 def _read(source: _Source, loss: nn.Module, tensors: Sequence[Tensor]) -> Any:
@@ -236,8 +236,21 @@ class _Analysis:
         with symbolic.mode, enable_python_dispatcher():
             inputs = [Input(self._fake(each, symbolic), self._is_output(each)) for each in self._all]
         batch = self._inputs[0].shape[dims[0] or 0]
-        with self._undisturbed():
+        with undisturbed(self._device):
             self.split = split_loss(captured.graph, inputs, batch, symbolic.mode, device)
+        first_error = self.split.refused.get(0)
+        if first_error is not None:
+            raise first_error
+        (value,) = self.split.values
+        if (
+            self.split.kinds[0] not in ("share", "whole")
+            or not isinstance(value, Tensor)
+            or value.numel() != 1
+        ):
+            raise ValueError(
+                "loss_fn must return a tensor with one element, got "
+                f"{getattr(value, 'shape', value)}; let it return a mean or a sum"
+            )
         self._batch = expression(batch)
         self.share = self.split.share
         self.sources = tuple(each for each in self._all if not isinstance(each, _Size))
@@ -350,7 +363,7 @@ class _Analysis:
             if is_checked and numbers not in ("positive", "normal"):
                 break
             try:
-                with self._undisturbed():
+                with undisturbed(self._device):
                     found = self._compared(torch.Generator(self._device).manual_seed(0), numbers)
             except Exception as error:  # numbers that do not fit, such as logarithms of negative ones
                 failure = error
@@ -373,18 +386,6 @@ class _Analysis:
         """Returns the error that sums in the dtypes of the outputs and targets may have."""
         dtypes = [each.dtype for each in self._inputs if each.is_floating_point()]
         return 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Lets a block compute without the caller's modes, and without drawing its random numbers."""
-        devices = [self._device] if self._device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(self._device.type, enabled=False),
-        ):
-            yield
 
     def _compared(self, generator: torch.Generator, kind: str) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of what the parts and the whole of a random mini-batch give."""
@@ -430,7 +431,7 @@ class _Analysis:
         loss = self._captured.graph.forward(*inputs_of(wholes, True))[0]
         vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
         fill_measures(vector, size, self.measures(wholes[self._num_outputs :], size))
-        shares = [self.share.forward(*inputs_of(tensors, False), vector) for tensors in parts]
+        shares = [self.share.forward(*inputs_of(tensors, False), vector)[0] for tensors in parts]
         total = sum(shares)
         variable = [tensor for tensor in (*outputs, *others.values()) if tensor.requires_grad]
         pairs = [(total.detach().double(), loss.detach().double())]
@@ -461,6 +462,19 @@ class _Analysis:
             numbers = numbers if kind == "normal" else numbers * 0.9 + 0.05
             found.append(numbers if kind != _EXACTLY else numbers.to(own.dtype))
         return found
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Lets a block compute on a device without the caller's modes, and without drawing its random numbers."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
 
 
 def fill_measures(vector: Tensor, batch_size: int, others: Sequence[Tensor]) -> None:

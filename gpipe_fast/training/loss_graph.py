@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.fake import depends_on_data, hint
-from gpipe_fast.training.sample_check import Mixed, SampleCheck
+from gpipe_fast.training.sample_check import Mixed, SampleCheck, owners_of
 
 # The maximum number of elements of all measures.
 MAX_MEASURES = 64
@@ -43,18 +43,27 @@ class MixesSamples(Exception):
 
 @dataclass(frozen=True)
 class SplitLoss:
-    """The share of a micro-batch in the loss of a mini-batch.
+    """The shares of a micro-batch in the losses of a mini-batch.
+
+    New nodes of the graphs have the node of which they come as ``meta["origin"]``.
 
     Attributes:
-        share: returns it, given the inputs of the graph and a vector of measures.
+        share: returns them, given the inputs of the graph and a vector of measures; None for a refused one.
         measures: returns the measures but the number of samples, given the inputs of a mini-batch. Of outputs
             it reads shapes and dtypes alone.
         are_sums: for each measure, whether those of replicas add up.
+        values: the fake value of each loss.
+        kinds: the kind of each loss: ``'share'``, ``'whole'``, which does not add up, or ``'of samples'``; or
+            ``'in order'``, which is of samples, as many elements of each one after those of the one before.
+        refused: why losses are no sums of shares, by their numbers.
     """
 
     share: fx.GraphModule
     measures: fx.GraphModule
     are_sums: tuple[bool, ...]
+    values: tuple[Any, ...]
+    kinds: tuple[str | None, ...]
+    refused: Mapping[int, MixesSamples]
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,12 @@ class Input:
     Attributes:
         value: a fake tensor, or for a size of another input a symbol or number.
         is_output: whether it is an output of the last layer.
+        why: why it is not known how it follows from the samples, if it is not.
     """
 
     value: Any
     is_output: bool = False
+    why: str | None = None
 
     @property
     def is_size(self) -> bool:
@@ -81,23 +92,25 @@ def split_loss(
     batch: int | torch.SymInt,
     mode: FakeTensorMode,
     device: torch.device,
+    divides: bool = True,
 ) -> SplitLoss:
-    """Splits the graph of a loss.
+    """Splits the graph of losses.
 
     Args:
-        module: the graph, of calls of PyTorch's functions and methods.
+        module: the graph, of calls of PyTorch's functions and methods, which returns the losses.
         inputs: its inputs, in order.
         batch: the batch size, a symbol.
         mode: the mode of the fake inputs.
         device: the device to check operators on.
+        divides: whether a whole value is divided among the micro-batches, too, so that it adds up.
 
     Raises:
-        MixesSamples: the loss combines samples otherwise than described above.
+        MixesSamples: it changes an input in place, or needs the number of samples as a constant.
     """
     splitter = _Splitter(module, inputs, batch, device)
     with mode, enable_python_dispatcher():
         splitter.compute_values()
-    return splitter.split()
+    return splitter.split(divides)
 
 
 def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
@@ -116,7 +129,7 @@ def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
         return copies[node]
 
     for node in module.graph.nodes:
-        changed = _changed(node)
+        changed = changed_by(node)
         if changed is None:
             copies[node] = graph.node_copy(node, present)
             base = node.args[0] if node.args else None
@@ -142,7 +155,7 @@ def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _changed(node: fx.Node) -> fx.Node | None:
+def changed_by(node: fx.Node) -> fx.Node | None:
     """Returns the tensor that an operator changes in place; None if it changes none."""
     name = _name(node)
     is_method = node.op == "call_method" and name.endswith("_")
@@ -196,6 +209,7 @@ _SUMS = {"sum", "bmm"} | _PRODUCTS
 _SUMS_OF_TARGETS = _names("sum count_nonzero bincount histc")
 # Operators of Python that change a tensor in place, with those that return their result.
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
+_IN_PLACE |= {"iand": operator.and_, "ior": operator.or_, "ipow": operator.pow}
 # What sizes are computed by, as SymPy and PyTorch name it.
 _ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
 _ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
@@ -235,6 +249,7 @@ class _Splitter:
         self._batch_size = batch
         self._new, self._copies = fx.Graph(), dict[fx.Node, Any]()
         self._kinds: dict[fx.Node, str] = {}
+        self._refused: dict[fx.Node, MixesSamples] = {}
         self._reads: set[fx.Node] = set()  # nodes that follow from outputs
         self._selected: dict[Any, fx.Node] = {}  # by the symbol of a number of selected elements, their mask
         self._of_whole: set[fx.Node] = set()  # nodes that follow from measures, or from the number of samples
@@ -244,10 +259,10 @@ class _Splitter:
 
     def compute_values(self) -> None:
         """Computes the fake value of each node."""
-        for node, value in _values(self._module, [each.value for each in self._inputs]):
+        for node, value in values_of(self._module, [each.value for each in self._inputs]):
             node.meta["value"] = value
 
-    def split(self) -> SplitLoss:
+    def split(self, divides: bool) -> SplitLoss:
         self._batch = expression(self._batch_size)  # which running the graph may have made a number
         nodes = list(self._module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -260,6 +275,8 @@ class _Splitter:
             self._kinds[node] = _OF_SAMPLES if is_of_samples else _WHOLE
             if each.is_output or each.value.requires_grad:
                 self._reads.add(node)
+            if each.why is not None:
+                self._refused[node] = MixesSamples(each.why)
         self._vector = self._new.placeholder("measures")
         symbols: dict[Any, tuple[fx.Node, int]] = {}
         for node, each in zip(placeholders, self._inputs, strict=True):
@@ -281,29 +298,41 @@ class _Splitter:
             if each.is_size:
                 self._copies[node] = self._number(expression(each.value))
             elif self._kinds[node] == _OF_SAMPLES:
-                self._check.add_input(node)
+                try:
+                    self._check.add_input(node)
+                except Mixed as mixed:
+                    self._refused[node] = MixesSamples(str(mixed))
         *inner, output = nodes
+        for new in self._new.nodes:
+            new.meta["origin"] = None
         for node in inner:
             if node.op != "placeholder":
-                self._add(node)
-        return self._finish(output)
+                self._try(node)
+        return self._finish(pytree.tree_leaves(output.args), divides)
 
-    def _finish(self, node: fx.Node) -> SplitLoss:
-        (loss,) = pytree.tree_leaves(node.args)
-        value = loss.meta["value"] if isinstance(loss, fx.Node) else None
-        if not isinstance(value, Tensor) or self._kinds[loss] == _OF_SAMPLES or value.numel() != 1:
-            shape = getattr(value, "shape", value)
-            raise ValueError(
-                f"loss_fn must return a tensor with one element, got {shape}; let it return a mean or a sum"
-            )
-        copy = self._copies[loss] if self._kinds[loss] == _SHARE else self._shared(loss, loss)
-        self._new.output(copy)
+    def _finish(self, losses: Sequence[Any], divides: bool) -> SplitLoss:
+        nodes = [each if isinstance(each, fx.Node) else None for each in losses]
+        copies = [None if node is None or node in self._refused else self._copies[node] for node in nodes]
+        for i, node in enumerate(nodes if divides else ()):
+            if node is not None and copies[i] is not None and self._kinds[node] == _WHOLE:
+                copies[i] = self._shared(node, node)
+        self._new.output(tuple(copies))
         self._new.eliminate_dead_code()
         return SplitLoss(
             fx.GraphModule(self._module, self._new),
             self._graph_of_measures(),
             (True, *(each.is_sum for each in self._measured for _ in range(each.number))),
+            tuple(None if node is None else node.meta["value"] for node in nodes),
+            tuple(None if node is None else self._kind(node) for node in nodes),
+            {i: self._refused[node] for i, node in enumerate(nodes) if node in self._refused},
         )
+
+    def _kind(self, node: fx.Node) -> str | None:
+        kind = self._kinds.get(node)
+        owners = self._check.owners(node) if kind == _OF_SAMPLES and node not in self._refused else None
+        if owners is None or not torch.equal(owners, owners_of(len(owners))):
+            return kind
+        return "in order"
 
     def _graph_of_measures(self) -> fx.GraphModule:
         """Returns what computes the measures of a mini-batch from its targets."""
@@ -327,6 +356,21 @@ class _Splitter:
         return fx.GraphModule(self._module, graph)
 
     # One node.
+
+    def _try(self, node: fx.Node) -> None:
+        """Adds a node, or notes why it is refused: because it, or what it follows from, combines samples."""
+        refused = next((self._refused[each] for each in node.all_input_nodes if each in self._refused), None)
+        try:
+            if refused is None:
+                self._add(node)
+        except MixesSamples as error:
+            refused = error
+        if refused is not None:
+            self._refused[node] = refused
+        for new in reversed(self._new.nodes):
+            if new.meta:
+                break
+            new.meta["origin"] = node
 
     def _add(self, node: fx.Node) -> None:
         arguments, value = node.all_input_nodes, node.meta["value"]
@@ -612,7 +656,7 @@ class _Splitter:
     def _for(self, node: fx.Node, number: fx.Node) -> fx.Node:
         """Adds a number without dimensions in the dtype of a node's value, or float32 for a narrower one."""
         tensors = _tensors_in(node.meta["value"])
-        return self._cast(number, _precise(tensors[0].dtype))
+        return self._cast(number, precise(tensors[0].dtype))
 
     def _shared(self, node: fx.Node, of: fx.Node) -> fx.Node:
         """Adds the part of a whole value, or of a size of the mini-batch, that a micro-batch has."""
@@ -630,7 +674,7 @@ class _Splitter:
         raise MixesSamples(f"{_name(node)} at {_place(node)}: {why}")
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def precise(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of numbers that are multiplied with values of a dtype: at least float32."""
     return dtype if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 2) else torch.float32
 
@@ -657,8 +701,8 @@ def _bound_loss(
     return bound if "reduction" in bound.arguments else None
 
 
-def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterable[tuple[fx.Node, Any]]:
-    """Yields each node of a graph and its value for fake inputs."""
+def values_of(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterable[tuple[fx.Node, Any]]:
+    """Returns each node of a graph and its value for fake inputs."""
     found: list[tuple[fx.Node, Any]] = []
 
     class Values(fx.Interpreter):

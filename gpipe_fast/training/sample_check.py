@@ -25,6 +25,11 @@ _MAX_ELEMENTS = 2**22
 Owners = Tensor
 
 
+def owners_of(number: int) -> Owners:
+    """Returns the owners of a number of elements, as many of each sample after those of the one before."""
+    return torch.arange(_NUM_SAMPLES).repeat_interleave(number // _NUM_SAMPLES)
+
+
 class Mixed(Exception):
     """Raised where an operator mixes samples. The message says how."""
 
@@ -44,8 +49,19 @@ class SampleCheck:
         self._owners: dict[fx.Node, list[Owners | None]] = {}
 
     def add_input(self, node: fx.Node) -> None:
-        """Adds an input that has a batch dimension."""
-        self._owners[node] = [torch.arange(_NUM_SAMPLES)]
+        """Adds an input that has a batch dimension, such as that of the tokens of one sample after the other.
+
+        Raises:
+            Mixed: it has two, or not as many elements for each sample.
+        """
+        first, *others = (self._number(size) for size in node.meta["value"].shape if self._follows(size))
+        if others or first % _NUM_SAMPLES:
+            raise Mixed(f"a tensor of shape {list(node.meta['value'].shape)} has not as many for each sample")
+        self._owners[node] = [owners_of(first)]
+
+    def owners(self, node: fx.Node) -> Owners | None:
+        """Returns the owners along the batch dimension of a value; None if they are unknown."""
+        return self._owners[node][0]
 
     def add_selection(self, node: fx.Node) -> None:
         """Adds a value with as many elements as data select, or one that is computed from such values."""
@@ -155,10 +171,11 @@ class SampleCheck:
 
     def _dim_of(self, value: Tensor) -> int | None:
         """Returns the batch dimension of a value."""
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and self._batch in size.node.expr.free_symbols:
-                return dim
-        return None
+        return next((dim for dim, size in enumerate(value.shape) if self._follows(size)), None)
+
+    def _follows(self, size: Any) -> bool:
+        """Returns whether a size follows from the batch size."""
+        return isinstance(size, torch.SymInt) and self._batch in size.node.expr.free_symbols
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):

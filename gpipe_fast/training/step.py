@@ -42,13 +42,11 @@ class Objective:
         loss: the loss.
         target: what the loss is computed with besides the output.
         keeps_output: whether the output is returned, too.
-        weights: the weight of each micro-batch's loss; None for 1.
     """
 
     loss: Loss
     target: Any = None
     keeps_output: bool = False
-    weights: Sequence[float] | None = None
 
     @classmethod
     def checked(
@@ -104,11 +102,11 @@ def run_step(
         updates: updates the parameters of each stage after its last backward; None for nothing.
 
     Returns:
-        The losses, weighted and divided; and the output, or None.
+        The losses, divided; and the output, or None.
     """
     if not runner.layers:
         raise ValueError("the model has no layers, so it has no loss; pass some to GPipe")
-    loss, weights, processes = objective.loss, objective.weights, runner.processes
+    loss, processes = objective.loss, runner.processes
     targets = targets_of(runner, objective.target)
     inputs = runner.checked_inputs(args, kwargs)
     longer, given = with_loss(runner, inputs, training, objective, targets)
@@ -123,7 +121,7 @@ def run_step(
         divisor = divisor if loss.divisor is None else processes.sum_of_counts(divisor)
 
         def offer(outputs: Sequence[Tensor]) -> None:
-            processes.offer_losses(losses_of(outputs[0], divisor, weights))
+            processes.offer_losses(losses_of(outputs[0], divisor))
 
     found = longer.run(
         inputs,
@@ -132,7 +130,6 @@ def run_step(
             given.tensors,
             given.order._replace(updates=updates is not None),
             divisor,
-            weights,
             shape_of_loss(runner.output_dim),
             scaler,
             None if updates is None else updates.of,
@@ -143,7 +140,7 @@ def run_step(
     parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)
     if torch.is_grad_enabled():  # the gradients are there; nothing reads these ones
         torch.autograd.backward(parts, torch.ones_like(parts))
-    own = losses_of(parts, divisor, weights) if processes.has_last_stage else ()
+    own = losses_of(parts, divisor) if processes.has_last_stage else ()
     return Losses.of(own, processes), output
 
 
@@ -230,13 +227,10 @@ def result_of(found: Losses, output: Any, losses: list[Tensor] | None, return_ou
     return (found.total, output) if return_outputs else found.total
 
 
-def losses_of(parts: Tensor, divisor: Any, weights: Sequence[float] | None) -> Sequence[Tensor]:
-    """Returns the losses of micro-batches, weighted and divided."""
+def losses_of(parts: Tensor, divisor: Any) -> Sequence[Tensor]:
+    """Returns the losses of micro-batches, divided."""
     each: Sequence[Tensor] = (parts.detach().flatten() / divisor).unbind()
-    if weights is None:
-        return each
-    # A loss without any target that counts is NaN, and has no weight.
-    return [x * w if w else torch.zeros_like(x) for x, w in zip(each, weights, strict=True)]
+    return each
 
 
 def check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:

@@ -38,5 +38,5 @@ def test_inputs_differ() -> None:
     for labels, call, kind in run_ranks(2, cases.differing):
         for error in (labels, call):
             assert "calls the model with other inputs than another rank" in error
-            assert '"weights of micro-batches": [[], [], [0.' in error
+            assert '"numbers of targets": [' in error
         assert "AttributeError: 'str' object has no attribute 'flatten'" in kind

@@ -287,6 +287,15 @@ def num_targets(labels: Tensor, loss: str) -> int:
 
 def plain_step(model: Any, inputs: Inputs, loss: str, chunks: int) -> dict[str, Any]:
     """A step of the plain model over micro-batches, with the loss of the whole mini-batch."""
+    if loss == MEAN:  # micro-batches divide sums by the number of all targets
+        found = pipelined_step(model, inputs, loss, model.plain_loop)
+        torch.testing.assert_close(found, weighted_step(model.plain(), inputs, loss, chunks))
+        return found
+    return weighted_step(model.plain(), inputs, loss, chunks)
+
+
+def weighted_step(model: Any, inputs: Inputs, loss: str, chunks: int) -> dict[str, Any]:
+    """A step of the plain model over micro-batches, whose losses are weighted by their numbers of targets."""
     split = {key: x.chunk(chunks) for key, x in inputs.items() if x is not MASK}
     count = len(next(iter(split.values())))
     parts = [{key: split[key][m] if key in split else x for key, x in inputs.items()} for m in range(count)]
@@ -306,9 +315,9 @@ def plain_step(model: Any, inputs: Inputs, loss: str, chunks: int) -> dict[str, 
     return step_of(model, [torch.cat(c) for c in zip(*others, strict=True)], sum(weighted[1:], weighted[0]))
 
 
-def pipelined_step(model: Any, inputs: Inputs, loss: str) -> dict[str, Any]:
+def pipelined_step(model: Any, inputs: Inputs, loss: str, run: Any = None) -> dict[str, Any]:
     torch.manual_seed(SEED)
-    output = model(**inputs)
+    output = (run or model)(**inputs)
     found = None if loss == NONE else output.loss
     return step_of(model, [x for x in tensors(output) if x is not found], found)
 
@@ -340,7 +349,7 @@ def compare(case: Case, stages: int, chunks: int, mode: str) -> Any:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     ours = pipelined_step(model, inputs, loss)
     model.load_state_dict(state)
-    expected = plain_step(model.plain(), inputs, loss, chunks)
+    expected = plain_step(model, inputs, loss, chunks)
     different = unequal(ours, expected)
     tied = tied_across_stages(model)
     for name in different:
@@ -385,7 +394,7 @@ def test_the_gradient_of_tied_weights_is_the_sum_of_those_of_the_stages() -> Non
     model = pipeline_of(CASES["GPT-2 with tied weights"], 2, chunks=5, balance=[1, 1])
     ours = pipelined_step(model, CAUSAL, ITEMS)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    untied = plain_step(model.plain(), CAUSAL, ITEMS, chunks=5)
+    untied = plain_step(model, CAUSAL, ITEMS, chunks=5)
     untied["gradient of transformer.wte.weight"] += untied.pop("gradient of lm_head.weight")
     assert unequal(ours, untied) == []
 
@@ -403,7 +412,7 @@ def test_a_whole_step_equals_that_of_the_plain_model(name: str) -> None:
     tensors_of_step = [x for x in tensors(output) if x is not output.loss]
     ours: dict[str, Any] = {f"output {i}": x for i, x in enumerate(tensors_of_step)} | {"loss": found}
     ours |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-    expected = plain_step(model.plain(), inputs, loss, 5)
+    expected = plain_step(model, inputs, loss, 5)
     assert unequal(ours, {key: expected[key] for key in ours}) == []
     model.schedule = "1f1b"
     losses: list[Tensor] = []
@@ -537,15 +546,49 @@ def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: str) -> None:
     torch.testing.assert_close(model.evaluate(ids, labels), expected.detach())
 
 
-def test_a_micro_batch_in_which_nothing_counts() -> None:
-    ids, labels = tokens()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_micro_batch_in_which_nothing_counts(loss: str) -> None:
+    plain, (ids, labels) = Tokens(LOSSES[loss]), tokens()
     labels[0] = -100
-    model = pipelined(Tokens(LOSSES["mask"]), chunks=7)
-    for call in (model, model.step):
-        with pytest.raises(ValueError, match="in micro-batch 0 of 7, nothing counts"):
-            call(ids, labels)
-    assert all(p.grad is None for p in model.parameters())
-    torch.testing.assert_close(model.evaluate(ids, labels), model.plain()(ids, labels).detach())
+    expected = plain(ids, labels)
+    gradients = torch.autograd.grad(expected, list(plain.parameters()))
+    model = pipelined(plain, chunks=7)
+    torch.testing.assert_close(model.step(ids, labels), expected.detach())
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
+
+
+SUMS: dict[str, Inputs] = {
+    # Positions past the end are ignored.
+    "BertForQuestionAnswering": {
+        "input_ids": TOKENS,
+        "start_positions": numbers(BATCH) % 12,
+        "end_positions": numbers(BATCH).flip(0) % 11,
+    },
+    "BertForPreTraining": {"input_ids": TOKENS, "labels": LABELS, "next_sentence_label": CLASSES},
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_of_two_means_over_different_targets(name: str) -> None:
+    plain, inputs = bert(name).eval(), SUMS[name]
+    expected: Any = plain(**inputs)
+    parameters = [p for p in plain.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(expected.loss, parameters, allow_unused=True)
+    model = GPipe.from_model(plain, kwargs=dict(inputs), devices=["cpu"] * 2, chunks=4)
+    found = model(**inputs)
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key])
+    torch.testing.assert_close(model.step(**inputs), expected.loss.detach())
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("loss", ["exact", "per-microbatch"])
+def test_router_logits_that_are_collected_inside_of_blocks_are_refused(loss: str) -> None:
+    plain = decoder("MixtralForCausalLM", num_local_experts=4, output_router_logits=True)
+    with pytest.raises(RuntimeError, match="router_logits would be collected inside of blocks"):
+        GPipe.from_model(plain, kwargs=dict(CAUSAL), devices=["cpu"] * 2, chunks=4, loss=loss)
 
 
 def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
@@ -641,4 +684,4 @@ def test_a_configuration_that_changes_between_steps_is_seen(name: str) -> None:
     for attention in ("eager", "sdpa"):
         model.config._attn_implementation = attention
         ours = pipelined_step(model, inputs, loss)
-        assert unequal(ours, plain_step(model.plain(), inputs, loss, 2)) == []
+        assert unequal(ours, plain_step(model, inputs, loss, 2)) == []

@@ -256,15 +256,6 @@ def out_of_order() -> None:
         model.blocks[1](X)
 
 
-def masked_mean(model: Any, x: Tensor, mask: Tensor) -> Tensor:
-    return (two_blocks(model, x).square().sum(1) * mask).sum() / mask.sum()
-
-
-def nothing_counts() -> object:
-    x, mask = torch.ones(2, 4), torch.tensor([1.0, 0.0])
-    return cut(Model(masked_mean), x, mask, balance=[1, 1], chunks=2)(x, mask)
-
-
 def with_labels(x: Tensor, y: Tensor, labels: Tensor | None = None) -> Tensor:
     return y if labels is None else (y - labels).square().mean()
 
@@ -293,7 +284,6 @@ OF_MODELS = [
     case("report got loss_fn=", "loss_fn(model(...), target)", with_a_loss, "report", loss_fn=torch.sum),
     case("argument 0 is a list of 2", "model(*tensors)", lambda: cut(Model())([X, X])),
     case("argument 'x' is a dict of 1", "model(**tensors)", lambda: cut(Model())(x={"x": X})),
-    case("in micro-batch 1 of 2, nothing counts", "use fewer chunks", nothing_counts),
     case("got int", "must be an nn.Module", GPipe.from_model, 3, (X,)),
     case("got list", "pass (x,)", GPipe.from_model, Model(), [X]),
     case("got list", "a dict of keyword arguments", GPipe.from_model, Model(), (X,), [X]),
@@ -354,6 +344,12 @@ OF_MODELS = [
     case("hidden_states would be collected", "model.plain()", collecting),
     case("output tensor compares samples", "get None in its place", after(lambda x, y: y @ y.T)),
     case("output tensor of a batch does not follow", "'per-microbatch'", after(lambda x, y: y.std())),
+    case(
+        "it changes a tensor in place",
+        "'per-microbatch'",
+        after(lambda x, y: nn.functional.relu(y, True).mean()),
+    ),
+    case("as many for each sample", "", after(lambda x, y: y.sum() * torch.rand(len(x), len(x)).sum())),
     case("got 'cuda', and the stages are on cpu", "devices=[...]", lambda: cut(Model()).cuda()),
     case("denied to replace forward", "functools.wraps", replace_forward),
     case("a set is returned by a module", "", lambda: list(_paths({1, 2}, "r"))),
