@@ -932,7 +932,7 @@ def _refusal(error: Exception, changes: Sequence[str]) -> Refused:
     if ASKS_PHASE in text:
         return Refused(ASKS_PHASE)
     if "data-dependent expression" in text:
-        return Refused("it decides by a size that depends on the elements of a tensor")
+        return Refused("it decides by the elements of a tensor, or by a data-dependent size")
     devices = _TWO_DEVICES.search(text)
     if devices is not None:
         return Refused(

@@ -329,7 +329,7 @@ OF_MODELS = [
     case("detach_ is called between blocks", "without '_'", between(lambda m, x: x.tanh().detach_())),
     case("manual_seed", "blocks=...", between(seed)),
     case("torch.vmap is called between", "inside of one", between(lambda m, x: torch.vmap(torch.sin)(x))),
-    case("decides by a size that depends on", "blocks=...", between(decides_by_a_count)),
+    case("decides by the elements of a tensor", "blocks=...", between(decides_by_a_count)),
     case("draws from Python's random", "blocks=...", between(lambda m, x: x * random.random())),
     case("of size 2*B", "to get None in its place", after(lambda x, y: torch.cat([y, -y]))),
     case("returns 0 numbers with a gradient", "pass the labels", lambda: cut(Model()).step(X)),
