@@ -14,6 +14,8 @@ REFERENCE_TORCH ?= 2.11.0
 INTERMEDIATE_TORCH ?= 2.13.0
 # The releases for `make smoke-newest`; or, of the day, NEWEST='--upgrade transformers diffusers peft trl accelerate timm'.
 NEWEST ?= -r requirements-newest.txt
+SMOKE_NEWEST := tests/models/test_library_census.py tests/models/test_training_loops.py \
+  tests/models/test_quantized_models.py tests/unit/layers/test_quantized.py $(wildcard tests/contracts/*/test_quantized*.py)
 # The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 
@@ -130,8 +132,7 @@ smoke-newest: build  ## models of newer transformers, timm and diffusers: native
 	fi; \
 	$(PY) -m pip install --quiet --no-deps --target build/newest --upgrade $(NEWEST); \
 	$(PY) -m pip list --path build/newest; \
-	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) --tier=all tests/models/test_library_census.py \
-	  tests/models/test_training_loops.py
+	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) --tier=ci $(SMOKE_NEWEST)
 
 # Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
 smoke-between:  ## build and smoke test with torch 2.12 or 2.13 (INTERMEDIATE_TORCH=2.13.0)

@@ -49,11 +49,16 @@ from torch._dynamo.variables.functions import (
     BaseUserFunctionVariable,
     LocalGeneratorObjectVariable,
     SkipFunctionVariable,
+    UserFunctionVariable,
     WrapperUserFunctionVariable,
 )
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable, PythonModuleVariable
+from torch._dynamo.variables.misc import (
+    AutogradFunctionVariable,
+    LoggingLoggerVariable,
+    PythonModuleVariable,
+)
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -203,6 +208,8 @@ def function_modes_cleared() -> Iterator[None]:
 def settings(wanted: Mapping[str, Any], ignored_logging: set[Any]) -> Iterator[None]:
     """Sets Dynamo's configuration in a block; some versions warn about settings that will go.
 
+    Captured code may ask for loggers by name.
+
     Args:
         wanted: the settings; those that a version lacks are left out.
         ignored_logging: functions that log, whose calls Dynamo leaves out.
@@ -215,8 +222,21 @@ def settings(wanted: Mapping[str, Any], ignored_logging: set[Any]) -> Iterator[N
             **{name: value for name, value in wanted.items() if name in known},
             ignore_logging_functions=ignored,
         )
-        with patched:
+        with patched, _loggers_found():
             yield
+
+
+def _loggers_found() -> contextlib.AbstractContextManager[Any]:
+    """Lets captured code ask for a logger by name, which is always the same one, in a block."""
+    original = UserFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        is_named = self.fn is logging.getLogger and not kwargs
+        if is_named and all(each.is_python_constant() for each in args):
+            return LoggingLoggerVariable(logging.getLogger(*(each.as_python_constant() for each in args)))
+        return original(self, tx, args, kwargs)
+
+    return mock.patch.object(UserFunctionVariable, "call_function", call_function)
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def test_ten_updates_equal_the_plain_loop(
         backend="auto" if kind == EIGHT_BITS else "aten",
     )
     plain = model.plain()  # has the same parameters
-    assert not unequal(pipelined_step(model, INPUTS, ITEMS), plain_step(plain, INPUTS, ITEMS, chunks))
+    assert not unequal(pipelined_step(model, INPUTS, ITEMS), plain_step(model, INPUTS, ITEMS, chunks))
     pieces = [x.chunk(chunks) for x in INPUTS.values()]
     parts = [dict(zip(INPUTS, each, strict=True)) for each in zip(*pieces, strict=True)]
     total = num_targets(INPUTS["labels"], ITEMS)
