@@ -534,12 +534,7 @@ def _capturing(
         dynamo.compile_lock,
         DisableTransforms(),
         mock.patch.dict(dynamo.tracing_questions, _ANSWERS),
-        dynamo.triton_kernels_known(),
-        dynamo.sent_values_replace_yields(),
-        dynamo.stream_questions_answered(),
-        dynamo.messages_of_checks_left_out(),
-        dynamo.shown_keys_guarded(),
-        dynamo.asked_attributes_guarded(),
+        _dynamo_completed(),
         dynamo.effective_changes_only(observed.changes),
         _caught_lookups_refused(),
         dynamo.cached_calls_answered(functools.partial(_answer_cached_call, observed.cached_calls)),
@@ -557,6 +552,20 @@ def _capturing(
         finally:
             dynamo.logger.disabled = disabled
             random.setstate(random_state)
+
+
+@contextlib.contextmanager
+def _dynamo_completed() -> Iterator[None]:
+    """Adds to Dynamo what it lacks, in a block; CPython compiles at most 20 blocks in one another."""
+    with (
+        dynamo.triton_kernels_known(),
+        dynamo.sent_values_replace_yields(),
+        dynamo.stream_questions_answered(),
+        dynamo.messages_of_checks_left_out(),
+        dynamo.shown_keys_guarded(),
+        dynamo.asked_attributes_guarded(),
+    ):
+        yield
 
 
 def _caught_lookups_refused() -> contextlib.AbstractContextManager[None]:

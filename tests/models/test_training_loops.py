@@ -81,19 +81,25 @@ def losses_of_transformers(model: Any, folder: Path, num_microbatches: int, **mo
     return losses(Trainer(model, arguments, train_dataset=data))
 
 
-def losses_of_trl(model: Any, folder: Path, num_microbatches: int, **more: Any) -> list[float]:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models
+def tokenizer() -> Any:
+    """Returns a tokenizer whose words are numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
-    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "0")
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "0")
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def losses_of_trl(model: Any, folder: Path, num_microbatches: int, **more: Any) -> list[float]:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     return losses(
         trl.SFTTrainer(
             model,
             trl.SFTConfig(**settings(folder, num_microbatches, **{"loss_type": "nll", **more})),
             train_dataset=datasets.Dataset.from_dict({"input_ids": samples().tolist()}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
+            processing_class=tokenizer(),
         )
     )
 
@@ -110,6 +116,28 @@ def test_trl_and_peft_with_their_defaults(tmp_path: Path) -> None:
     found = losses_of_trl(with_lora(pipelined(llama())), tmp_path, 1)
     # In autocast, and since TRL 1.16 the plain model's head computes in tiles.
     assert found == (pytest.approx(expected, rel=1e-4) if HAS_FUSED_HEAD else expected)
+
+
+def losses_of_preferences(model: Any, folder: Path, num_microbatches: int) -> list[float]:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    texts = [" ".join(map(str, row.tolist())) for row in samples()]
+    columns = {"prompt": texts, "chosen": texts[1:] + texts[:1], "rejected": texts[2:] + texts[:2]}
+    more = {"bf16": False, "gradient_checkpointing": False}
+    return losses(
+        trl.DPOTrainer(
+            model,
+            args=trl.DPOConfig(**settings(folder, num_microbatches, **more)),
+            train_dataset=datasets.Dataset.from_dict(columns),
+            processing_class=tokenizer(),
+        )
+    )
+
+
+def test_preferences_with_trl_and_peft(tmp_path: Path) -> None:
+    """The reference model is the pipeline without its adapters; chosen and rejected texts are one batch."""
+    expected = losses_of_preferences(with_lora(llama()), tmp_path, 2)
+    found = losses_of_preferences(with_lora(pipelined(llama())), tmp_path, 1)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_trl_and_peft_with_weights_of_4_bits(tmp_path: Path) -> None:
