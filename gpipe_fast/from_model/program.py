@@ -186,15 +186,15 @@ class Program:
             run: runs the plain model on the inputs of a micro-batch.
             given: the inputs.
         """
-        rows = []
+        rows, measures = [], self._measures(given)
+        places = {
+            leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
+        }
         for part, sizes in zip(given.parts, given.sizes, strict=True):
             with SourcesOf(self.flow, self._shares.sources) as sources:
                 leaves = pytree.tree_leaves(open_dataclass(run(part)))
-            known = dict(enumerate([*part, *self._measures(given)])) | sources.values
+            known = dict(enumerate([*part, *measures])) | sources.values
             own = Evaluation(self.flow, known, sizes, part[0].device)
-            places = {
-                leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
-            }
             rows.append(
                 [own.value(each.ref) if each.kind else leaves[places[each.ref]] for each in self.outputs]
             )

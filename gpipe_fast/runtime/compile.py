@@ -101,11 +101,11 @@ class Compiler:
 
     @contextlib.contextmanager
     def for_state(self, key: StateKey) -> Iterator[None]:
-        """Compiles in a block for layers that are in one state, unless a trace adds guards.
+        """Looks up the state of each stage once in a block, and again after a trace that adds guards.
 
         Args:
-            key: the state of all layers, as of now; no other thread may run them. While it is the same
-                object, so is what is known of the stages.
+            key: the present state of all layers, which no other thread may run in the block. If an earlier
+                block had the same object, the states of stages that were found there hold, too.
         """
         if self._known_state is not key:
             self._known_state = key

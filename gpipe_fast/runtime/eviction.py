@@ -64,7 +64,7 @@ class Eviction:
     def __init__(self, limit: int, compiler: Compiler) -> None:
         self.limit = limit
         self.num_evicted = 0
-        # An upper bound of the bytes, if nothing was traced since that many traces: counting takes longer.
+        # An upper bound of the bytes while the compiler has made as many traces; counting takes longer.
         self._at_most, self._num_traces = 0, 0
         self._compiler = compiler
         self._planners: list[weakref.ref[KeptBy]] = []  # in the order in which they were made

@@ -18,11 +18,11 @@ class OlderObjects:
 
     Attributes:
         are_frozen: whether collections leave them out. `gc.get_freeze_count` would visit each of them.
-        have_successors: whether graphs have been made since, so that there is garbage.
+        graphs_made: whether graphs, which leave garbage, have been made since.
     """
 
     are_frozen = False
-    have_successors = False
+    graphs_made = False
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def collector_paused() -> Iterator[None]:
     In the middle of a trace, it would call finalizers and callbacks of unrelated code, which would be taken
     for the layer's. It would also examine all objects of the process several times.
     """
-    OlderObjects.have_successors = True
+    OlderObjects.graphs_made = True
     if not gc.isenabled():
         yield
         return
@@ -73,16 +73,16 @@ def collected() -> Iterator[None]:
     num_blocks = sys.getallocatedblocks()
     _LongLived.num_blocks = _LongLived.num_blocks or num_blocks
     gc.freeze()
-    OlderObjects.are_frozen, OlderObjects.have_successors = True, False
+    OlderObjects.are_frozen, OlderObjects.graphs_made = True, False
     try:
         yield
     finally:
         OlderObjects.are_frozen = False
-        if OlderObjects.have_successors and num_blocks <= _GROWTH * _LongLived.num_blocks:
+        if OlderObjects.graphs_made and num_blocks <= _GROWTH * _LongLived.num_blocks:
             gc.collect()
         gc.unfreeze()
         if num_blocks > _GROWTH * _LongLived.num_blocks:
             gc.collect()
             _LongLived.num_blocks = sys.getallocatedblocks()
-        if OlderObjects.have_successors:
+        if OlderObjects.graphs_made:
             trim_heaps()
