@@ -17,8 +17,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from gpipe_fast.layers.device_memory import device_memory_bytes
 from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.trace.joint_graph import JointGraph
 
@@ -61,8 +63,9 @@ _ACTION_BYTES = 400  # the actions
 
 # The variable of the environment with the limit, in MiB.
 LIMIT_VARIABLE = "GPIPE_FAST_PLANS_MIB"
-# By default, plans may keep as many bytes as this fraction of the parameters, and no fewer than this number.
-_FRACTION_OF_PARAMETERS, _MIN_LIMIT = 1 / 8, 256 << 20
+# By default, plans may keep as many bytes as this fraction of the parameters, or of the host's memory up to
+# this number, whichever is larger.
+_FRACTION_OF_PARAMETERS, _FRACTION_OF_HOST, _MAX_OF_HOST = 1 / 8, 1 / 16, 1 << 30
 
 
 def graph_bytes(joint: JointGraph) -> int:
@@ -93,7 +96,8 @@ def limit_bytes(parameters: Iterable[Tensor]) -> int:
     """
     wanted = os.environ.get(LIMIT_VARIABLE)
     if wanted is None:
-        return max(_MIN_LIMIT, int(_FRACTION_OF_PARAMETERS * sum(map(stored_bytes, set(parameters)))))
+        of_host = min(_MAX_OF_HOST, _FRACTION_OF_HOST * device_memory_bytes(torch.device("cpu")))
+        return int(max(of_host, _FRACTION_OF_PARAMETERS * sum(map(stored_bytes, set(parameters)))))
     try:
         number = float(wanted)
     except ValueError:

@@ -91,7 +91,9 @@ def test_the_limit_follows_the_parameters_and_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GPIPE_FAST_PLANS_MIB", raising=False)
-    assert limit_bytes([torch.empty(10)]) == 256 * 2**20
+    for host, expected in ((2**34, 2**30), (2**40, 2**30), (2**32, 2**28)):
+        monkeypatch.setattr("gpipe_fast.runtime.cache.device_memory_bytes", lambda _, host=host: host)
+        assert limit_bytes([torch.empty(10)]) == expected
     assert limit_bytes([torch.empty(2**30, device="meta") for _ in range(2)]) == 2**33 // 8
     monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "1.5")
     assert limit_bytes([torch.empty(10)]) == 3 * 2**19
