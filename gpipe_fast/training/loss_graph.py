@@ -388,6 +388,8 @@ class _Splitter:
         elif any(_symbols(tensor.shape) - self._constant_sizes for tensor in tensors):
             self._add_of_samples(node, tensors)
         elif _OF_SAMPLES in kinds and not makes:
+            if node in self._reads:
+                self._checked(self._check.check_positions, node)
             self._kinds[node] = _SHARE if node in self._reads else _WHOLE
             self._copies[node] = self._reduced(node) if node in self._reads else self._measure(node)
         elif _SHARE in kinds:
@@ -418,13 +420,21 @@ class _Splitter:
         self._copies[node] = self._copy(node, of_whole=is_arithmetic)
         self._select(node, tensors)
         selections = self._selections_of([node, *node.all_input_nodes])
+        if not selections:
+            self._checked(self._check.add, node)
+        elif _is_pointwise(node) or selections - self._selections_of(node.all_input_nodes):
+            self._checked(self._check.add_selection, node)
+        else:
+            self._refuse(node, "it is not known to compute each selected element by itself")
+
+    def _checked(self, check: Callable[[fx.Node], None], node: fx.Node) -> None:
+        """Checks a node on random numbers.
+
+        Raises:
+            MixesSamples: it mixes samples.
+        """
         try:
-            if not selections:
-                self._check.add(node)
-            elif _is_pointwise(node) or selections - self._selections_of(node.all_input_nodes):
-                self._check.add_selection(node)
-            else:
-                raise Mixed("it is not known to compute each selected element by itself")
+            check(node)
         except Mixed as mixed:
             self._refuse(node, str(mixed))
 
@@ -445,10 +455,7 @@ class _Splitter:
             self._refuse(node, "it combines each sample with a value of all samples")
         if name in _SUMS:
             if name != "sum":
-                try:
-                    self._check.check_sum(node)
-                except Mixed as mixed:
-                    self._refuse(node, str(mixed))
+                self._checked(self._check.check_sum, node)
             return self._copy(node)
         if name == "mean":
             return self._mean(node)

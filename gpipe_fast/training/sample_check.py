@@ -3,6 +3,9 @@
 Each operator runs by itself on random numbers, for a few samples; then the numbers of one sample after the
 other are replaced. An element of the result may change with one sample only, to which it then belongs. So an
 operator that mixes samples is found although its result may not matter to the loss of random numbers.
+
+The position of a sample is another one in a micro-batch. So it may choose the sample's own elements, as in
+``x[torch.arange(len(x)), labels]``, but it may not be a number to compute with.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class SampleCheck:
         self._numbers = {batch: _NUM_SAMPLES, **sizes}
         self._batch, self._device = batch, device
         self._owners: dict[fx.Node, list[Owners | None]] = {}
+        self._of_sizes: dict[fx.Node, Tensor] = {}  # what is computed from sizes alone
+        self._positions: set[fx.Node] = set()
 
     def add_input(self, node: fx.Node) -> None:
         """Adds an input that has a batch dimension, such as that of the tokens of one sample after the other.
@@ -64,21 +69,46 @@ class SampleCheck:
         return self._owners[node][0]
 
     def add_selection(self, node: fx.Node) -> None:
-        """Adds a value with as many elements as data select, or one that is computed from such values."""
+        """Adds a value with as many elements as data select, or one that is computed from such values.
+
+        Raises:
+            Mixed: it depends on the positions of samples.
+        """
+        self.check_positions(node)
         self._owners[node] = [None]
+
+    def check_positions(self, node: fx.Node) -> None:
+        """Checks that an operator uses positions of samples only to choose elements of the same sample.
+
+        Raises:
+            Mixed: it computes with them.
+        """
+        if not self._chooses(node) and not self._positions.isdisjoint(node.all_input_nodes):
+            raise Mixed("it computes with the positions of samples in the mini-batch")
+
+    def _chooses(self, node: fx.Node) -> bool:
+        """Returns whether an operator uses positions, if any, only as an index."""
+        if getattr(node.target, "__name__", "") not in ("getitem", "with_item"):
+            return False
+        others: set[fx.Node] = set()
+        fx.node.map_arg((node.args[0], node.args[2:]), others.add)
+        return self._positions.isdisjoint(others)
 
     def add(self, node: fx.Node) -> None:
         """Adds a value with a batch dimension, which an operator computes.
 
         Raises:
-            Mixed: it mixes samples.
+            Mixed: it mixes samples, or depends on their positions.
         """
+        if self._add_of_sizes(node):
+            return
+        self.check_positions(node)
         first: Any = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and isinstance(first.meta["value"], (tuple, list)):
             index: Any = node.args[1]
             self._owners[node] = [self._owners[first][index]]
             return
-        results = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if _is_tensor(leaf)]
         dims = [self._dim_of(result) for result in results]
         found: list[Tensor | None] = [None] * len(results)
         for draw in range(_NUM_DRAWS):
@@ -94,11 +124,35 @@ class SampleCheck:
                 if known is not None and ((known != owners) & (known >= 0) & (owners >= 0)).any():
                     raise Mixed("it mixes samples")
                 found[i] = owners if known is None else torch.maximum(known, owners)
+        order = torch.arange(_NUM_SAMPLES)
+        for own in found if not self._positions.isdisjoint(node.all_input_nodes) else ():
+            if own is None or len(own) != len(order) or ((own >= 0) & (own != order)).any():
+                raise Mixed("it chooses elements of other samples by their positions")
         inherited = [each[0] for each in map(self._owners.get, node.all_input_nodes) if each is not None]
         self._owners[node] = [
             owners if owners is None else _completed(owners, [each for each in inherited if each is not None])
             for owners in found
         ]
+
+    def _add_of_sizes(self, node: fx.Node) -> bool:
+        """Adds a value that is computed from sizes alone; returns whether it is one."""
+        value, inputs = node.meta["value"], node.all_input_nodes
+        read = [each for each in inputs if any(map(_is_tensor, pytree.tree_leaves(each.meta["value"])))]
+        if not isinstance(value, Tensor) or not all(each in self._of_sizes for each in read):
+            return False
+        given = {each: self._of_sizes.get(each, self._number(each.meta["value"])) for each in inputs}
+        (found,) = _call(node, given)
+        if str(getattr(node.target, "__name__", node.target)).startswith("empty"):
+            found.zero_()
+        dim = self._dim_of(value)
+        assert dim is not None
+        rows = found.movedim(dim, 0)
+        if (rows != rows[:1]).any() or not self._positions.isdisjoint(inputs):
+            if rows.dim() > 1 or not torch.equal(rows, torch.arange(_NUM_SAMPLES).to(rows)):
+                raise Mixed("it computes with the positions of samples in the mini-batch")
+            self._positions.add(node)
+        self._of_sizes[node], self._owners[node] = found, [torch.full((len(rows),), -1)]
+        return True
 
     def check_sum(self, node: fx.Node) -> None:
         """Checks that what an operator computes of all samples adds up over them.
@@ -138,6 +192,8 @@ class SampleCheck:
         raise Mixed(f"it could not be checked on random numbers: {failure}")
 
     def _random(self, node: fx.Node, kind: str, generator: torch.Generator) -> Any:
+        if node in self._of_sizes:
+            return self._of_sizes[node]
         return pytree.tree_map(lambda leaf: self._drawn(leaf, kind, generator), node.meta["value"])
 
     def _drawn(self, value: Any, kind: str, generator: torch.Generator) -> Any:
@@ -183,13 +239,17 @@ class SampleCheck:
         return float(value.node.expr.subs(self._numbers)) if isinstance(value, torch.SymFloat) else value
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     target: Any = node.target
     found = (
         getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
     )
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(found) if _is_tensor(leaf)]
 
 
 def _differ(a: Tensor, b: Tensor, dim: int) -> Tensor:

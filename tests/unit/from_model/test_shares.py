@@ -229,6 +229,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda m, y, c, k: F.cross_entropy(y[:, 0] @ y[:, 1].T, torch.arange(len(y))),
         "matmul at",
     ),
+    "a position": (
+        lambda m, y, c, k: (y.mean((1, 2)) * torch.arange(len(y))).mean(),
+        "mul at .*positions of samples",
+    ),
     "a centre": (lambda m, y, c, k: (y - y.mean(0)).square().mean(), "sub at .*test_shares.py:"),
     "of a block": (lambda m, y, c, k: m.rows(y)[1], "Rows at .*test_shares.py:.*all samples"),
 }

@@ -44,6 +44,16 @@ def ignored_in_place(target: Tensor) -> Tensor:
     return target
 
 
+def positions(y: Tensor) -> Tensor:
+    return torch.arange(len(y), device=y.device)
+
+
+def set_at_targets(y: Tensor, t: Tensor) -> Tensor:
+    found = torch.zeros(len(y), 5)
+    found[positions(y), t.clamp(min=0)] = 1.0
+    return found
+
+
 # The loss, its target, and the number of measures.
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "a mean": (lambda y, t: (y - t).square().mean(), TARGET, 1),
@@ -63,6 +73,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "added in place": (lambda y, t: (lambda a: a + a.add_(y.sum()))(y.mean()), TARGET, 1),
     "ignored in place": (lambda y, t: F.cross_entropy(y, ignored_in_place(t)), CLASSES, 2),
     "products": (lambda y, t: (y.T @ t).trace(), TARGET, 1),
+    "chosen": (lambda y, t: y[positions(y), t.clamp(min=0)].square().mean(), CLASSES, 1),
+    "chosen of columns": (lambda y, t: y.T[t.clamp(min=0), positions(y).int()].square().sum(), CLASSES, 1),
+    "set": (lambda y, t: (y * set_at_targets(y, t)).sum() / len(y), CLASSES, 1),
+    "a sum of positions": (lambda y, t: y.mean() * positions(y).sum(), TARGET, 2),
+    "equal for all samples": (lambda y, t: (y[:, 0] * torch.ones(len(y)) * 3).mean(), TARGET, 1),
 }
 
 
@@ -104,6 +119,18 @@ def test_a_number_of_targets_that_is_no_sum_is_marked() -> None:
     torch.testing.assert_close(total(shares, TARGET, (3, 7)), OUTPUT.sum() / TARGET.max())
 
 
+COMPUTES_WITH_POSITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as weights": lambda y, t: (y[:, 0] * positions(y)).mean(),
+    "in a product": lambda y, t: torch.dot(y[:, 0], positions(y).to(y)) / len(y),
+    "compared": lambda y, t: torch.where(positions(y) > 7, y[:, 0], y[:, 1]).mean(),
+    "as classes": lambda y, t: F.cross_entropy(y, positions(y) % 5),
+    "in one hot": lambda y, t: (y * F.one_hot(positions(y) % 5, 5)).mean(),
+    "reversed": lambda y, t: (y * t[positions(y).flip(0)]).mean(),
+    "downwards": lambda y, t: (y * t[torch.arange(len(y) - 1, -1, -1)]).mean(),
+    "rotated": lambda y, t: (y * t[(positions(y) + 1) % len(y)]).mean(),
+    "every other": lambda y, t: y[torch.arange(0, len(y), 2)].mean(),
+    "counted": lambda y, t: (y[:, 0] * torch.ones(len(y)).cumsum(0)).mean(),
+}
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "root": (lambda y, t: F.mse_loss(y, t).sqrt(), "sqrt .*: it is not linear in what is added up"),
     "product of shares": (lambda y, t: y.mean() * t.mean() * y.sum(), "mul .*: it is not linear"),
@@ -129,6 +156,14 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "clamp .*: it computes each sample with the number of all samples",
     ),
     "rounded": (lambda y, t: y.sum().to(torch.int64) * 1.0, "to .*: it rounds what is added up"),
+    **{
+        f"positions, {name}": (loss_fn, "it computes with the positions of samples")
+        for name, loss_fn in COMPUTES_WITH_POSITIONS.items()
+    },
+    "others by position": (
+        lambda y, t: torch.cat([y, y]).repeat_interleave(2, 0)[positions(y)].mean(),
+        "it chooses elements of other samples|on random numbers",
+    ),
     "selected by outputs": (lambda y, t: y[y > 0].mean(), "what it is divided by follows from outputs"),
     "branch": (
         lambda y, t: y.sum() if len(y) > 4 else y.mean(),
