@@ -356,7 +356,7 @@ class _Attempt:
         try:
             with self._collectors_allowed():
                 if is_module:
-                    result, has_read = self._result_of(target, args, kwargs)
+                    result, has_read = self._result_of(call, args, kwargs)
                 else:
                     result = target(*args, **kwargs)
         finally:
@@ -386,17 +386,18 @@ class _Attempt:
             self._fail(_Open(target))
         return result
 
-    def _result_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    def _result_of(self, call: WholeCall, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Runs a module on fake tensors; or on zeros, where shapes depend on elements, as by a router.
 
         Returns:
             The result, and whether the module reads elements.
         """
+        module = call.target
         has_own_call = type(module).__call__ is not nn.Module.__call__
         run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
         odd = self._odd and not self._odd.isdisjoint(module.modules())
         if odd or type(module) in self._modules.concrete:
-            return self._result_for_zeros(module, run, args, kwargs), False
+            return self._result_for_zeros(call, run, args, kwargs), False
         fixed = self._num_fixed()
         try:
             found = run(*args, **kwargs)
@@ -411,7 +412,7 @@ class _Attempt:
             self._env.pending_fresh_unbacked_symbols.clear()  # those inside of the module
         try:
             has_read = isinstance(first_error, READS_ELEMENTS)
-            return self._result_for_zeros(module, run, args, kwargs), has_read
+            return self._result_for_zeros(call, run, args, kwargs), has_read
         except Exception:
             raise first_error from None
 
@@ -419,31 +420,52 @@ class _Attempt:
         """Returns how many of PyTorch's symbols are numbers by now."""
         return sum(isinstance(each, sympy.Integer) for each in self._env.replacements.values())
 
-    def _result_for_zeros(self, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a module on zeros whose sizes tell symbols apart, and returns fake results."""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        sizes: list[Any] = [size for x in tensors for size in x.shape]
+    def _result_for_zeros(self, call: WholeCall, run: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a module on zeros whose sizes tell symbols apart, and returns fake results.
+
+        Their sizes are only likely for other sizes of the arguments, so that the layer will check them.
+
+        Raises:
+            Differs: a size of a result depends on symbols, and is none of the arguments' sizes.
+        """
+        module, leaves = call.target, pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        sizes: list[Any] = [*(size for x in tensors for size in x.shape), *leaves]
         symbolic = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
         taken = {size for x in (*tensors, *module.parameters()) for size in x.shape if type(size) is int}
         symbols = sorted({symbol for each in symbolic for symbol in each.free_symbols}, key=str)
         primes = (n for n in range(11, 10_000) if n not in taken and all(n % d for d in range(2, n)))
-        values = {symbol: sympy.Integer(next(primes)) for symbol in symbols}
-        known = {int(each.xreplace(values)): size for each, size in symbolic.items()}
 
-        def zeros(x: Tensor) -> Tensor:
-            shape = [
-                int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
-                for size in x.shape
-            ]
-            return torch.zeros(shape, dtype=x.dtype, device="cpu").requires_grad_(x.requires_grad)
+        def results() -> tuple[Any, list[list[Any]]]:
+            """Returns the results for further sizes, and their shapes with symbols."""
+            values = {symbol: sympy.Integer(next(primes)) for symbol in symbols}
+            known = {int(each.xreplace(values)): size for each, size in symbolic.items()}
+
+            def zeros(x: Any) -> Any:
+                if isinstance(x, torch.SymInt):
+                    return int(x.node.expr.xreplace(values))
+                if not isinstance(x, Tensor):
+                    return torch.device("cpu") if isinstance(x, torch.device) else x
+                made = torch.zeros([zeros(size) for size in x.shape], dtype=x.dtype, device="cpu")
+                return made.requires_grad_(x.requires_grad)
+
+            given, named = pytree.tree_map(zeros, (args, kwargs))
+            returned = run(*given, **named)
+            shapes = [list(x.shape) for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
+            return returned, [[known.get(size, size) for size in shape] for shape in shapes]
+
+        with disable_current_modes(), real_tensors(module, self._read):
+            returned, shapes = results()
+            if symbols and results()[1] != shapes:
+                self._fail(Differs(f"gets a size from {self._names[module]} that no argument of it has"))
+        call.sizes_are_likely = bool(symbols)
+        left = iter(shapes)
 
         def fake(x: Tensor) -> Tensor:
-            shape = [known.get(size, size) for size in x.shape]
+            shape = next(left)
             made = torch.empty_strided(shape, _strides_like(x, shape), dtype=x.dtype, device=self._device)
             return made.requires_grad_(x.requires_grad).clone() if x.requires_grad else made
 
-        with disable_current_modes(), real_tensors(module, self._read):
-            returned = run(*map_tensors(zeros, args), **map_tensors(zeros, kwargs))
         return map_tensors(fake, returned)
 
     def _refuse_argument(self, value: Any, name: str, kind: type) -> None:

@@ -95,16 +95,18 @@ def _last_uses(
     for index, calls in enumerate(layers):
         read = [ref for call in calls for ref in call.arguments.refs() if made_in[ref] < index]
         last.update((ref, index) for call in calls for ref in call.arguments.refs())
-        for size in sizes_in(calls):
+        for size in sizes_in(flow, calls):
             if size_source(flow, size, read) is None:
                 last[_input_with(flow, size)] = index
     last.update(dict.fromkeys(wanted, len(layers) - 1))
     return {ref: layer for ref, layer in last.items() if ref in made_in}
 
 
-def sizes_in(calls: Sequence[Call]) -> list[int]:
-    """Returns the sizes that numbers among the arguments of calls follow."""
+def sizes_in(flow: Dataflow, calls: Sequence[Call]) -> list[int]:
+    """Returns the sizes that numbers among the arguments of calls follow, and likely sizes of results."""
+    likely = [flow.values[ref].shape for call in calls if call.sizes_are_likely for ref in call.result.refs()]
     found = [number for call in calls for number in sizes_of(call.arguments.leaves)]
+    found += [number for shape in likely for number in sizes_of(shape)]
     return sorted({size for number in found for size in number.sizes()})
 
 

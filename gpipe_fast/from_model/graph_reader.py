@@ -54,7 +54,10 @@ class WholeCall:
         result: what it returned, with fake tensors.
         tables: the classes of the dictionaries among its arguments, by position or name.
         written: what it wrote to them, with fake tensors.
+        sizes_are_likely: as of `Call`.
     """
+
+    sizes_are_likely = False
 
     def __init__(self, target: Any, name: str) -> None:
         self.target, self.result = target, None
@@ -233,6 +236,7 @@ class GraphReader:
                 mutates,
                 *modes,
                 tuple(tables.items()),
+                isinstance(target, WholeCall) and target.sizes_are_likely,
             )
         )
         return found

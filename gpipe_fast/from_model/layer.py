@@ -51,6 +51,19 @@ class GlueLayer(nn.Module):
             self.add_module(name, module)
 
 
+def check_sizes(x: Tensor, expected: tuple[int, ...]) -> None:
+    """Checks the shape of what a module returned that was captured for some sizes alone.
+
+    Raises:
+        RuntimeError: it is another one.
+    """
+    if x.shape != expected:
+        raise RuntimeError(
+            f"a module that decides by elements returned a tensor of shape {tuple(x.shape)}; from calls with "
+            f"other sizes, {expected} was expected; pad the inputs to equal lengths"
+        )
+
+
 class OwnedTensors:
     """The tensors of the user's modules that a layer uses itself, such as a class token.
 
@@ -160,7 +173,7 @@ class _Writer:
         lines += [f"{name} = {name}.movedim(0, {dim})" for name, dim in moved]
         if any(self._uses_device(call) for call in part.calls):
             lines.append(f"device = {given[0]}.device")
-        for size in sizes_in(part.calls):
+        for size in sizes_in(self._flow, part.calls):
             source = size_source(self._flow, size, part.given)
             assert source is not None
             self._sizes[size] = f"n{size}"
@@ -204,7 +217,13 @@ class _Writer:
                 for position, path in _paths(skeleton, "r")
                 if position in positions
             ]
+        if call.sizes_are_likely:
+            lines += map(self._check, dict.fromkeys(call.result.refs()))
         return self._surround(lines, call.surroundings)
+
+    def _check(self, ref: int) -> str:
+        sizes = "".join(f"{self._leaf(size)}, " for size in self._flow.values[ref].shape)
+        return f"{self._constant(check_sizes)}({self._names[ref]}, ({sizes}))"
 
     def _surround(self, lines: list[str], inner: Surroundings) -> list[str]:
         outer = self._flow.surroundings

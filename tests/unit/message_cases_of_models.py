@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, keyed_rng
-from gpipe_fast.from_model.layer import _paths
+from gpipe_fast.from_model.layer import _paths, check_sizes
 from tests.quantized import Packed
 from tests.unit.message_cases import Case, case
 
@@ -168,6 +168,19 @@ def returns_what_it_reads() -> None:
     cut(model)
 
 
+class Flattens(nn.Linear):
+    """A block that reads elements, and returns rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, 4)) + int(x.flatten()[0] > 100)
+
+
+def flattens_samples() -> None:
+    model = Model()
+    model.blocks[1] = Flattens(4, 4)
+    cut(model, X[:, None].expand(-1, 3, -1).contiguous())
+
+
 def add_to_parameter(model: Any, x: Tensor) -> Tensor:
     model.bias.detach().add_(1)
     return x
@@ -276,6 +289,8 @@ def set_placement(name: str, value: Any) -> None:
 
 
 OF_MODELS = [
+    case("gets a size from blocks.1", "write the layers yourself", flattens_samples),
+    case("of shape (6, 4)", "pad the inputs to equal lengths", check_sizes, X, (6, 3)),
     case("got [1, 1]", "(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]),
     case("got ['cpu']", "GPipe.from_model(model.plain(), ..., devices=", set_placement, "devices", ["cpu"]),
     case("got 3", "GPipe.from_model(model.plain(), ..., memory=3)", set_placement, "memory_limit", 3),

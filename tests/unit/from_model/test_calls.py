@@ -367,6 +367,63 @@ def test_what_a_single_sample_would_change_is_refused() -> None:
         of_tokens(lambda x: x.sum((1, 2)).squeeze() * 2, *tokens(3, 5))(*tokens(4, 5))
 
 
+class Reads(nn.Linear):
+    """A block that reads elements, so that it runs on zeros, and has a function of its result."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x) + int(x.flatten()[0] > 100))
+
+
+# What a block does to a length.
+RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda x: x,
+    "half": lambda x: x[:, ::2],
+    "twice": lambda x: torch.cat([x, x], 1),
+    "less": lambda x: x[:, 2:],
+    "a number": lambda x: x[:, :3],
+    "a product": lambda x: x.reshape(len(x), -1, 1).expand(-1, -1, 6),
+}
+
+
+def resizing(function: Callable[[Tensor], Tensor]) -> Any:
+    model = Model(lambda _, x: x * x.shape[1])
+    model.blocks[3] = Reads(function)
+    return GPipe.from_model(model, (torch.randn(6, 8, 6),), devices=["cpu"] * 2, balance=[2, 2], chunks=3)
+
+
+@pytest.mark.parametrize("name", RESIZES)
+def test_sizes_of_what_a_block_returns_that_reads_elements(name: str) -> None:
+    model = resizing(RESIZES[name])
+    for length in (5, 8, 4, 7, 11):
+        assert equals_the_loop(model, torch.randn(6, length, 6))
+
+
+def test_a_size_that_a_block_limits_is_an_error_below_the_limit() -> None:
+    model = resizing(lambda x: x[:, :6])
+    assert equals_the_loop(model, torch.randn(6, 8, 6))
+    with pytest.raises(RuntimeError, match=r"shape \(2, 4, 6\).*\(2, 6, 6\) was expected"):
+        model(torch.randn(6, 4, 6))
+
+
+@functools.lru_cache(8)
+def table(length: int) -> Tensor:
+    return torch.arange(length * 6.0).view(length, 6)
+
+
+def test_a_module_between_blocks_may_be_given_sizes_as_keys() -> None:
+    model = squares(
+        lambda m, x: x + m.inner(x.shape, x.device),
+        ROWS,
+        function=lambda _, shape, at: table(shape[1]).to(at),
+    )
+    for length in (5, 4, 3):
+        assert equals_the_loop(model, ROWS[:, :length])
+
+
 class ThreePositions(Tokens):
     """Positions of three kinds come first, and samples second, as for images and videos in text."""
 
