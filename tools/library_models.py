@@ -29,6 +29,10 @@ CAUSAL = {"input_ids": IDS, "labels": IDS}
 PADDED = {**CAUSAL, "attention_mask": PADDING}
 MASKED = {**PADDED, "labels": torch.where(_noise(BATCH, LENGTH) > 0.5, -100, IDS)}
 CLASSIFIED = {"input_ids": IDS, "attention_mask": PADDING, "labels": CLASSES}
+ASKED = {
+    **{"input_ids": IDS, "attention_mask": PADDING},
+    **{"start_positions": torch.arange(BATCH), "end_positions": torch.arange(BATCH)},
+}
 ENCODED = {"input_ids": IDS, "attention_mask": PADDING}
 PICTURED = {"pixel_values": IMAGE, "labels": CLASSES}
 SEEN = {"pixel_values": IMAGE}
@@ -266,6 +270,9 @@ MODELS: dict[str, Model] = {
     **_all(MASKED, "EuroBertForMaskedLM", "NystromformerForMaskedLM", "SqueezeBertForMaskedLM"),
     **_all(CAUSAL, "FNetForMaskedLM"),
     **_all(CLASSIFIED, "BertForSequenceClassification", "XLNetForSequenceClassification"),
+    **_all(CLASSIFIED, "LlamaForSequenceClassification", "GPT2ForSequenceClassification"),
+    **_all(ASKED, "BertForQuestionAnswering", "LlamaForQuestionAnswering"),
+    **_all({**ENCODED, "labels": IDS % 2}, "Qwen2ForTokenClassification"),
     **_all(ENCODED, "CLIPTextModel", "SiglipTextModel"),
     # Encoders with decoders.
     **_all(CAUSAL, "T5ForConditionalGeneration", "MT5ForConditionalGeneration", **_DECODED),
@@ -283,6 +290,12 @@ MODELS: dict[str, Model] = {
     **_all(PICTURED, "ConvNextForImageClassification", "ConvNextV2ForImageClassification", **_STAGES),
     **_all(PICTURED, "ResNetForImageClassification", **_STAGES),
     **_all(SEEN, "CLIPVisionModel", "SiglipVisionModel", "DINOv3ViTModel", "ViTMAEForPreTraining"),
+    **_all(
+        SEEN,
+        "DetrForObjectDetection",
+        use_timm_backbone=False,
+        backbone_config={"model_type": "resnet", **_STAGES, "out_features": ["stage4"]},
+    ),
     **_all(HEARD, "Wav2Vec2Model", "HubertModel", "WavLMModel", **_SOUND),
     **_all(SPECTRAL, "WhisperForConditionalGeneration", num_mel_bins=4),
     # timm.
