@@ -801,8 +801,6 @@ def _check_guarded(name: str, value: Any) -> None:
         )
     if isinstance(value, Iterator) and own:
         raise Refused(f"its forward reads an iterator, {_readable(name)}")
-    if isinstance(value, functools._lru_cache_wrapper) and _is_users(value):
-        raise Refused(f"its forward reads a cache, {_readable(name)}")
     if getattr(value, "_dynamo_marked_constant", False) and own:
         raise Refused("it calls a function that torch.compiler was told not to trace")
 

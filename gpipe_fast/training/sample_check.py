@@ -141,7 +141,10 @@ class SampleCheck:
         if not isinstance(value, Tensor) or not all(each in self._of_sizes for each in read):
             return False
         given = {each: self._of_sizes.get(each, self._number(each.meta["value"])) for each in inputs}
-        (found,) = _call(node, given)
+        try:
+            (found,) = _call(node, given)
+        except Exception as error:  # sizes that do not fit, such as negative ones
+            raise Mixed(f"it could not be checked on few samples: {error}") from None
         if str(getattr(node.target, "__name__", node.target)).startswith("empty"):
             found.zero_()
         dim = self._dim_of(value)
