@@ -525,6 +525,9 @@ class _CallOf:
         kind = CallKind(split, lengths, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
         captured = self._first(kind, parts)
+        blocks = [call for call in captured.flow.calls if call.target in self._calls.blocks]
+        if not any(captured.flow.depends_on(call.arguments.refs(), kind.split) for call in blocks):
+            raise Differs("passes the same to all blocks")  # each micro-batch would compute the mini-batch
         self._add_captured(kind, captured, self._fixed(kind, parts[0]), parts)
         return kind
 

@@ -168,6 +168,10 @@ def returns_what_it_reads() -> None:
     cut(model)
 
 
+def alike(model: Any, x: Tensor) -> Tensor:
+    return two_blocks(model, model.bias.expand(3, 4)).mean() + x
+
+
 class Flattens(nn.Linear):
     """A block that reads elements, and returns rows."""
 
@@ -289,6 +293,7 @@ def set_placement(name: str, value: Any) -> None:
 
 
 OF_MODELS = [
+    case("passes the same to all blocks", "write the layers yourself", lambda: cut(Model(alike), X)),
     case("gets a size from blocks.1", "write the layers yourself", flattens_samples),
     case("of shape (6, 4)", "pad the inputs to equal lengths", check_sizes, X, (6, 3)),
     case("got [1, 1]", "(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]),

@@ -101,6 +101,15 @@ def longer_batch() -> None:
         pipe.step(x, target=x, loss_fn=lambda a, b: F.mse_loss(a, b) * (1 if len(a) == 6 else 2))
 
 
+def first(x: Tensor) -> Tensor:
+    """Returns ones for the first samples, of which a check of few samples sees no others."""
+    return torch.ones(len(x), 1).triu(-4)[:, 0]
+
+
+def twice(a: Tensor) -> Tensor:
+    return a.repeat_interleave(2, 0)
+
+
 def numbers(x: Tensor) -> Tensor:
     return torch.arange(len(x))
 
@@ -138,7 +147,7 @@ STEPS = [
     case("different batch sizes, [2, 6]", "", joined),
     case("computes nothing from the output", "", step, lambda a, b: None),
     case("is no parameter of it", "pass an nn.Module", step, lambda a, b: (a * WEIGHT).sum()),
-    case("does not add up to what", "normalizer=", step, lambda a, b: (a.sum(1) * numbers(a)).sum()),
+    case("does not add up to what", "normalizer=", step, lambda a, b: (a.sum(1) * first(a)).sum()),
     case("gives no finite number", "normalizer=", step, lambda a, b: (a / 0).sum()),
     case("decides by the number of samples", "normalizer=", longer_batch),
     case("operands are too large", "normalizer=", wide),
@@ -146,6 +155,9 @@ STEPS = [
     case("checked on random numbers: ", "normalizer=", step, lambda a, b: cholesky(a).sum()),
     case("multiplies samples", "normalizer=", step, lambda a, b: torch.einsum("nc,mc->", a, a)),
     case("it mixes samples", "normalizer=", step, lambda a, b: (a - a.flip(0)).abs().sum()),
+    case("computes with the positions of samples", "", step, lambda a, b: (a[:, 0] * numbers(a)).sum()),
+    case("elements of other samples by their", "", step, lambda a, b: twice(a)[numbers(a)].sum()),
+    case("checked on few samples: ", "", step, lambda a, b: a.sum() + torch.zeros(len(a) - 4).sum()),
     case("elements depends on data", "normalizer=", step, lambda a, b: a.sum() * b.nonzero().sum()),
     case("each selected element by itself", "", step, lambda a, b: a[b > 0].cumsum(0).sum()),
     case("changes a tensor in place", "change a clone", step, lambda a, b: a.sum() + b.add_(1).sum()),
