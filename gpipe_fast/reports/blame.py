@@ -4,8 +4,8 @@ Between two computations, and before its first and after its last, a rank has a 
 replayed with the recorded durations, and one cause after the other is taken away. What a replay takes from a
 gap is due to its cause::
 
-    recorded ─ host ─▶ replayed ─ transfers ─▶ no copies ─ recompute ─▶ no R ─ imbalance ─▶ equal stages
-                                                                        what is left: fill and drain
+    recorded ─ host ─▶ replayed ─ transfers ─▶ no copies ─ recompute ─▶ no R ─ Python ─▶ operators alone
+                                          what is left: fill and drain ◀── equal stages ◀── imbalance ─┘
 """
 
 from __future__ import annotations
@@ -14,28 +14,38 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gpipe_fast.reports.events import Event
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, Simulation
 
-CAUSES = ("fill and drain", "imbalance", "transfer", "recompute", "host")
+CAUSES = ("fill and drain", "imbalance", "transfer", "recompute", "Python", "host")
 """What idle time is blamed on.
 
 - fill and drain: stages have no work at the begin and the end of a schedule, and where its directions meet.
 - imbalance: stages take different times.
 - transfer: stages copy boundary tensors, or wait for them.
 - recompute: others wait for recomputes, beyond what these take themselves.
-- host: the rest: too few processors, layers in Python, and the engine itself.
+- Python: others wait for layers in Python, beyond what their operators take; only in `GPipe.report`.
+- host: the rest: too few processors, and the engine itself.
 """
 
 
 class Phase(NamedTuple):
-    """One run of the engine: the schedule of its actions, and their events with the waits before them."""
+    """One run of the engine.
+
+    Attributes:
+        schedule: the schedule of its actions.
+        events: their events.
+        waits: the waits before them.
+        python: the seconds of actions that layers in Python spend beyond their operators, as far as known.
+    """
 
     schedule: Schedule
     events: Mapping[Action, Event]
     waits: Sequence[Event]
+    python: Mapping[Action, float] = MappingProxyType({})
 
     @property
     def window(self) -> tuple[float, float]:
@@ -74,7 +84,7 @@ class Gap:
 
 
 # The causes in the order in which replays take them away.
-_ORDER = ("host", "transfer", "recompute", "imbalance", "fill and drain")
+_ORDER = ("host", "transfer", "recompute", "Python", "imbalance", "fill and drain")
 
 
 def gaps_of(phase: Phase) -> list[Gap]:
@@ -88,7 +98,7 @@ def gaps_of(phase: Phase) -> list[Gap]:
         end - begin,
     )
     versions = [recorded]
-    replays = [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase.seconds())]
+    replays = [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase)]
     for replay in (phase.replay(), *replays):
         versions.append(_gaps(schedule, replay.begins, replay.ends, replay.time))
     lengths = [[end - begin for _, begin, end in gaps] for gaps in versions]
@@ -163,11 +173,12 @@ def _gaps(
     return [gap for rank in range(len(schedule.ranks)) for gap in of_rank(rank)]
 
 
-def _without_causes(seconds: dict[Action, float]) -> list[dict[Action, float]]:
-    """Returns the durations of a run without copies; also without recompute; of equal stages."""
-    copies = {action: 0.0 if action.kind in TRANSFERS else s for action, s in seconds.items()}
+def _without_causes(phase: Phase) -> list[dict[Action, float]]:
+    """Returns the durations of a run without copies; also without recompute; Python; of equal stages."""
+    copies = {action: 0.0 if action.kind in TRANSFERS else s for action, s in phase.seconds().items()}
     recomputed = {action: 0.0 if action.kind is Kind.R else s for action, s in copies.items()}
-    return [copies, recomputed, _equal_stages(recomputed)]
+    operators = {action: max(0.0, s - phase.python.get(action, 0.0)) for action, s in recomputed.items()}
+    return [copies, recomputed, operators, _equal_stages(operators)]
 
 
 def _equal_stages(seconds: Mapping[Action, float]) -> dict[Action, float]:

@@ -31,7 +31,8 @@ BLOCK_COLOURS = {
     Kind.I: "#f9b97a",
     Kind.W: "#fcdcbb",
 }
-CAUSE_COLOURS = dict(zip(CAUSES, ("#dedbd4", "#f6e0a4", "#bfe3e0", "#dcebbd", "#f4c9c9"), strict=True))
+_CAUSE_COLOURS = ("#dedbd4", "#f6e0a4", "#bfe3e0", "#dcebbd", "#dccff0", "#f4c9c9")
+CAUSE_COLOURS = dict(zip(CAUSES, _CAUSE_COLOURS, strict=True))
 _MEANINGS = {
     Kind.F: "forward",
     Kind.R: "recompute",

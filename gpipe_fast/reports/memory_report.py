@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gpipe_fast.reports.advice import as_code
 from gpipe_fast.reports.report import StageMemory
-from gpipe_fast.reports.tables import Printed, Table, mib, plain
+from gpipe_fast.reports.tables import Printed, Table, plain, size
 from gpipe_fast.runtime.stage_memory import StageBytes, block_bytes
 
 OptimizerChoice = Optimizer | Callable[[list[torch.nn.Parameter]], Optimizer] | None
@@ -56,21 +56,21 @@ class MemoryReport(Printed):
         return found | {"totals": self.totals}
 
     def _tables(self) -> Iterator[Table]:
-        headers = ["stage", "device", *StageBytes._fields, "optimizer", "total MiB"]
+        headers = ["stage", "device", *StageBytes._fields, "optimizer", "total"]
         rows = []
         for stage, (own, state) in enumerate(zip(self.stages, self.optimizer, strict=True)):
             place = [str(stage), self.devices[stage]]
             if own is None:
                 rows.append([*place, "unknown", *[""] * (len(headers) - 3)])
             else:
-                rows.append([*place, *map(mib, own), mib(state), mib(own.total + state)])
+                rows.append([*place, *map(size, own), size(state), size(own.total + state)])
         yield Table("", headers, rows, ["device"])
         if len(self.stages) > 1:
-            totals = [[device, "?" if size is None else mib(size)] for device, size in self.totals.items()]
-            yield Table("", ["device", "total MiB"], totals)
+            totals = [[device, "?" if own is None else size(own)] for device, own in self.totals.items()]
+            yield Table("", ["device", "total"], totals)
         if self.measured:
             headers = ["stage", *(f"{name} measured" for name in StageMemory._fields)]
-            yield Table("", headers, [[str(i), *map(mib, own)] for i, own in enumerate(self.measured)])
+            yield Table("", headers, [[str(i), *map(size, own)] for i, own in enumerate(self.measured)])
 
     def _notes(self) -> list[str]:
         """Returns a line for each reason why bytes are not known, with the stages that it concerns."""
@@ -127,10 +127,10 @@ class MemoryChoices(Printed):
 
     def _parts(self) -> list[str | Table]:
         rows = [
-            [each.code, f"{each.seconds * 1e3:.1f}", " + ".join(f"{b / 2**20:.0f}" for b in each.bytes)]
+            [each.code, f"{each.seconds * 1e3:.1f}", " + ".join(map(size, each.bytes))]
             for each in self.choices
         ]
-        return [Table("", ["settings", "predicted ms", "MiB of stages"], rows)]
+        return [Table("", ["settings", "predicted ms", "bytes of stages"], rows)]
 
 
 def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor], device: torch.device) -> int:

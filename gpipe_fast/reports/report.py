@@ -17,6 +17,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +29,10 @@ from gpipe_fast.lower.checkpoint import (
     has_recompute,
 )
 from gpipe_fast.reports import chart, page
-from gpipe_fast.reports.advice import Advice
+from gpipe_fast.reports.advice import Advice, Costs, LayerCosts
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
 from gpipe_fast.reports.events import kept_after
-from gpipe_fast.reports.tables import Printed, Table, mib, ms, plain
+from gpipe_fast.reports.tables import Printed, Table, ms, plain, size
 from gpipe_fast.reports.timeline import Timeline, timeline, trace_events
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule, bubble
 from gpipe_fast.schedule.memory import peaks
@@ -79,6 +80,22 @@ class StageMemory(NamedTuple):
         return self.boundary + self.saved + self.scratch
 
 
+class InPython(NamedTuple):
+    """The layers of a stage that run in Python.
+
+    Attributes:
+        stage: the stage.
+        layers: their names.
+        seconds: what they take of the stage's busy time.
+        cost: by how much a simulated step is shorter if they take as long as their operators alone.
+    """
+
+    stage: int
+    layers: str
+    seconds: float
+    cost: float
+
+
 class Growth(NamedTuple):
     """The memory for activations with a number of micro-batches, on the stage that needs most, in bytes.
 
@@ -117,6 +134,8 @@ class Report(Printed):
         memory: what each stage holds at most; empty if unknown.
         advice: changes that are predicted to gain, the best first; `GPipe.report` gives them.
         growth: the memory for activations with other numbers of micro-batches; `GPipe.report` gives it.
+        spread: the seconds of the fastest and of the slowest recorded step; empty if one step was recorded.
+        python: the layers that run in Python, and what they cost; `GPipe.report` gives them.
         clock_error: as for `Recording`.
     """
 
@@ -133,6 +152,8 @@ class Report(Printed):
     memory: tuple[StageMemory, ...] = ()
     advice: tuple[Advice, ...] = ()
     growth: tuple[Growth, ...] = ()
+    spread: tuple[float, ...] = ()
+    python: tuple[InPython, ...] = ()
     clock_error: float = 0.0
 
     @property
@@ -194,7 +215,7 @@ class Report(Printed):
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
         names = "step between num_microbatches bubble bubble_of_equal_stages stages recompute blame"
-        names += " path_seconds busy_bound clock_error memory growth"
+        names += " path_seconds busy_bound clock_error memory growth spread python"
         found: dict[str, Any] = plain({name: getattr(self, name) for name in names.split()})
         found["critical_path"] = [str(action) for action in self.critical_path]
         found["advice"] = [
@@ -250,13 +271,16 @@ class Report(Printed):
 
     def headline(self) -> str:
         """Returns the line above tables and pictures."""
-        ideal = f"(K-1)/(M+K-1) = {self.bubble_of_equal_stages:.1%}"
+        ideal = f"(K-1)/(M+K-1) = {self.bubble_of_equal_stages:.1%} for equal stages"
         what = "step" if any(action.kind in BACKWARD for action in self.critical_path) else "forward"
         return (
             f"K = {len(self.stages)} stages, M = {self.num_microbatches} micro-batches: "
-            f"{what} {self.step * 1e3:.1f} ms, bubble {self.bubble:.1%}, {ideal}"
+            f"{what} {self.step * 1e3:.1f} ms{self._rounds()}, bubble {self.bubble:.1%}, {ideal}"
             + (f"; loss {self.between * 1e3:.1f} ms" if len(self.phases) > 1 else "")
         )
+
+    def _rounds(self) -> str:
+        return " ({:.1f} to {:.1f})".format(*(s * 1e3 for s in self.spread)) if self.spread else ""
 
     def tables(self) -> list[Table]:
         """Returns the tables that ``print`` shows."""
@@ -281,13 +305,18 @@ class Report(Printed):
             Table("Stages", ["stage", "busy ms", "copying ms", "waiting ms", "idle ms", "busy"], of_stages),
             Table("Why ranks compute nothing", ["cause", "share", "of the step"], of_causes),
         ]
+        if self.python:
+            rows = [[str(p.stage), p.layers, ms(p.seconds), ms(p.cost)] for p in self.python]
+            headers = ["stage", "layers in Python", "busy ms", "of the step ms"]
+            tables.append(
+                Table("Layers in Python, and what the interpreter costs", headers, rows, headers[1:2])
+            )
         if self.memory:
-            rows = [[str(stage), *map(mib, own)] for stage, own in enumerate(self.memory)]
-            headers = ["stage", *(f"{name} MiB" for name in StageMemory._fields)]
-            tables.append(Table("Memory", headers, rows))
+            rows = [[str(stage), *map(size, own)] for stage, own in enumerate(self.memory)]
+            tables.append(Table("Memory", ["stage", *StageMemory._fields], rows))
         if self.growth:
-            rows = [[str(g.num_microbatches), mib(g.activations), mib(g.paper)] for g in self.growth]
-            headers = ["micro-batches", "activations MiB", "O(N + L/K N/M) MiB"]
+            rows = [[str(g.num_microbatches), size(g.activations), size(g.paper)] for g in self.growth]
+            headers = ["micro-batches", "activations", "O(N + L/K N/M)"]
             tables.append(Table("Memory with other numbers of micro-batches, largest stage", headers, rows))
         return [*tables, *([self._advice_table()] if self.advice else [])]
 
@@ -358,6 +387,29 @@ def _memory(phases: Sequence[Phase], sizes: Sequence[StageSizes]) -> tuple[Stage
     return tuple(found)
 
 
+def with_python(report: Report, costs: Costs, layers: LayerCosts, balance: Sequence[int]) -> Report:
+    """Returns a report that says what layers in Python cost, and which idle time is due to them.
+
+    Args:
+        report: the report.
+        costs: the durations of the step.
+        layers: the costs of the layers.
+        balance: the number of layers of each stage.
+    """
+    python = costs.in_python(layers, balance)
+    phases = [phase._replace(python=python) for phase in report.phases]
+    gaps = tuple(gap for phase in phases for gap in gaps_of(phase))
+    seconds, found, scale = costs.as_recorded(layers, balance).seconds, [], report.step / costs.time()
+    for stage, (number, end) in enumerate(zip(balance, accumulate(balance), strict=True)):
+        own = [i for i in range(end - number, end) if i in layers.operators]
+        if own:
+            names = ", ".join(layers.names[i] for i in own)
+            busy = scale * report.num_microbatches * sum(seconds[i] for i in own)
+            cost = scale * (costs.time() - costs.without_python(python, stage))
+            found.append(InPython(stage, names, busy, cost))
+    return replace(report, phases=tuple(phases), gaps=gaps, blame=blame(gaps), python=tuple(found))
+
+
 # The numbers of micro-batches, relative to the present one.
 _FACTORS = (0.25, 0.5, 1, 2, 4)
 
@@ -380,11 +432,11 @@ def with_growth(
         return report
     found = []
     for count in sorted({-(-batch_size // -(-batch_size // max(1, int(f * present)))) for f in _FACTORS}):
-        size = -(-batch_size // count) / -(-batch_size // present)  # of a micro-batch, relative
-        kept = [own.kept(policy.saved_fractions(i, count), size) for i, own in enumerate(recorded)]
+        share = -(-batch_size // count) / -(-batch_size // present)  # of a micro-batch's size
+        kept = [own.kept(policy.saved_fractions(i, count), share) for i, own in enumerate(recorded)]
         most = peaks(schedule(count), kept)
-        whole = [present * own.boundary + size * own.saved for own in recorded]
-        scratch = [size * own.scratch for own in report.memory]
+        whole = [present * own.boundary + share * own.saved for own in recorded]
+        scratch = [share * own.scratch for own in report.memory]
         sums = (int(max(map(sum, zip(own, scratch, strict=True)))) for own in (most, whole))
         found.append(Growth(count, *sums))
     return replace(report, growth=tuple(found))

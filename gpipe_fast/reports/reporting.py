@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.layers.structure import Inputs, call_unpacked, layer_title
-from gpipe_fast.profile import interpreter_seconds, profile
+from gpipe_fast.profile import operator_seconds, profile
 from gpipe_fast.reports.advice import LayerCosts, Measurements
 from gpipe_fast.reports.explain import explain_call, on_absent_device
 from gpipe_fast.reports.explanation import Explanation
@@ -62,8 +62,9 @@ class Reporting(Container):
         The advice is the first three of: another checkpoint mode, schedule, balance, number of micro-batches
         or number of threads, and layers that should not run in Python. Each is predicted by a simulation with
         measured durations: some steps are recorded with twice as many micro-batches, or half as many, and
-        with as many threads as processors; layers are measured one by one. Changes that are predicted to gain
-        less than 3% are left out. Numbers depend on the machine and on what else runs on it.
+        with as many threads as processors; layers are measured one by one. Left out are changes that are
+        predicted to gain less than 3%, or than the recorded steps differ. Numbers depend on the machine and
+        on what else runs on it.
 
         With a mesh, all ranks call this, and get the same report of all stages. The advice is then a
         checkpoint mode, a schedule or a number of micro-batches; to apply it, set it on all ranks.
@@ -251,9 +252,7 @@ def steps_of(
 
     def measured(num_microbatches: int) -> Measurements:
         first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
-        return Measurements(
-            layers=lambda: _measure_layers(model, first), python=lambda: _measure_python(model, first)
-        )
+        return Measurements(layers=lambda: _measure_layers(model, first))
 
     is_one_call, batch_size = loss_fn is not None, inputs.batch_size
     steps = functools.partial(Steps, model, run, model.recording, batch_size, is_one_call, loss=loss)
@@ -264,36 +263,28 @@ def steps_of(
 
 def _measure_layers(model: Reporting, microbatch: Any) -> tuple[LayerCosts, list[int]] | None:
     """Returns the costs of the layers, and the balance; None if layers cannot be measured one by one."""
+    runner, operators, names = runner_of(model), {}, {}
     try:
         found = profile(
             model,
             microbatch,
             model.devices[0],
             timeout=_PROFILE_SECONDS,
-            threads=runner_of(model).threads(),
+            threads=runner.threads(),
             progress=False,
         )
+        in_python = runner.layers_in_python()
+        if in_python:
+            each = operator_seconds(model, microbatch, model.devices[0])
+            operators = {i: each[i] for i in in_python}
+            titles = [layer_title(index, layer) for index, layer in enumerate(model.children())]
+            names = {i: titles[i] for i in in_python}
     except Exception:
         return None
+    forward = [each.forward_seconds for each in found]
     seconds = [each.forward_seconds + each.backward_seconds for each in found]
-    return LayerCosts(seconds, [each.boundary_bytes for each in found]), model.balance
-
-
-def _measure_python(model: Reporting, microbatch: Any) -> tuple[Mapping[int, float], str] | None:
-    """Returns the time of each stage's layers in the interpreter, and the names of these layers."""
-    in_python = runner_of(model).layers_in_python()
-    if not in_python:
-        return None
-    try:
-        found = interpreter_seconds(model, microbatch, model.devices[0])
-    except Exception:  # layers that cannot be measured one by one
-        return None
-    layers = [layer_title(index, layer) for index, layer in enumerate(model.children())]
-    stages = [stage for stage, size in enumerate(model.balance) for _ in range(size)]
-    seconds = dict.fromkeys((stages[layer] for layer in in_python), 0.0)
-    for layer in in_python:
-        seconds[stages[layer]] += found[layer]
-    return seconds, ", ".join(layers[layer] for layer in sorted(in_python))
+    crossing = [each.boundary_bytes for each in found]
+    return LayerCosts(seconds, crossing, forward, operators, names), model.balance
 
 
 def _predicted(

@@ -26,7 +26,7 @@ from gpipe_fast.reports.advice import (
     phases_for,
 )
 from gpipe_fast.reports.recording import Recording
-from gpipe_fast.reports.report import Report, with_growth
+from gpipe_fast.reports.report import Report, with_growth, with_python
 from gpipe_fast.reports.tables import Printed, Table, ms, plain
 from gpipe_fast.schedule import Schedule
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
@@ -199,14 +199,19 @@ class Steps:
         return min(times[0]), min(times[1])
 
     def _report(self, check: bool) -> Report:
-        report, costs = self._measure()
+        steps, report, costs = self._measure_steps()
         model = self._model
-        measured = self._measured(costs.num_microbatches)._replace(
+        measured = self._measured(costs.num_microbatches)
+        layers = measured.layers()
+        if layers is not None and layers[0].operators:
+            report = with_python(report, costs, *layers)
+        measured = measured._replace(
+            layers=lambda: layers,
             chunks=lambda: self._measure_chunks(costs),
             threads=lambda: self._measure_threads(costs.num_stages),
         )
         found = improvements(
-            report.step,
+            steps,
             costs,
             batch_size=self._batch_size,
             schedule=model.schedule if self._is_one_call else None,
@@ -226,10 +231,14 @@ class Steps:
                 return phases_for(name, costs, number, model.checkpoint, is_step=True)[0]
 
             report = with_growth(report, self._batch_size, model.checkpoint, schedule)
-        return replace(report, advice=tuple(found))
+        return replace(report, advice=tuple(found), spread=(min(steps), max(steps)))
 
     def _measure(self) -> tuple[Report, Costs]:
         """Returns the report of the median step, and its durations."""
+        return self._measure_steps()[1:]
+
+    def _measure_steps(self) -> tuple[list[float], Report, Costs]:
+        """Returns the seconds of each recorded step, the report of the median one, and its durations."""
         self._run()
         found = []
         for _ in range(_NUM_STEPS):
@@ -237,9 +246,9 @@ class Steps:
                 self._run()
             found.append(recording)
         middle = sorted(found, key=Recording.span)[_NUM_STEPS // 2]
-        return middle.report(), Costs.of(
-            middle.phases(), [each.latest for each in found], self._python_stages()
-        )
+        recorded = [each.latest for each in found]
+        costs = Costs.of(middle.phases(), recorded, self._python_stages())
+        return [each.span() for each in found], middle.report(), costs
 
     def _measure_chunks(self, costs: Costs) -> Costs | None:
         """Returns the durations with another number of micro-batches; None if there is no other."""

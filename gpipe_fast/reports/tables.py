@@ -72,6 +72,9 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def mib(size: int) -> str:
-    """Returns a number of bytes in MiB, for a table."""
-    return f"{size / 2**20:.2f}"
+def size(count: float) -> str:
+    """Returns a number of bytes in the largest unit of which it is at least one, for a table."""
+    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**exponent:
+            return f"{count / 2**exponent:.2f} {unit}"
+    return f"{count:.0f} B"

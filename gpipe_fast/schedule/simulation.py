@@ -17,7 +17,7 @@ from typing import Any
 from gpipe_fast.schedule.actions import RECEIVES, TRANSFERS, Action, Kind, tick
 from gpipe_fast.schedule.memory import peaks
 from gpipe_fast.schedule.schedule import Schedule
-from gpipe_fast.schedule.schedules import ScheduleChoice, schedule_for
+from gpipe_fast.schedule.schedules import ScheduleChoice, bubble, schedule_for
 
 # The value of a stage, or one value for each stage.
 PerStage = float | Sequence[float]
@@ -108,12 +108,15 @@ class Simulation:
         }
 
     def __str__(self) -> str:
-        """Returns a line about the step, and a row for each rank."""
+        """Returns a line about the step, one about the formula of the paper, and a row for each rank."""
         schedule = self.schedule
+        formula = bubble(schedule.num_stages, schedule.num_microbatches)
         name = "stage" if schedule.ranks == schedule.stages else "rank"
         lines = [
             f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches: time {self.time:.6g}, "
-            f"bubble {self.bubble:.1%}"
+            f"bubble {self.bubble:.1%}",
+            f"(K-1)/(M+K-1) = {formula:.1%} holds for equal stages whose backwards are neither split nor "
+            "recomputed: weights=0, checkpoint='never'",
         ]
         for rank, busy in enumerate(self.busy):
             stages = [stage for stage, own in schedule.rank_of.items() if own == rank]

@@ -27,7 +27,7 @@ _PAIRS = {
     "on-accent": ("accent",),
     "on-idle": (
         "idle",
-        *(f"cause-{c}" for c in ("fill-and-drain", "imbalance", "transfer", "recompute", "host")),
+        *(f"cause-{c}" for c in ("fill-and-drain", "imbalance", "transfer", "recompute", "Python", "host")),
     ),
     "on-block": ("F", "R", "B", "I", "W"),
     "ground": ("ink",),  # the tooltip

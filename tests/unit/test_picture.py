@@ -174,7 +174,7 @@ def test_blocks_are_drawn_to_scale() -> None:
 def test_the_caption_gives_step_time_and_bubble() -> None:
     """The bubble is (K - 1)/(M + K - 1) = 1/9 of 9 x 40 ms; the loss, 7 ms, is no part of the step."""
     (line,) = [word for word in check(simulate(2, 8, loss=7.0)).words() if word.startswith("K = ")]
-    step, loss = "step 360.0 ms, bubble 11.1%, (K-1)/(M+K-1) = 11.1%", "loss 7.0 ms"
+    step, loss = "step 360.0 ms, bubble 11.1%, (K-1)/(M+K-1) = 11.1% for equal stages", "loss 7.0 ms"
     assert line == f"K = 2 stages, M = 8 micro-batches: {step}; {loss}"
 
 

@@ -1,7 +1,7 @@
 // The report of a recorded step: its timeline and its tables.
 "use strict";
 
-const CAUSES = ["fill and drain", "imbalance", "transfer", "recompute", "host"];
+const CAUSES = ["fill and drain", "imbalance", "transfer", "recompute", "Python", "host"];
 const data = JSON.parse(byId("data").textContent);
 const timeline = new Timeline(byId("timeline"), byId("tooltip"));
 

@@ -53,7 +53,7 @@ class Step:
         other = 2 * chunks if 2 * chunks <= self.batch else chunks // 2
         measured["chunks"] = lambda: self.costs(other)
         return improvements(
-            self.time(chunks),
+            [self.time(chunks)],
             self.costs(chunks),
             batch_size=self.batch,
             schedule=self.schedule,
@@ -109,10 +109,37 @@ def test_a_layer_in_python() -> None:
     """Half of the second stage's forward is spent in the interpreter, and of its recompute."""
     step = Step(8, [0.0] * 2, [1.0, 2.0], "1f1b", "always")
     without = simulate("1f1b", 2, 8, forward=1.0, backward=[2.0, 4.0], checkpoint="always").time
-    advice = step.advice(8, python=lambda: ({1: 1.0}, "layer 3 (Norm)"))
+    layers = LayerCosts([3.0, 6.0], [1, 1], [1.0, 2.0], {1: 1.0}, {1: "layer 3 (Norm)"})
+    advice = step.advice(8, layers=lambda: (layers, [1, 1]))
     (found,) = (each for each in advice if not each.settings)
     assert (found.what, found.code) == ("layer 3 (Norm): let C++ run what runs in Python", "")
     assert found.predicted == pytest.approx(without)
+
+
+def test_the_recorded_time_of_a_layer_moves_with_it() -> None:
+    """Alone, layer 1 takes as long as others; in the step ten times, so its stage gets no more layers."""
+    step = Step(8, [0.0] * 2, [11.0, 2.0], "gpipe", "never")
+    layers = LayerCosts([3.0] * 4, [1] * 4, [1.0] * 4, {1: 1.0}, {1: "layer 1"})
+    costs = step.costs(8)
+    assert costs.as_recorded(layers, [2, 2]).seconds == pytest.approx([3, 30, 3, 3])
+    moved = simulate("gpipe", 2, 8, forward=[1.0, 12.0], backward=[2.0, 24.0], checkpoint="never")
+    assert costs.with_balance(costs.as_recorded(layers, [2, 2]), [2, 2], [1, 3]) == pytest.approx(moved.time)
+    assert best_balance(costs, layers, [2, 2])[0] == [2, 2]
+
+
+def test_no_number_of_micro_batches_without_a_clear_slope() -> None:
+    """Smaller micro-batches took longer, which says nothing about larger ones."""
+    step = Step(32, [1.0] * 2, [0.1] * 2, "gpipe", "never")
+    slower = {action: 2 * seconds for action, seconds in step.costs(16).seconds.items()}
+    found = improvements(
+        [step.time(8)],
+        step.costs(8),
+        batch_size=32,
+        schedule=None,
+        checkpoint="never",
+        measured=Measurements(chunks=lambda: Costs(step.costs(16).phases, slower)),
+    )
+    assert [advice for advice in found if "chunks" in advice.settings] == []
 
 
 def test_another_schedule() -> None:
@@ -137,7 +164,7 @@ def test_forward_and_backward_in_two_calls() -> None:
         return Costs([whole.forward_part(), whole.backward_part()], seconds)
 
     found = improvements(
-        costs(1).time(),
+        [costs(1).time()],
         costs(1),
         batch_size=16,
         schedule=None,

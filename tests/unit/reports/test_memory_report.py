@@ -61,5 +61,5 @@ def test_choices_are_code_that_can_be_pasted() -> None:
     first, second = json.loads(json.dumps(choices.to_dict()))["choices"]
     assert (first["seconds"], first["bytes"]) == (3e-3, [3 * MIB, MIB])
     assert second["settings"] == {"balance": [2, 5], "chunks": 4}
-    assert "5 + 1" in str(choices)
+    assert "5.00 MiB + 1.00 MiB" in str(choices)
     assert "<table>" in choices._repr_html_()

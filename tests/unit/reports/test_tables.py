@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpipe_fast.reports.tables import Printed, Table, plain
+from gpipe_fast.reports.tables import Printed, Table, plain, size
 
 ROWS = [["a", "large & wide", "10.00"], ["bcd", "<small>", "1.00"]]
 TABLE = Table("Sizes", ["name", "why", "MiB"], ROWS, ["why"])
@@ -50,3 +50,13 @@ def test_plain_data_is_json() -> None:
     found = plain(Report((Pair(1, ("a", "b")),), {"balance": (2, 3)}))
     assert found == {"pairs": [{"first": 1, "second": ["a", "b"]}], "settings": {"balance": [2, 3]}}
     assert json.loads(json.dumps(found)) == found
+
+
+def test_bytes_choose_their_unit() -> None:
+    assert [size(x) for x in (0, 1023, 1024, 5 * 2**19, 3 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "2.50 MiB",
+        "3.00 GiB",
+    ]

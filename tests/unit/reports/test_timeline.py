@@ -80,7 +80,7 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
     for row, kept in zip(report.timeline().rows, zip(boundary, saved, strict=True), strict=True):
         assert max(number for _, number in row.memory) == sum(kept)
         assert row.memory[-1][1] == 0
-    assert "boundary MiB" in str(report)
+    assert "512 B" in str(report)
     assert report.to_dict()["memory"][0]["saved"] == saved[0]
 
 
