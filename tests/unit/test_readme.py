@@ -18,6 +18,8 @@ MOST_WORDS = 700
 # The candidates of a row of the README's table, in the order of its columns; None for an empty cell.
 STEP = ("gpipe_fast", "torchgpipe", "torch.distributed.pipelining", "plain loop")
 OVERHEAD = ("gpipe_fast, K = 4, never", "torchgpipe, K = 4, never", None, "plain loop")
+GPU = "nvidia-h200-2026-11-28.md"
+ON_A_GPU = ("gpipe_fast, not captured", "torchgpipe", None, "plain loop")
 TIME, MEMORY = "ms: median [p20, p80]", "peak memory, MiB"
 
 
@@ -33,11 +35,12 @@ def test_the_code_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(TEXT.split()) <= MOST_WORDS
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(TEXT)
-    assert len(blocks) >= 3
+    assert len(blocks) >= 2
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+    assert next(names["llama"].parameters()).grad is not None
     names["layers"].load_state_dict(torch.load(tmp_path / "model.pt"))
     assert names["loss"].item() < 0.6  # guessing gives 0.69
 
@@ -49,12 +52,45 @@ def test_the_figures_repeat_the_results_of_the_benchmarks() -> None:
         for column in (TIME, MEMORY)
     ]
     expected.append([measured("overhead.md", 0, name, TIME) if name else "" for name in OVERHEAD])
+    for column in (TIME, "peak, MiB"):
+        expected.append([measured(GPU, 0, name, column) if name else "" for name in ON_A_GPU])
     (table,) = [rows for rows in tables_of(TEXT) if "gpipe_fast" in rows[0]]
     columns = ("gpipe_fast", "torchgpipe", "torch pipelining", "plain loop")
     assert [[row[column] for column in columns] for row in table] == expected
     large = measured("step.md", 1, "plain, whole mini-batch", TIME, "16")
     small = measured("overhead.md", 0, "plain, whole mini-batch", TIME)
-    assert f"{large} ms and {small} ms" in " ".join(TEXT.split())
+    assert f"{large} ms, and {small} ms" in " ".join(TEXT.split())
+    calls = tables_of((ROOT / "bench/results/first_call.md").read_text())[0]
+    first, later = (row["forward and backward, s"] for row in calls if row["model"].startswith("GPT-2 small"))
+    assert f"a step of GPT-2 small takes {first} s, then {later} s" in TEXT
+
+
+# The sentence that every page says which speaks of GPUs in general.
+ON_GPUS = "The GPU code has run on one H200, never on several GPUs"
+SPEAK_OF_GPUS = ["README.md", "CONTRIBUTING.md"] + [
+    f"docs/{name}.md"
+    for name in (
+        "getting_started",
+        "gpus",
+        "same_numbers",
+        "guide/several_machines",
+        "guide/training_loops",
+        "coming_from/deepspeed",
+        "coming_from/device_map",
+        "coming_from/pipelining",
+        "coming_from/torchgpipe",
+    )
+]
+
+
+@pytest.mark.parametrize("page", SPEAK_OF_GPUS)
+def test_pages_say_the_same_of_gpus(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    assert ON_GPUS in text
+    others = (
+        r"not run on a GPU|checked on a GPU yet|run on one GPU|run on one H200(?!, never)|GPUs were not tried"
+    )
+    assert re.findall(others, text) == []
 
 
 def test_the_number_of_compared_layers_and_models_is_that_of_the_censuses() -> None:
