@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.devices import devices_differ
+from gpipe_fast.layers.batchnorm import SMALLER_BATCHES
 from gpipe_fast.layers.structure import BatchDim, BatchDims, CallArguments, Inputs, layer_title
 from gpipe_fast.schedule import bubble
 from gpipe_fast.skip import verify_skippables
@@ -175,7 +176,19 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
         raise ValueError(
             f"the inputs must have the same batch size, {which}; got {shapes}; wrap inputs that "
             "every micro-batch needs whole in gpipe_fast.replicate(...)"
+            + (_EDGES if any(_may_be_edges(tensor) for tensor, _ in parts) else "")
         )
+
+
+_EDGES = (
+    ", unless one numbers the samples of another, as the edge_index of a graph does its nodes: these cannot "
+    "be split; pass whole graphs as samples, padded to one size"
+)
+
+
+def _may_be_edges(tensor: Tensor) -> bool:
+    """Whether a tensor has the form of PyTorch Geometric's ``edge_index``."""
+    return tensor.dim() == 2 and len(tensor) == 2 and tensor.dtype in (torch.int32, torch.int64)
 
 
 def _refuse_kind(tensor: Tensor) -> NoReturn:
@@ -217,7 +230,7 @@ def pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: Batch
 
 
 @functools.cache
-def warn_idle_stages(num_stages: int, chunks: int, num_samples: int) -> None:
+def warn_idle_stages(num_stages: int, chunks: int, num_samples: int, batch_norm: bool = False) -> None:
     """Warns of too few micro-batches, once per process and set of numbers.
 
     The registry of `warnings` does not suffice: any change of its filters clears it, and PyTorch makes some.
@@ -226,6 +239,7 @@ def warn_idle_stages(num_stages: int, chunks: int, num_samples: int) -> None:
         num_stages: K, at least 2.
         chunks: M.
         num_samples: the number of samples, which is the maximum number of micro-batches.
+        batch_norm: whether micro-batches are normalised by their own statistics.
     """
     stages = f"{num_stages} stages"
     few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
@@ -241,6 +255,7 @@ def warn_idle_stages(num_stages: int, chunks: int, num_samples: int) -> None:
         warn_user(
             f"{idle}; chunks={enough} or chunks='auto' would reduce it to {less}, but smaller micro-batches "
             "can compute more slowly: model.report(...) predicts which number is fastest"
+            + (f"; {SMALLER_BATCHES}" if batch_norm else "")
         )
 
 

@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -49,8 +50,10 @@ class GPipeBackward final : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "a pipeline's backward cannot be differentiated; pass create_graph=False");
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(),
+        "a pipeline's backward cannot be differentiated (create_graph=True); for second derivatives call "
+        "the plain layers: torch.nn.Sequential(*model), or model.plain() of from_model");
     const c10::DispatchKeySet batched{c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched};
     for (const at::Tensor& gradient : gradients) {
       TORCH_CHECK(
@@ -73,6 +76,9 @@ class GPipeBackward final : public torch::autograd::Node {
     Pipeline::Gradients found = pipeline_->backward(*minibatch, output_gradients, sizes_, retain);
     std::move(found.inputs.begin(), found.inputs.end(), result.begin());
     std::move(found.parameters.begin(), found.parameters.end(), result.begin() + num_inputs_);
+    if (torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan()) {
+      check_for_nan(result);
+    }
     return result;
   }
 
@@ -90,6 +96,17 @@ class GPipeBackward final : public torch::autograd::Node {
   }
 
  private:
+  // PyTorch would name this node alone, and no layer.
+  void check_for_nan(const variable_list& gradients) const {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      TORCH_CHECK(!gradients[i].defined() || !gradients[i].isnan().any().item<bool>(), "the gradient of ",
+                  name_of_input(i),
+                  " has NaN, and detect_anomaly sees no layer of a pipeline; to find the layer, call the "
+                  "plain layers "
+                  "under detect_anomaly: torch.nn.Sequential(*model), or model.plain() of from_model");
+    }
+  }
+
   std::string name_of_input(size_t index) const {
     if (index < num_inputs_) return "input " + std::to_string(index);
     index -= num_inputs_;

@@ -17,6 +17,14 @@ from torch import Tensor, nn
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.torch_private.modules import AnyBatchNorm
 
+SMALLER_BATCHES = "batch norm normalises by the samples of a micro-batch, so they change what is trained"
+
+
+def normalises_micro_batches(layers: Iterable[nn.Module]) -> bool:
+    """Whether a layer contains batch norm in train mode."""
+    return any(isinstance(m, AnyBatchNorm) and m.training for layer in layers for m in layer.modules())
+
+
 # Indices of mean, variance and number of mini-batches among a stage's buffers; and the momentum.
 Statistics = tuple[int, int, int, float | None]
 

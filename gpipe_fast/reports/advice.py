@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gpipe_fast.balance.partition import balance_by_cost
+from gpipe_fast.layers.batchnorm import SMALLER_BATCHES
 from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy
 from gpipe_fast.reports.events import Event
 from gpipe_fast.schedule import (
@@ -366,6 +367,7 @@ def improvements(
     schedule: ScheduleChoice | None,
     checkpoint: CheckpointSetting,
     measured: Measurements,
+    batch_norm: bool = False,
 ) -> list[Advice]:
     """Returns the changes that gain most, the best first.
 
@@ -379,6 +381,7 @@ def improvements(
         schedule: the schedule of steps in one call; None if forward and backward are two calls.
         checkpoint: the checkpoint mode.
         measured: what is measured besides.
+        batch_norm: whether micro-batches are normalised by their own statistics.
     """
     step, base, rounds = median(steps), costs.time(), costs.each_round()
     middle = sorted(steps)[1:-1] if len(steps) > 3 else steps
@@ -427,6 +430,8 @@ def improvements(
         if best is not None:
             fewer = best[0] < costs.num_microbatches
             what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
+            if batch_norm:
+                what += f"; {SMALLER_BATCHES}"
             add_measured(what, {"chunks": best[0]}, best[1])
     return sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE]
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from gpipe_fast import progress
 from gpipe_fast.devices import available_processors
+from gpipe_fast.layers.batchnorm import normalises_micro_batches
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.reports.advice import (
     LEAST_GAIN,
@@ -217,6 +218,7 @@ class Steps:
             schedule=model.schedule if self._is_one_call else None,
             checkpoint=model.checkpoint,
             measured=measured,
+            batch_norm=normalises_micro_batches([model]),
         )
         while check and found and found[0].settings and found[0].measured is None:
             try:

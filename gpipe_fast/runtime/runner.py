@@ -45,7 +45,7 @@ from gpipe_fast.arguments import (
 )
 from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_warning
 from gpipe_fast.fuse import left_out
-from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral
+from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral, normalises_micro_batches
 from gpipe_fast.layers.quantized import move_parts
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
@@ -603,7 +603,8 @@ class Runner:
         is_few = number > 1 and chunks < 4 * number and training
         if is_few and self.warns_of_idle_stages and warns_of_idle_stages():
             self.warns_of_idle_stages = False
-            warn_idle_stages(number, chunks, inputs.batch_size)
+            batch_norm = normalises_micro_batches(self.layers)
+            warn_idle_stages(number, chunks, inputs.batch_size, batch_norm)
         self.warn_of_layers()
 
     def warn_of_layers(self) -> None:

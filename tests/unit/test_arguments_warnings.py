@@ -68,7 +68,10 @@ def test_too_few_micro_batches_are_warned_about_once() -> None:
     def pipe_of(balance: list[int], chunks: int) -> GPipe:
         return GPipe(mlp(), balance, chunks=chunks, backend="eager")
 
+    with pytest.warns(UserWarning, match=r"stages idle for .*; batch norm normalises by the samples of a"):
+        GPipe(nn.Sequential(nn.BatchNorm1d(6), *mlp()), [3, 3], chunks=2, backend="eager")(features())
     message = "^3 micro-batches on 2 stages leave the stages idle for up to 25% of a step; chunks=8 or "
+    message += ".* which number is fastest$"
     pipe, x = pipe_of([2, 3], 3), features()
     with pytest.warns(UserWarning, match=message) as caught:
         pipe(x)

@@ -49,7 +49,7 @@ class Step:
         seconds = {action: end - found.begins[action] for action, end in found.ends.items()}
         return Costs([found.schedule], seconds)
 
-    def advice(self, chunks: int, **measured: Any) -> list[Advice]:
+    def advice(self, chunks: int, batch_norm: bool = False, **measured: Any) -> list[Advice]:
         other = 2 * chunks if 2 * chunks <= self.batch else chunks // 2
         measured["chunks"] = lambda: self.costs(other)
         return improvements(
@@ -59,6 +59,7 @@ class Step:
             schedule=self.schedule,
             checkpoint=self.checkpoint,
             measured=Measurements(**measured),
+            batch_norm=batch_norm,
         )
 
 
@@ -69,6 +70,10 @@ def test_too_few_micro_batches() -> None:
     first = step.advice(2)[0]
     assert (first.what, first.settings) == ("more micro-batches", {"chunks": best})
     assert first.code == f"model.chunks = {best}"
+    (with_norm,) = [a for a in step.advice(2, batch_norm=True) if a.settings == first.settings]
+    assert with_norm.what.startswith(
+        "more micro-batches; batch norm normalises by the samples of a micro-batch"
+    )
     assert first.predicted == pytest.approx(step.time(best))
 
 

@@ -43,8 +43,37 @@ def test_the_backward_cannot_be_differentiated() -> None:
     """Without the error, a gradient penalty would silently have no effect."""
     pipe, x = GPipe(mlp(), [2, 3], chunks=2), leaf(features())
     loss = pipe(x).sum()
-    with pytest.raises(RuntimeError, match="backward cannot be differentiated"):
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated .*nn\.Sequential\(\*model\)"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+class RootOfNothing(nn.Module):
+    """Has an infinite gradient, which the layer before multiplies by 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+@pytest.mark.parametrize("is_step", [False, True])
+def test_detect_anomaly_says_how_to_find_the_layer(is_step: bool) -> None:
+    """And the plain layers then name the operator."""
+    layers = nn.Sequential(nn.Linear(6, 8), RootOfNothing(), nn.Linear(8, 4))
+    pipe, x = GPipe(layers, [2, 1], chunks=2), features()
+
+    def run() -> None:
+        if is_step:
+            pipe.step(x, target=torch.zeros(8, 4), loss_fn=nn.functional.mse_loss)
+        else:
+            pipe(x).sum().backward()
+
+    with torch.autograd.detect_anomaly():
+        with pytest.raises(RuntimeError, match=r"parameter .* has NaN.*nn\.Sequential\(\*model\)"):
+            run()
+        with pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
+            nn.Sequential(*pipe)(x).sum().backward()
+    run()  # as PyTorch, without detect_anomaly
+    assert pipe[0].weight.grad.isnan().all()
 
 
 @pytest.mark.parametrize("changed", ["parameter", "input"])
