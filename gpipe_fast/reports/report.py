@@ -396,16 +396,17 @@ def with_python(report: Report, costs: Costs, layers: LayerCosts, balance: Seque
         layers: the costs of the layers.
         balance: the number of layers of each stage.
     """
-    python = costs.in_python(layers, balance)
+    python, recorded = costs.in_python(layers, balance), costs.as_recorded(layers, balance)
     phases = [phase._replace(python=python) for phase in report.phases]
     gaps = tuple(gap for phase in phases for gap in gaps_of(phase))
-    seconds, found, scale = costs.as_recorded(layers, balance).seconds, [], report.step / costs.time()
+    found, scale = [], report.step / costs.time()
     for stage, (number, end) in enumerate(zip(balance, accumulate(balance), strict=True)):
         own = [i for i in range(end - number, end) if i in layers.operators]
         if own:
             names = ", ".join(layers.names[i] for i in own)
-            busy = scale * report.num_microbatches * sum(seconds[i] for i in own)
+            share = sum(recorded.seconds[i] for i in own) / recorded.times(balance)[stage]
             cost = scale * (costs.time() - costs.without_python(python, stage))
+            busy = max(cost, share * report.stages[stage].busy)
             found.append(InPython(stage, names, busy, cost))
     return replace(report, phases=tuple(phases), gaps=gaps, blame=blame(gaps), python=tuple(found))
 
