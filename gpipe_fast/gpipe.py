@@ -512,7 +512,7 @@ class GPipe(Reporting):
             update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, processes)
             with update.after() as updates:
                 call = self._runner, args, kwargs, self.training, objective
-                found, output = run_step(*call, scaler, updates)
+                found, output = run_step(*call, scaler, updates, update.asked())
             return result_of(found, output, losses, return_outputs)
 
     @uncompiled

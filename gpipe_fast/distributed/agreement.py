@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -68,7 +69,13 @@ def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Des
     return describe_model(call, plan, stages) | found
 
 
-def digest_of(description: Description) -> str:
+def describe_code(plan: PlannedCall) -> Description:
+    """Returns what the stages of a new plan compute, as far as traces of other sizes do not hide it."""
+    operators = [stage.traced.operators() for stage in (plan.compiled or [()])[0]]
+    return {f"the operators of stage {i}": digest_of(own) for i, own in enumerate(operators) if own}
+
+
+def digest_of(description: Any) -> str:
     """Returns a short text that differs for different descriptions."""
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]
 

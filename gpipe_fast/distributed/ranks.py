@@ -5,7 +5,8 @@ run n has these keys, of which the first rank to come writes the digests and the
 
     n/call      the digest of what all replicas have in common, or whose backward it is: a rank with another
                 one fails; none without replicas. Ends in 'new' if the plan of the first rank is new
-    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is; likewise
+    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is; likewise.
+                Behind a digest is what the update takes, what a new plan computes and, in 0/call/i, the seed
     n/inputs/i  what the ranks of replica i find in the elements of inputs, if all of them read these
     n/done      the number of ranks that have succeeded
     n/outcome   'done', written by the last of them; or which rank failed first, and why
@@ -29,6 +30,7 @@ import atexit
 import base64
 import contextlib
 import json
+import re
 import sys
 import time
 import weakref
@@ -51,6 +53,7 @@ from gpipe_fast.devices import Device
 from gpipe_fast.distributed.agreement import (
     Description,
     describe_call,
+    describe_code,
     describe_model,
     difference,
     digest_of,
@@ -99,6 +102,9 @@ _OF_REPLICA = "call", "inputs", "count", "loss"
 # Runs that are no calls; a digest does not begin so.
 _NO_CALL = "the "
 _BACKWARD, _EXCHANGE = f"{_NO_CALL}backward of run ", f"{_NO_CALL}end of a recording"
+# What the ranks of a replica have in common in their first run; after a failure they may draw other seeds.
+_SEED = "the mini-batch's seed (torch.manual_seed)"
+_NOTHING_ASKED: Mapping[str, str] = {}
 # The end of the digest of a run for whose plan all ranks wait.
 _NEW = " new"
 # The maximum length of a value in the store, which refuses those of 8 MiB.
@@ -299,12 +305,26 @@ class Ranks(Processes):
         """As for `Processes`."""
         return self._store.at_work(self._key(f"work/{self.rank}"))
 
-    def begin(self, pipeline: Pipeline, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> None:
+    def begin(
+        self,
+        pipeline: Pipeline,
+        call: Call,
+        plan: PlannedCall,
+        stages: Sequence[Stage],
+        asked: Mapping[str, str] = _NOTHING_ASKED,
+        seed: int = 0,
+    ) -> None:
         """As for `Processes`."""
         new = _NEW if self._digests.lookup(id(plan)) is None else ""
         waits_for: set[int] = set()
         for key, (digest, description) in self._digests_of(call, plan, stages).items():
-            first = self._store.compare_set(self._key(key), "", digest + new).decode()
+            own = {**asked}
+            if self._number == 0 and key != "call":
+                own[_SEED] = str(seed)
+            if new:
+                own |= describe_code(plan)
+            text = f"{digest}{json.dumps(own)}{new}"
+            first = self._store.compare_set(self._key(key), "", text).decode()
             if first.startswith(_NO_CALL):
                 raise RuntimeError(
                     f"rank {self._name} calls the pipeline, but another rank runs {first}; make calls, "
@@ -313,14 +333,19 @@ class Ranks(Processes):
             # The first rank decides for all, so that none waits for one that goes on.
             if first.endswith(_NEW):
                 waits_for.update(self._everyone() if key == "call" else self._own_replica())
-            first = first.removesuffix(_NEW)
+            first, theirs = _parted(first.removesuffix(_NEW))
             if first != digest:
-                theirs = json.loads(self._store.get(f"plan/{first}"))
-                raise RuntimeError(
-                    f"rank {self._name} calls the pipeline with other arguments than another rank, which "
-                    f"came first: they differ in {difference(description, theirs)}; make the same calls on "
-                    "all ranks"
-                )
+                own, theirs = description, json.loads(self._store.get(f"plan/{first}"))
+            else:
+                own = {name: value for name, value in own.items() if name in theirs}
+                theirs = {name: value for name, value in theirs.items() if name in own}
+            if own == theirs:
+                continue
+            raise RuntimeError(
+                f"rank {self._name} calls the pipeline with other arguments than another rank, which "
+                f"came first: they differ in {difference(own, theirs)}; make the same calls on "
+                "all ranks"
+            )
         edges = edges_of(stages, self.size)
         if self._channels_of() is not pipeline or not edges <= self._edges:
             self._connect(pipeline, stages, edges)
@@ -392,7 +417,7 @@ class Ranks(Processes):
         Raises:
             RuntimeError: another rank has failed before, for another reason.
         """
-        own = json.dumps({"rank": self.rank, "error": error})
+        own = json.dumps({"rank": self.rank, "error": error, "lost": self._lost(error)})
         with contextlib.suppress(RuntimeError):  # the process that has the store may have ended
             own = self._store.compare_set(self._key("outcome"), "", own).decode()
         if own == _DONE:
@@ -443,9 +468,7 @@ class Ranks(Processes):
 
     def gather(self, name: str, own: Any) -> list[Any]:
         """As for `Processes`."""
-        key = self._key(f"{name}/{self.rank}")
-        self._store.set(key, json.dumps(own))
-        self._gathered.append((self._number, key))
+        self._share(f"{name}/{self.rank}", json.dumps(own))
         members = self._own_replica()
         return [json.loads(self._wait(f"{name}/{rank}", partial(list, (rank,)))) for rank in members]
 
@@ -522,8 +545,19 @@ class Ranks(Processes):
 
     def _raise(self, outcome: str) -> NoReturn:
         found = json.loads(outcome)
-        failed = self._names[found["rank"]]
-        raise RuntimeError(f"rank {failed} has failed, so no rank changed anything: {found['error']}")
+        failed, lost = self._names[found["rank"]], found["lost"]
+        what = f"rank {lost} is lost, as rank {failed} has found" if lost else f"rank {failed} has failed"
+        raise RuntimeError(f"{what}, so no rank changed anything: {found['error']}")
+
+    def _lost(self, error: str) -> str:
+        """Returns the numbers of the ranks that an error of this rank is about; empty if it is about none."""
+        stage = re.search(r"(?:sending to|receiving from) stage (\d+), in another process, failed", error)
+        if stage is not None:
+            return str(self._names[self.replica * self.size + int(stage[1]) % self.size])
+        ranks = re.search(
+            r"(?:for ranks \[|connect to rank )(\d+(?:, \d+)*)\]?, which ha(?:s|ve) ended", error
+        )
+        return "" if ranks is None else ranks[1]
 
     def _running(self) -> list[int]:
         """Returns the ranks that have not ended the run."""
@@ -596,6 +630,7 @@ class Ranks(Processes):
         if self.num_replicas > 1:
             self._check_equal(stages[self.index])
         self._wait_until_ready()
+        self._check_ties(stages)
         assert make_channels is not None
         groups = {}
         for edge in sorted(edges):
@@ -615,9 +650,7 @@ class Ranks(Processes):
 
     def _wait_until_ready(self, ranks: Collection[int] | None = None) -> None:
         """Waits until ranks, by default all of them, are about to make groups or to run a new plan."""
-        own = self._key(f"ready/{self.rank}")
-        self._store.set(own, "")
-        self._gathered.append((self._number, own))
+        self._share(f"ready/{self.rank}", "")
         names = {rank: f"ready/{rank}" for rank in ranks or self._everyone()}
         for name in names.values():
             self._wait(name, lambda: [r for r, each in names.items() if self._read(each) == _UNSET])
@@ -649,29 +682,72 @@ class Ranks(Processes):
                 f"than the argument timeout of GPipe allows: {error}"
             ) from error
 
+    def _check_ties(self, stages: Sequence[Stage]) -> None:
+        """Checks that the copies of a parameter are equal, which would stay different forever."""
+        own, ties = {*self.stages_of(len(stages))}, stages[0].options.ties
+        copies = [
+            {stage: f"tie/{self.replica}/{n}/{stage}" for stage, _ in tie} for n, tie in enumerate(ties)
+        ]
+        for tie, keys in zip(ties, copies, strict=True):
+            for stage, index in tie:
+                if stage in own:
+                    checksum = _checksum(parameters_of(stages[stage].layers)[index])
+                    self._share(keys[stage], str(checksum))
+        for tie, keys in zip(ties, copies, strict=True):
+            if own.isdisjoint(keys):
+                continue
+            (first, index), *_ = tie
+            rank_of = {stage: self.replica * self.size + stage % self.size for stage in keys}
+            found = {s: self._wait(key, partial(list, (rank_of[s],))) for s, key in keys.items()}
+            other = next((stage for stage in keys if found[stage] != found[first]), None)
+            if other is not None:
+                ranks = " and ".join(map(str, self._named((rank_of[first], rank_of[other]))))
+                title = _name_of(parameters_of(stages[first].layers)[index], stages[first])
+                raise RuntimeError(
+                    f"ranks must start with the same parameters, but the tied copies of {title} differ on "
+                    f"ranks {ranks}; build the layers with the same seed, or load the same weights in all"
+                )
+
+    def _share(self, name: str, value: str) -> None:
+        """Sets a key of the run, until the next run has ended."""
+        key = self._key(name)
+        self._store.set(key, value)
+        self._gathered.append((self._number, key))
+
     def _check_equal(self, stage: Stage) -> None:
         """Checks that the first replica has the same parameters, which would stay different forever."""
-        own = [
-            sum(int(_words(part.detach()).sum(dtype=torch.int64)) for part in stored_tensors(each))
-            for each in parameters_of(stage.layers)
-        ]
+        own = [_checksum(each) for each in parameters_of(stage.layers)]
         if self.replica == 0:
             self._store.set(self._key(f"start/{self.index}"), json.dumps(own))
             return
         theirs = json.loads(self._wait(f"start/{self.index}", lambda: [self.index]))
         for parameter, a, b in zip(parameters_of(stage.layers), own, theirs, strict=True):
             if a != b:
-                name = next(
-                    f"{name!r} of {layer_title(number, layer)}"
-                    for number, layer in enumerate(stage.layers, stage.first_layer)
-                    for name, each in layer.named_parameters()
-                    if each is parameter
-                )
                 raise RuntimeError(
-                    f"replicas must start with the same parameters, but {name} differs between rank "
+                    f"replicas must start with the same parameters, but {_name_of(parameter, stage)} differs "
+                    "between rank "
                     f"{self._names[self.index]} and rank {self._name}; build the layers with the same seed, "
                     "or load the same weights in all replicas"
                 )
+
+
+def _parted(text: str) -> tuple[str, Description]:
+    """Returns a digest, and what is behind it."""
+    digest, brace, rest = text.partition("{")
+    return digest, json.loads(brace + rest) if brace else {}
+
+
+def _name_of(parameter: Tensor, stage: Stage) -> str:
+    return next(
+        f"{name!r} of {layer_title(number, layer)}"
+        for number, layer in enumerate(stage.layers, stage.first_layer)
+        for name, each in layer.named_parameters()
+        if each is parameter
+    )
+
+
+def _checksum(parameter: Tensor) -> int:
+    return sum(int(_words(part.detach()).sum(dtype=torch.int64)) for part in stored_tensors(parameter))
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -190,6 +190,15 @@ class TracedStage:
         nodes = joint.module.graph.find_nodes(op="get_attr")
         return [getattr(joint.module, str(node.target)) for node in nodes]
 
+    def operators(self) -> list[str]:
+        """Returns the graph's operators, with arguments that are no sizes; nothing for an instance."""
+        found = []
+        for node in () if isinstance(self.graph, Instance) else self.graph.module.graph.nodes:
+            if node.op == "call_function":
+                arguments = (*node.args, *node.kwargs.values())
+                found.append(f"{node.target} {[x for x in arguments if isinstance(x, (bool, float, str))]}")
+        return found
+
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,24 @@ class Processes:
         """Reports an error of the block to the other processes, unless that has happened already."""
         return contextlib.nullcontext()
 
-    def begin(self, pipeline: Pipeline, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> None:
+    def begin(
+        self,
+        pipeline: Pipeline,
+        call: Call,
+        plan: PlannedCall,
+        stages: Sequence[Stage],
+        asked: Mapping[str, str],
+        seed: int,
+    ) -> None:
         """Prepares a run: checks that other processes run the same plan, and connects to them.
+
+        Args:
+            pipeline: the pipeline.
+            call: the call.
+            plan: its plan.
+            stages: the stages of the model.
+            asked: what else this process and others ask for, by name; a name that one lacks is not compared.
+            seed: the seed of the mini-batch, the same in all processes of a replica; 0 if it is not known.
 
         Raises:
             RuntimeError: another process has another plan, has failed, or does not answer.

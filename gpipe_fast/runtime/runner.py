@@ -27,8 +27,8 @@ A step (gpipe_fast/training/step.py) calls `run` of the runner with the loss. `G
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,7 @@ class StepInputs:
         offer: tells other processes the losses, the first of the outputs that it gets; None if there are
             none, or the losses are there.
         measure: writes the measures of the mini-batch into one of the tensors; None if the loss has none.
+        asked: what the update of the step takes, by name, which all processes agree on.
     """
 
     tensors: tuple[Tensor, ...]
@@ -97,6 +98,7 @@ class StepInputs:
     updates: Callable[[Sequence[Tensor]], Callable[[int, Sequence[int]], None]] | None = None
     offer: Callable[[Sequence[Tensor]], None] | None = None
     measure: Callable[[], None] | None = None
+    asked: Mapping[str, str] = field(default_factory=dict)
 
     def gradients(self, num_microbatches: int, losses: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns the gradients of the loss of each micro-batch, in the order in which autograd multiplies.
@@ -450,9 +452,11 @@ class Runner:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         call = self.prepare(inputs, training, given)
         plan, tensors = call.plan, (call.parameters, call.buffers)
-        self.processes.begin(call.pipeline, call.call, plan, self.stages)
+        key = call.key()
+        seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked
+        self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
         if given is None:
-            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, call.key())
+            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, key)
         else:
             if given.measure is not None:
                 given.measure()
@@ -460,7 +464,6 @@ class Runner:
             if torch.is_grad_enabled():
                 losses = plan.possible_losses(self.stages[-1])
                 gradients = given.gradients(plan.schedule.num_microbatches, losses)
-            key = call.key()
             update = None if given.updates is None else given.updates(call.parameters)
             outputs, structure = call.pipeline.step(
                 plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,7 @@ def run_step(
     objective: Objective,
     scaler: GradScaler | None = None,
     updates: StageUpdates | None = None,
+    asked: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Losses, Any]:
     """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
 
@@ -100,6 +102,7 @@ def run_step(
         objective: what to compute from the output.
         scaler: multiplies the loss before its backward; None for 1.
         updates: updates the parameters of each stage after its last backward; None for nothing.
+        asked: as for `StepInputs`.
 
     Returns:
         The losses, divided; and the output, or None.
@@ -135,6 +138,7 @@ def run_step(
             None if updates is None else updates.of,
             offer,
             given.measure,
+            asked,
         ),
     )
     parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)

@@ -31,6 +31,7 @@ class Update(NamedTuple):
         in_drain: whether a stage updates its parameters while other stages still run backwards.
         processes: the processes of the stages.
         order: the numbers of the model's parameters, of which all ranks have the same.
+        has_gradients: whether it is one of several processes whose parameters need gradients.
     """
 
     optimizer: Optimizer | None
@@ -39,6 +40,7 @@ class Update(NamedTuple):
     in_drain: bool
     processes: Processes
     order: dict[Tensor, int]
+    has_gradients: bool = False
 
     @contextlib.contextmanager
     def after(self) -> Iterator[StageUpdates | None]:
@@ -62,6 +64,13 @@ class Update(NamedTuple):
         except BaseException as error:
             updates.explain(error)
             raise
+
+    def asked(self) -> dict[str, str]:
+        """Returns what of it all processes agree on; nothing if this one has no gradients to update with."""
+        if self.optimizer is None and not self.has_gradients:
+            return {}
+        values = {"optimizer": self.optimizer, "max_norm": self.max_norm, "scaler": self.scaler}
+        return {f"the argument {n}": "None" if value is None else "given" for n, value in values.items()}
 
     def _run(self) -> None:
         """Updates the parameters, as a plain training loop does; their gradients are in ``.grad``."""
@@ -249,7 +258,8 @@ def checked_update(
         order = {parameter: number for number, parameter in enumerate(model.parameters())}
         if max_norm is not None:
             _check_numbered(optimizer, order)
-    return Update(optimizer, scaler, max_norm, in_drain, processes, order)
+    has_gradients = processes.is_mesh and any(p.requires_grad and not p.is_meta for p in model.parameters())
+    return Update(optimizer, scaler, max_norm, in_drain, processes, order, has_gradients)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

@@ -249,6 +249,84 @@ def differing() -> tuple[list[str], list[str]]:
     return errors, [name for name, tensor in tensors if not tensor.is_meta]
 
 
+class Bent(nn.Linear):
+    """Two kinds of it have the same form, and compute something else."""
+
+    def __init__(self, slope: float, by_code: bool) -> None:
+        super().__init__(6, 6)
+        self.slope, self.by_code = slope, by_code
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.sin(y) if self.by_code else nn.functional.leaky_relu(y, self.slope)
+
+
+def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
+    """One rank differs from the others in one thing after the other: returns errors, and what changed."""
+    warnings.simplefilter("ignore")
+    is_odd, x = dist.get_rank() == odd_rank, features(9)
+    target = torch.zeros(9, 2)
+
+    def run(layers: list[nn.Module], seed: int = 0, **options: Any) -> tuple[str, bool]:
+        torch.manual_seed(0)
+        ends = [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)]
+        sequential = nn.Sequential(*layers, *ends, nn.Linear(6, 2))
+        size = dist.get_world_size()
+        pipe = GPipe(
+            sequential,
+            [len(sequential) + 1 - size, *[1] * (size - 1)],
+            mesh=dist.group.WORLD,
+            chunks=3,
+            timeout=TIMEOUT,
+        )
+        own = [p for p in pipe.parameters() if not p.is_meta]
+        before = [p.detach().clone() for p in own]
+        optimizer = options.pop("optimizer", torch.optim.SGD)
+        torch.manual_seed(seed)
+        error = _error_of(
+            lambda: pipe.step(
+                x,
+                target=target,
+                loss_fn=loss_of,
+                normalizer=9,
+                optimizer=None if optimizer is None else optimizer(own, lr=1.0),
+                **options,
+            )
+        )
+        is_changed = any(
+            p.grad is not None or not torch.equal(p, b) for p, b in zip(own, before, strict=True)
+        )
+        return error, is_changed
+
+    def other(**options: Any) -> dict[str, Any]:
+        return options if is_odd else {}
+
+    return {
+        "nothing": run([Bent(0.1, False)]),
+        "the optimizer": run([Bent(0.1, False)], **other(optimizer=None)),
+        "max_norm": run([Bent(0.1, False)], **other(max_norm=1.0)),
+        "the scaler": run([Bent(0.1, False)], **other(scaler=torch.amp.GradScaler("cpu"))),
+        "the seed": run([Bent(0.1, False)], **other(seed=1)),
+        "an attribute": run([Bent(0.2 if is_odd else 0.1, False)]),
+        "code": run([Bent(0.1, is_odd)]),
+    }
+
+
+def tied_to_others() -> str:
+    """Every rank makes its layers with another seed: returns the error of the first step."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(dist.get_rank())
+    embedding = nn.Embedding(11, 11)
+    layers = nn.Sequential(embedding, nn.Tanh(), Decoder(embedding.weight))
+    pipe = GPipe(layers, [2, 1], mesh=dist.group.WORLD, chunks=3, timeout=TIMEOUT)
+    torch.manual_seed(0)
+    return _error_of(lambda: pipe.step(tokens(6), target=torch.zeros(6), loss_fn=mean_of, normalizer=6))
+
+
+def mean_of(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum() + target.sum()
+
+
 def losing_a_rank(how: str, num_stages: int) -> str:
     """Rank 1 ends or stops in its second step: returns the error of the others; nothing changes on them."""
     pipe, x = _pipe(num_stages, timeout=LOST), features(9)
@@ -256,7 +334,7 @@ def losing_a_rank(how: str, num_stages: int) -> str:
     if dist.get_rank() == 1:
         if how == "exit":
             os._exit(1)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     begin = time.monotonic()
     error, is_changed = changed(pipe, x)
     assert not is_changed

@@ -60,6 +60,7 @@ def test_an_output_gets_no_gradient() -> None:
     [
         ("stop", 3),
         ("exit", 4),
+        ("kill", 3),
         *(pytest.param(*c, marks=pytest.mark.extended) for c in (("exit", 3), ("stop", 4))),
     ],
 )
@@ -68,8 +69,9 @@ def test_a_rank_is_lost(how: str, num_ranks: int) -> None:
     num_stages = {3: 3, 4: 2}[num_ranks]
     first, _, *others = run_ranks(num_ranks, cases.losing_a_rank, how, num_stages, hangs=[1])
     for error in (first, *others):
-        text = r"that process has ended, or takes longer|for ranks \[1\], which have ended or take longer"
-        assert re.search(text if num_ranks == 3 else f"{text}|has failed|has waited for .* ranks", error)
+        text = r"stage 1, in another process, failed|for ranks \[1\], which have ended or take longer"
+        assert re.search(text if num_ranks == 3 else f"{text}|has waited for .* ranks", error)
+        assert not re.search(r"rank [02] has failed", error), "the rank that is lost is named"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,30 @@ def test_an_error_outside_of_calls(place: str, error: str) -> None:
     assert f"ValueError: {error}\n" in last
     expected = "rank 1 has failed, so no rank changed anything: its process has ended with ValueError"
     assert f"RuntimeError: {expected}: {error}\n" in other
+
+
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.extended)])
+def test_ranks_disagree(odd: int) -> None:
+    """Each rank that raises names what differs, and none has changed anything."""
+    found = run_ranks(2, cases.disagreeing, odd)
+    names = {
+        "the optimizer": "the argument optimizer",
+        "max_norm": "the argument max_norm",
+        "the scaler": "the argument scaler",
+        "the seed": r"the mini-batch's seed \(torch.manual_seed\)",
+        "an attribute": "the operators of stage 0",
+        "code": "the operators of stage 0",
+    }
+    for errors in found:
+        assert errors.pop("nothing") == ("", True)
+        for name, (error, is_changed) in errors.items():
+            assert re.search(f"they differ in {names[name]}: here .*, there ", error), name
+            assert not is_changed
+
+
+def test_tied_copies_start_different() -> None:
+    errors = run_ranks(2, cases.tied_to_others)
+    assert all("the tied copies of 'weight' of layer 0 (Embedding)" in error for error in errors), errors
 
 
 def test_ranks_make_other_runs() -> None:

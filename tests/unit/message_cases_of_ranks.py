@@ -128,6 +128,19 @@ def other_start() -> None:
         own._check_equal(stages_of(pipe(*layers, mesh=own))[0])
 
 
+def other_tie() -> None:
+    store = dist.HashStore()
+    for rank in range(2):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        layers[2].weight = layers[0].weight
+        with torch.no_grad():
+            layers[0].weight.fill_(rank)
+        own = Ranks(rank, 2, store, 0.2)
+        stages = stages_of(GPipe(layers, [1, 2], mesh=own))
+        with contextlib.suppress(RuntimeError) if rank == 0 else contextlib.nullcontext():
+            own._check_ties(stages)  # the first rank waits in vain
+
+
 def other_failed() -> None:
     first, second = ranks()
     first.fail("ValueError: no data")
@@ -138,7 +151,7 @@ def backward_and_call() -> None:
     first, second = ranks()
     first.begin_backward(3)
     with mock.patch.object(Ranks, "_digests_of", return_value={"call/0": ("digest", {})}):
-        second.begin(*[mock.Mock()] * 3, [])
+        second.begin(mock.Mock(), mock.Mock(), mock.Mock(compiled=()), [])
 
 
 def backwards_in_other_orders() -> None:
@@ -251,6 +264,7 @@ OF_RANKS = [
     case("{'tp': 2}", "make a mesh of these two", pipe, mesh=mesh("dp_replicate", "tp", "pp")),
     case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
     case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
+    case("tied copies of 'weight' of layer 0 (Linear) differ on ranks 0 and 1", "the same seed", other_tie),
     case("layer 0 (FSDPLinear) is sharded by fully_shard", "'dp_replicate'", sharded, fully_shard),
     case("has the DTensor 'weight' of placements (Replicate(),)", "plain", sharded, distribute),
     case("got 0", "must be a positive number", checked_timeout, 0),

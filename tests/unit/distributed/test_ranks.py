@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,25 @@ def test_a_run_that_is_done_cannot_fail_any_more() -> None:
     ranks.succeed()
     with mock.patch.object(ranks, "_wait", side_effect=times_out):
         ranks.succeed()
-    store.set("2/outcome", '{"rank": 1, "error": "lost"}')
-    with pytest.raises(RuntimeError, match="rank 1 has failed, so no rank changed anything: lost"):
+    store.set("2/outcome", '{"rank": 1, "error": "refused", "lost": ""}')
+    with pytest.raises(RuntimeError, match="rank 1 has failed, so no rank changed anything: refused"):
         ranks.succeed()
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        ("sending to stage 5, in another process, failed: that process has ended", "8"),
+        ("receiving from stage 1, in another process, failed: that process has ended", "7"),
+        ("rank 6 has waited for 10.0 s for ranks [7, 8], which have ended or take longer", "7, 8"),
+        ("rank 6 cannot connect to rank 7, which has ended, or takes longer", "7"),
+    ],
+)
+def test_the_rank_that_is_lost_is_named(error: str, lost: str) -> None:
+    """Three stages go round on ranks that are called 6, 7 and 8."""
+    store = dist.HashStore()
+    first, second = (Ranks(index, 3, store, timeout=1.0, names=(6, 7, 8)) for index in (0, 1))
+    assert first.fail(error)
+    text = f"rank {lost} is lost, as rank 6 has found, so no rank changed anything: {error}"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        second.poll()
