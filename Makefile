@@ -56,16 +56,24 @@ $(INSTALLED_STAMP): requirements.txt | $(PY)
 	@# --no-deps, because torchvision requires one patch release of torch.
 	$(PY) -m pip install --quiet --no-deps 'torchvision==$(TORCHVISION)'
 	@rm -f $(VENV)/.installed-torch-*
-	@# From any directory, this environment imports gpipe_fast from the tree.
-	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpipe_fast.pth"
+	@# From any directory, this environment imports gpipe_fast from the tree, and nothing else: the root of the tree
+	@# would hide packages of other libraries, such as Hugging Face's kernels.
+	@mkdir -p $(VENV)/tree && ln -sfn '$(CURDIR)/gpipe_fast' $(VENV)/tree/gpipe_fast
+	@echo '$(abspath $(VENV)/tree)' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpipe_fast.pth"
+	@printf '#!%s\nimport sys\nfrom gpipe_fast.command import main\nsys.exit(main())\n' '$(abspath $(PY))' > $(VENV)/bin/gpipe-fast
+	@chmod +x $(VENV)/bin/gpipe-fast
 	@touch $@
 
 # One directory of object files per environment and torch version, because their headers differ.
+OBJECTS := build/$(notdir $(VENV))-torch-$(TORCH)
 $(EXTENSION): $(INSTALLED_STAMP) $(SOURCES)
-	$(PY) setup.py --quiet build_ext --inplace --build-temp build/$(notdir $(VENV))-torch-$(TORCH)
+	$(PY) setup.py --quiet build_ext --inplace --build-temp $(OBJECTS)
+	@echo 'gpipe_fast is built: $(PY) imports it from any folder, and $(VENV)/bin/gpipe-fast is its command'
 
 import: build
 	cd / && $(abspath $(PY)) -c 'import gpipe_fast, gpipe_fast.kernels; print(gpipe_fast.build_info())'
+	cd / && ! $(abspath $(PY)) -c 'import tools' 2>/dev/null
+	$(VENV)/bin/gpipe-fast simulate --stages 2 --micro-batches 8 >/dev/null
 
 check: lint build  ## before every commit: lint, types, unit tests but those in tests/slow.txt
 	$(PYTEST) --tier=check tests/unit $(ARGS)
@@ -96,7 +104,7 @@ docs: $(INSTALLED_STAMP)  ## build the site of the documentation: open build/sit
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'docs: build/site/index.html'
 
-demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores (ARGS=--full: the whole training; ARGS=--help)
+demo: build  ## train a small GPT, 1 to 2 minutes on two idle cores after the build (ARGS=--full: the whole training; ARGS=--help)
 	OMP_WAIT_POLICY=passive $(PY) -m examples.gpt $(ARGS)
 
 # Durations are kept in .benchmarks; `pytest-benchmark compare` compares those of two commits.
@@ -169,10 +177,13 @@ gpu:  ## on a GPU machine: build, compare and measure with PYTHON in phases; wri
 	fi
 	@$(PYTHON) -m tools.on_gpu $(ARGS)
 
-dist: $(INSTALLED_STAMP)  ## build the source distribution in ./dist
-	@rm -rf gpipe_fast.egg-info  # setuptools would add the files that an old one lists
+dist: build  ## build the source distribution, and the wheel for this machine, Python and torch, in ./dist
+	@rm -rf gpipe_fast.egg-info build/lib.*  # setuptools would add the files that an old one lists
 	$(PY) setup.py --quiet sdist
-	@ls dist/gpipe_fast-*.tar.gz
+	@# Two commands, because the second build's compiler options would differ within one.
+	$(PY) setup.py --quiet build --build-temp $(OBJECTS)
+	$(PY) setup.py --quiet bdist_wheel --skip-build
+	@ls dist/gpipe_fast-*.tar.gz dist/gpipe_fast-*.whl
 
 clean:  ## remove build outputs; keep the environments
 	rm -rf build dist wheelhouse *.egg-info gpipe_fast/_C*.so .mypy_cache .pytest_cache .ruff_cache

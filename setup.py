@@ -12,8 +12,8 @@ from pathlib import Path
 
 from setuptools import setup
 
-# The GPU architectures to compile for if torch does not report those that it was built for.
-DEFAULT_ARCHS = "8.0;9.0+PTX"
+# The GPU architecture to compile for if torch does not report those that it was built for.
+DEFAULT_ARCH = "8.0"
 # The oldest architecture for which nvcc accepts the kernels: their arguments are __grid_constant__.
 MIN_ARCH = (7, 0)
 
@@ -53,20 +53,19 @@ def choose_archs(requested, visible, torch_flags):
     """Returns the GPU architectures to compile for, and the reason; those below MIN_ARCH are left out.
 
     `visible` lists the compute capabilities of the visible GPUs; `torch_flags` lists the architectures that
-    torch was built for, such as "sm_80 sm_90 compute_90". An extension built without a visible GPU supports
-    all of torch's architectures, and later ones through PTX.
+    torch was built for, such as "sm_80 sm_90 compute_90". An extension built without a visible GPU has code
+    for the oldest of them, which the driver of a later one compiles when the extension is loaded.
     """
     numbers = sorted({int(number) for number in re.findall(r"\bsm_([0-9]+)\b", torch_flags or "")})
-    ptx, reason = "", "TORCH_CUDA_ARCH_LIST"
+    reason = "TORCH_CUDA_ARCH_LIST"
     if requested:
         archs = re.split(r"[;\s]+", requested.strip())
     elif visible:
         archs, reason = sorted({f"{major}.{minor}" for major, minor in visible}), "the visible GPUs"
-    elif numbers:
-        archs, ptx = [f"{n // 10}.{n % 10}" for n in numbers], "+PTX"
-        reason = "as torch, since no GPU is visible"
     else:
-        archs, reason = DEFAULT_ARCHS.split(";"), "the default, since no GPU is visible"
+        known = [f"{n // 10}.{n % 10}" for n in numbers]
+        oldest = next((arch for arch in known if not is_too_old(arch)), *known[-1:] or [DEFAULT_ARCH])
+        archs, reason = [f"{oldest}+PTX"], "the oldest of torch, since no GPU is visible"
     too_old = [arch for arch in archs if is_too_old(arch)]
     if too_old:
         least = f"the kernels need compute capability {MIN_ARCH[0]}.{MIN_ARCH[1]}"
@@ -76,7 +75,7 @@ def choose_archs(requested, visible, torch_flags):
                 "GPIPE_FAST_CUDA=0 to build for the CPU"
             )
         reason += f"; left out: {' '.join(too_old)}, because {least}"
-    return ";".join(arch for arch in archs if arch not in too_old) + ptx, reason
+    return ";".join(arch for arch in archs if arch not in too_old), reason
 
 
 def is_too_old(arch):
@@ -87,16 +86,25 @@ def is_too_old(arch):
 
 @contextlib.contextmanager
 def shortened_ninja_output():
-    """Shortens ninja's output for each command, "[3/37] c++ ...", to the name of the compiled file."""
+    """Shortens ninja's output for each command, "[3/37] c++ ...", to the name of the compiled file.
+
+    pip shows no output of a build that succeeds, so these lines go to its terminal, too.
+    """
     sys.stdout.flush()
+    shown = None
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError):  # there is no terminal
+            shown = os.fdopen(os.open("/dev/tty", os.O_WRONLY), "w")
     terminal, (read, write) = os.dup(1), os.pipe()
 
     def copy():
         with os.fdopen(read, errors="replace") as lines, os.fdopen(terminal, "w") as out:
             for line in lines:
                 compiled = re.match(r"(\[[0-9]+/[0-9]+\]) .* -c (\S+\.(?:cpp|cu))\b", line)
-                out.write(f"{compiled[1]} {os.path.relpath(compiled[2])}\n" if compiled else line)
-                out.flush()
+                short = f"{compiled[1]} {os.path.relpath(compiled[2])}\n" if compiled else line
+                for each in filter(None, (out, shown if compiled else None)):
+                    each.write(short)
+                    each.flush()
 
     thread = threading.Thread(target=copy)
     thread.start()
@@ -108,6 +116,8 @@ def shortened_ninja_output():
         sys.stdout.flush()
         os.dup2(terminal, 1)  # closes the pipe, so that the thread ends and closes `terminal`
         thread.join()
+        if shown:
+            shown.close()
 
 
 def build_arguments():

@@ -1,8 +1,11 @@
 """The build's choices of CUDA and architectures, and what the extension reports about its build."""
 
 import ast
+import os
+import pty
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,17 +53,18 @@ def test_architectures_come_from_the_environment_the_gpus_or_torch(setup_py):
     flags = "sm_75 sm_80 sm_90 sm_100 compute_120"
     assert setup_py.choose_archs("8.0;9.0", [(9, 0)], flags) == ("8.0;9.0", "TORCH_CUDA_ARCH_LIST")
     assert setup_py.choose_archs(None, [(9, 0), (8, 6), (9, 0)], flags) == ("8.6;9.0", "the visible GPUs")
-    assert setup_py.choose_archs("", [], flags)[0] == "7.5;8.0;9.0;10.0+PTX"
-    assert setup_py.choose_archs("", [], "")[0] == setup_py.DEFAULT_ARCHS
-    assert setup_py.choose_archs("", [], None)[0] == setup_py.DEFAULT_ARCHS
+    reason = "the oldest of torch, since no GPU is visible"
+    assert setup_py.choose_archs("", [], flags) == ("7.5+PTX", reason)
+    assert setup_py.choose_archs("", [], "")[0] == setup_py.choose_archs("", [], None)[0] == "8.0+PTX"
 
 
 def test_architectures_below_7_0_are_left_out_or_refused(setup_py):
     torch_126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
     archs, reason = setup_py.choose_archs(None, [], torch_126)
-    assert archs == "7.0;7.5;8.0;8.6;9.0+PTX"
-    left_out = "left out: 5.0 6.0, because the kernels need compute capability 7.0"
-    assert reason == f"as torch, since no GPU is visible; {left_out}"
+    assert (archs, "left out" in reason) == ("7.0+PTX", False)
+    archs, reason = setup_py.choose_archs("6.0;9.0", [], torch_126)
+    left_out = "left out: 6.0, because the kernels need compute capability 7.0"
+    assert (archs, reason) == ("9.0", f"TORCH_CUDA_ARCH_LIST; {left_out}")
     assert setup_py.choose_archs(None, [(6, 1), (8, 0)], "")[0] == "8.0"
     assert setup_py.choose_archs("6.0 8.0;9.0a+PTX", [], torch_126)[0] == "8.0;9.0a+PTX"
     assert setup_py.choose_archs("Ampere", [], "")[0] == "Ampere"
@@ -70,6 +74,27 @@ def test_architectures_below_7_0_are_left_out_or_refused(setup_py):
     ):
         with pytest.raises(SystemExit, match=rf"need compute capability 7\.0, but found only {found}"):
             setup_py.choose_archs(requested, visible, "")
+
+
+def test_a_build_whose_output_is_hidden_shows_its_progress_on_the_terminal(tmp_path):
+    """As under pip, which keeps the output of a build."""
+    program = f"""
+import runpy, subprocess
+setup = runpy.run_path({str(ROOT / "setup.py")!r}, run_name="setup")
+with setup["shortened_ninja_output"]():
+    subprocess.run(["echo", "[3/37] c++ -c csrc/engine/engine.cpp -o engine.o"])
+    subprocess.run(["echo", "ninja: done"])
+"""
+    output, shown = tmp_path / "output", []
+
+    def read(descriptor):
+        shown.append(os.read(descriptor, 1024))
+        return shown[-1]
+
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} > {shlex.quote(str(output))}"
+    assert pty.spawn(["sh", "-c", command], read) == 0
+    assert b"".join(shown).split() == b"[3/37] csrc/engine/engine.cpp".split()
+    assert output.read_text() == "[3/37] csrc/engine/engine.cpp\nninja: done\n"
 
 
 def test_a_toolkit_without_headers_is_skipped(setup_py, tmp_path, monkeypatch):
