@@ -1,4 +1,4 @@
-"""The command ``gpipe-fast``, also ``python -m gpipe_fast``: `doctor`, `report` and `simulate`.
+"""The command ``gpipe-fast``, also ``python -m gpipe_fast``: `doctor`, `report`, `compare` and `simulate`.
 
 The exit status is 0; 1 if ``doctor --check`` finds a difference, or ``doctor`` under torchrun a problem; and
 2 if an argument or the user's function is wrong.
@@ -13,11 +13,11 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from gpipe_fast.devices import checked_devices, parse_devices
 from gpipe_fast.distributed.mesh import checked_timeout
@@ -26,11 +26,13 @@ from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports.case_processes import connect_to_parent
 from gpipe_fast.reports.checkup import NUM_STAGES, check, run_here
+from gpipe_fast.reports.compare import Comparison, compare
 from gpipe_fast.reports.doctor import format_sections, sections
 from gpipe_fast.reports.report import Report, format_of
 from gpipe_fast.schedule import SCHEDULES, Schedule, simulate
 
 _PROGRAM = "gpipe-fast"
+_Found = TypeVar("_Found", Report, Comparison)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, add, run, text in (
         ("doctor", _add_doctor, _doctor, "report on this machine, or check that it computes right"),
         ("report", _add_report, _report, "record steps of a model, and say where their time goes"),
+        ("compare", _add_model, _compare, "time a step beside the plain and the compiled layers"),
         ("simulate", _add_simulate, _simulate, "predict the time of a step from those of its stages"),
     ):
         own = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -136,13 +139,17 @@ def _examine(options: argparse.Namespace) -> int:
         return 1
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "make",
         metavar="FILE.py:FUNCTION",
         help="a function without arguments that returns (model, x) or (model, x, target, loss_fn); x may be "
         "a dict of arguments of a model made by GPipe.from_model; also MODULE:FUNCTION",
     )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     parser.add_argument("--check", action="store_true", help="also measure the first piece of advice")
     parser.add_argument(
         "--save",
@@ -159,14 +166,7 @@ def _report(options: argparse.Namespace) -> int:
             format_of(path)
         except ValueError as error:
             raise _UsageError(f"--save {path}: {error}") from error
-    try:
-        report = _reported(*_made(options.make), options.check)
-    except _UsageError:
-        raise
-    except Exception as error:  # of the user's function or model
-        traceback.print_exc()
-        raise _UsageError(f"{options.make} failed: {type(error).__name__}: {error}") from error
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    report = _of_model(options, functools.partial(_reported, options.check))
     for path in options.save:
         try:
             report.save(path)
@@ -176,7 +176,25 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _reported(model: Any, x: Any, target: Any, loss_fn: Any, check: bool) -> Report:
+def _compare(options: argparse.Namespace) -> int:
+    _of_model(options, compare)
+    return 0
+
+
+def _of_model(options: argparse.Namespace, run: Callable[..., _Found]) -> _Found:
+    """Returns and prints what a function finds for what the user's function returns."""
+    try:
+        found = run(*_made(options.make))
+    except _UsageError:
+        raise
+    except Exception as error:  # of the user's function or model
+        traceback.print_exc()
+        raise _UsageError(f"{options.make} failed: {type(error).__name__}: {error}") from error
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    return found
+
+
+def _reported(check: bool, model: Any, x: Any, target: Any, loss_fn: Any) -> Report:
     if isinstance(model, GPipe):
         found: Report = model.report(x, target=target, loss_fn=loss_fn, check=check)
         return found

@@ -25,6 +25,7 @@ from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.lower.launch import launch_kernel
 from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording
+from gpipe_fast.reports.compare import compare
 from gpipe_fast.runtime import connections
 from gpipe_fast.runtime.cache import LIMIT_VARIABLE
 from gpipe_fast.runtime.plan import check_placed
@@ -307,6 +308,10 @@ def run_command(*arguments: str) -> None:
     options.run(options)
 
 
+def stages_on(*devices: str) -> Any:
+    return mock.Mock(pipeline=mock.Mock(devices=[torch.device(name) for name in devices]))
+
+
 def report_of_a_file(text: str, *arguments: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model_of_a_test.py"
@@ -360,6 +365,7 @@ REPORTS = [
     case("no file missing.py", "", run_command, "report", "missing.py:make"),
     case("No module named 'missing'", "pass the path of a file", run_command, "report", "missing:make"),
     case("has no function 'make'", "", report_of_a_file, "x = 1"),
+    case("got stages on cpu, cuda:0", "one device for all", compare, stages_on("cpu", "cuda:0"), X),
     case("failed: ZeroDivisionError", "", report_of_a_file, "make = lambda: 1 / 0"),
     case("too large", "", run_command, "simulate", "--forward=1e308", "--json"),
     case("got 'one'", "such as 2 or 1,2.5", command._numbers, "one"),
@@ -386,5 +392,6 @@ REPORTS = [
     case("stage 0 does 0F0 0F0", "has to do 0F0", scheduled, "0F0,0F0"),
     case("got 2", "within 0 and 1", check_saved_fraction, 2),
 ]
+
 
 OF_ARGUMENTS = [*ARGUMENTS, *DEVICES, *BALANCE, *REPORTS]
