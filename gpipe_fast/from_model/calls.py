@@ -55,7 +55,7 @@ _MAX_KINDS = 256
 _MAX_PATHS = 16
 _MAX_PROGRAMS = 32
 _NUM_ITEMS = "num_items_in_batch"
-_GUIDE = "docs/guide/not_sequential.md"
+_GUIDE = "see 'A model that is not a Sequential' in the documentation"
 
 # The input tensors of each micro-batch.
 Parts = list[list[Tensor]]

@@ -433,7 +433,8 @@ class Pipelined(nn.Module):
             raise RuntimeError(
                 "a call with a cache of earlier tokens runs the plain model, whose forward moves no tensors "
                 f"between devices, got stages on {', '.join(devices)}; call model.generate(..., "
-                "use_cache=False), or generate by a copy on one device (docs/guide/generation.md)"
+                "use_cache=False), or generate by a copy on one device (see 'Generate text' in the "
+                "documentation)"
             )
         return self.plain().forward(*args, **kwargs)
 

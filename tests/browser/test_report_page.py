@@ -215,6 +215,8 @@ def test_actions_are_read_by_keyboard(open_report: Callable[..., Any]) -> None:
 def test_light_and_dark_in_a_narrow_window(open_report: Callable[..., Any]) -> None:
     page = open_report(8, 32, color_scheme="dark", width=390)
     assert not is_too_wide(page)
+    tables = "[...document.querySelectorAll('.tables .panel')]"
+    assert page.evaluate(f"{tables}.filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)") == []
     for scheme in ("dark", "light"):
         assert page.evaluate("document.documentElement.dataset.theme") == scheme
         assert low_contrasts(page) == {}

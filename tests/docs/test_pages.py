@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT
+from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT, TABLE
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -121,6 +121,26 @@ def broken_links(page: Path) -> list[str]:
 def test_relative_links_lead_to_files_and_headings() -> None:
     pages = [*PAGES, ROOT / "README.md", ROOT / "examples" / "README.md"]
     assert {page: broken for page in pages if (broken := broken_links(page))} == {}
+
+
+def test_tables_have_a_heading() -> None:
+    """Otherwise they are shown as text, as behind a blank line."""
+    for page in [*PAGES, ROOT / "README.md"]:
+        for table in TABLE.findall(FENCE.sub("", page.read_text())):
+            assert re.match(r"\|[-|: ]+\|$", table.splitlines()[1]), f"{page}: {table[:80]}"
+
+
+def test_messages_name_pages_by_titles() -> None:
+    """An installed package has no docs/, so a path would lead nowhere."""
+    sources = [path.read_text() for path in (ROOT / "gpipe_fast").rglob("*.py")]
+    texts = [text for source in sources for text in re.findall(r'"[^"\n]*\.md[^"\n]*"', source)]
+    assert texts == []
+    titles = {re.sub(r"^# ", "", page.read_text().partition("\n")[0]) for page in PAGES}
+    named = {
+        title for source in sources for title in re.findall(r"see '([^']+)' in the documentation", source)
+    }
+    assert named
+    assert named <= titles
 
 
 def test_the_list_of_pages_is_complete() -> None:

@@ -66,6 +66,15 @@ def test_the_site_is_readable_and_searchable_without_a_network(site: Path) -> No
     assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index")
 
 
+def test_copy_buttons_copy_no_prompt(site: Path) -> None:
+    """The theme marks a block while it reads its visible text; prompts and output are hidden meanwhile."""
+    style = (site / "stylesheets" / "site.css").read_text(encoding="utf-8")
+    assert re.search(r"\[data-md-copying\] \.gp,\s*\[data-md-copying\] \.go \{\s*display: none;", style)
+    (script,) = (site / "assets" / "javascripts").glob("bundle.*.min.js")
+    assert 'setAttribute("data-md-copying"' in script.read_text(encoding="utf-8")
+    assert '<span class="gp">$ </span>' in (site / "index.html").read_text(encoding="utf-8")
+
+
 def public_names() -> Iterator[str]:
     for module_name in MODULES:
         yield from (f"{module_name}.{name}" for name in importlib.import_module(module_name).__all__)

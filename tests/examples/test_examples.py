@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import signal
 from pathlib import Path
@@ -178,3 +179,14 @@ def test_every_example_is_tested_and_listed() -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| \[(\w+)\]\(\1(?:/__main__)?\.py\) \|", text, re.MULTILINE))
     assert listed == names | {path.stem for path in folder.glob("*.py")}
+
+
+def test_the_cells_of_the_notebook_run() -> None:
+    """And show reports as tables; it is committed without outputs."""
+    notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        assert cell["outputs"] == []
+        exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    assert names["loss"] < 0.6  # guessing gives 0.69
