@@ -45,8 +45,8 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
 
     Raises:
         TypeError: `module` is not a ``Sequential``, or its skip connections do not match.
-        ValueError: a layer occurs twice, is None, or has parameters that are sharded over processes, or a
-            sparse parameter or buffer.
+        ValueError: a layer occurs twice, is None, is sharded by ``fully_shard``, or has a sparse parameter or
+            buffer.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, got {type(module).__name__}{hint}")
@@ -56,13 +56,12 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
             f"{len(module)} layers are distinct modules; pass copy.deepcopy(layer) where a layer "
             "occurs again, or let distinct layers share its parameters"
         )
-    _check_not_sharded(module)
+    _check_no_fsdp(module)
     _check_not_sparse(module)
     verify_skippables(module)
 
 
-def _check_not_sharded(module: nn.Sequential) -> None:
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there are none
+def _check_no_fsdp(module: nn.Sequential) -> None:
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for number, layer in enumerate(module):
         if isinstance(module, fsdp) or any(isinstance(each, fsdp) for each in layer.modules()):
@@ -71,14 +70,6 @@ def _check_not_sharded(module: nn.Sequential) -> None:
                 "reduce gradients, and stages run no hooks around a backward; pass the layers without it, "
                 "and a mesh with a dimension 'dp_replicate' for data parallelism"
             )
-        for name, parameter in layer.named_parameters():
-            if isinstance(parameter, dtensor):
-                raise ValueError(
-                    f"{layer_title(number, layer)} has the DTensor {name!r} of placements "
-                    f"{parameter.placements}, and stages that run concurrently would mix up the collectives "
-                    "of such layers; pass layers with plain parameters, or use torchtitan for tensor "
-                    "parallelism inside a stage"
-                )
 
 
 def _check_not_sparse(module: nn.Sequential) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gpipe_fast import progress
 from gpipe_fast.arguments import check_module, check_no_others, pass_through, warn_surplus_devices
 from gpipe_fast.devices import Device
-from gpipe_fast.distributed.mesh import check_no_replicas, checked_timeout, refuse_ddp
+from gpipe_fast.distributed.mesh import check_one_column, checked_timeout, refuse_ddp
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.pipelined import make_pipelined
@@ -115,7 +115,8 @@ class GPipe(Reporting):
             targets of equal shapes; it keeps the layers of its own stages only, and puts the others on the
             meta device. The first stage reads the inputs, the last one the target. A mesh with a dimension
             ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
-            or average their gradients. None: all stages are in this process.
+            or average their gradients. Processes along a dimension ``'tp'`` have the same stages, of layers
+            that ``parallelize_module`` has divided over them. None: all stages are in this process.
         timeout: The maximum time, in seconds, that a process waits for another one.
 
     Raises:
@@ -276,7 +277,7 @@ class GPipe(Reporting):
             number = None if found is None else len(found)
         else:
             processes = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)
-            check_no_replicas(processes.num_replicas)
+            check_one_column(processes.num_replicas, processes.num_shards)
             number = processes.size
         places = devices, number, settings, loss, cls._over, processes
         return make_pipelined(model, args, kwargs, blocks, balance, *places)

@@ -47,8 +47,8 @@ def describe_model(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> De
     return found
 
 
-def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
-    """Returns everything on which the transfers between stages depend."""
+def describe_inputs(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+    """Returns what the shards of a replica must have in common: all but what depends on their parts."""
     found = {
         "chunks": str(call.chunks),
         "batch_dim": str(call.inputs.dims),
@@ -61,12 +61,18 @@ def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Des
         found[f"tensor {index} of the target"] = _text(TensorSpec.of(tensor, False))
     found["checkpoint"] = str(call.saved_fractions)
     found["the schedule"] = plan.schedule.csv()
+    return describe_model(call, plan, stages) | found
+
+
+def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Description:
+    """Returns everything on which the transfers between stages depend."""
+    found = describe_inputs(call, plan, stages)
     for m, pipeline in enumerate(plan.compiled or ()):
         for index, stage in enumerate(pipeline):
             which = f"of stage {index}, {'last' if m else 'first'} micro-batch"
             found[f"the outputs {which}"] = _boundary_text(stage.outputs)
             found[f"the gradients of inputs {which}"] = str(stage.input_gradients())
-    return describe_model(call, plan, stages) | found
+    return found
 
 
 def describe_code(plan: PlannedCall) -> Description:

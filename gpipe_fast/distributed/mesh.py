@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from gpipe_fast import _extension
 from gpipe_fast.devices import Device, checked_devices, parse_device, parse_devices
+from gpipe_fast.layers.sharded import is_sharded
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import Tie
 from gpipe_fast.torch_private.modules import IGNORED_BY_DDP
@@ -21,16 +23,17 @@ if TYPE_CHECKING:
 
     Mesh = DeviceMesh | dist.ProcessGroup
 
-# The dimensions of a mesh along which stages and their replicas lie, as in torchtitan.
-PIPELINE_DIM, REPLICA_DIM = "pp", "dp_replicate"
+# The dimensions of a mesh along which stages, their replicas and the parts of their parameters lie, as in
+# torchtitan.
+PIPELINE_DIM, REPLICA_DIM, SHARD_DIM = "pp", "dp_replicate", "tp"
 
 
 def grid_of(mesh: Mesh) -> list[list[int]]:
-    """Returns the rank of each process in torch.distributed, by replica and stage.
+    """Returns the rank of each process in torch.distributed, by replica and shard, and by stage.
 
     Raises:
         TypeError: ``mesh`` is neither a device mesh nor a process group.
-        ValueError: the mesh has no dimension for stages, or others.
+        ValueError: the mesh has no dimension for stages or shards, or others.
         RuntimeError: there is no torch.distributed, or no gloo.
     """
     if _extension.make_channels is None or not dist.is_available() or not dist.is_gloo_available():
@@ -51,23 +54,29 @@ def grid_of(mesh: Mesh) -> list[list[int]]:
     if mesh.ndim == 1 and (not names or tuple(mesh.shape) == (1,)):
         return [mesh.mesh.tolist()]
     sizes = dict(zip(names, mesh.shape, strict=False))
-    if PIPELINE_DIM not in sizes:
+    if sizes.keys().isdisjoint((PIPELINE_DIM, SHARD_DIM)):
         raise ValueError(
             f"mesh has the dimensions {names} of sizes {tuple(mesh.shape)}, and none is called 'pp', along "
-            "which the stages lie; pass mesh_dim_names=(..., 'pp') to init_device_mesh"
+            "which the stages lie, or 'tp'; pass mesh_dim_names=(..., 'pp') to init_device_mesh"
         )
-    larger = {n: size for n, size in sizes.items() if n not in (PIPELINE_DIM, REPLICA_DIM) and size > 1}
+    known = (PIPELINE_DIM, REPLICA_DIM, SHARD_DIM)
+    larger = {n: size for n, size in sizes.items() if n not in known and size > 1}
     if larger:
         raise ValueError(
-            f"mesh has the dimensions {larger}, but GPipe uses only 'pp', for stages, and 'dp_replicate', "
-            "for replicas of them: make a mesh of these two; for layers that are sharded over processes, use "
-            "torchtitan"
+            f"mesh has the dimensions {larger}, but GPipe uses only 'pp', for stages, 'tp', for tensor "
+            "parallelism inside of stages, and 'dp_replicate', for replicas: make a mesh of these; for "
+            "parameters that are sharded over replicas, use torchtitan"
         )
     # The reshape drops the other dimensions, which have size 1.
-    stages_last: list[list[int]] = (
-        mesh.mesh.movedim(names.index(PIPELINE_DIM), -1).reshape(-1, sizes[PIPELINE_DIM]).tolist()
-    )
-    return stages_last
+    order = sorted(range(mesh.ndim), key=lambda dim: (names[dim] == PIPELINE_DIM, names[dim] == SHARD_DIM))
+    grid: list[list[int]] = mesh.mesh.permute(order).reshape(-1, sizes.get(PIPELINE_DIM, 1)).tolist()
+    return grid
+
+
+def num_shards_of(mesh: Mesh) -> int:
+    """Returns the number of processes along the dimension for tensor parallelism."""
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return mesh.shape[names.index(SHARD_DIM)] if SHARD_DIM in names else 1  # type: ignore[union-attr]
 
 
 def checked_timeout(timeout: float) -> float:
@@ -145,12 +154,69 @@ def check_replicas(num_replicas: int, device: torch.device) -> None:
         )
 
 
-def check_no_replicas(num_replicas: int) -> None:
-    """Checks that a pipeline has one replica.
+def check_shards(layers: Iterable[nn.Module], ranks: Sequence[int], device: torch.device) -> None:
+    """Checks that parameters of layers are sharded over processes that run the same stages.
+
+    Args:
+        layers: the layers.
+        ranks: the numbers in torch.distributed of the processes that run the same stages on the same samples.
+        device: the device of the stages.
+
+    Raises:
+        ValueError: a parameter is sharded over other processes, in an unsupported way, or on another device;
+            a buffer is sharded; or no parameter is, though there are several processes.
+    """
+    layers, found = list(layers), False
+    for number, layer in enumerate(layers):
+        for name, buffer in layer.named_buffers():
+            if is_sharded(buffer):
+                raise ValueError(
+                    f"{layer_title(number, layer)} has the buffer {name!r}, which is a DTensor; stages have "
+                    f"buffers whole: register {name}.full_tensor() in its place"
+                )
+        for name, parameter in layer.named_parameters():
+            if not is_sharded(parameter):
+                continue
+            found = True
+            _check_shard(f"{layer_title(number, layer)} has the DTensor {name!r}", parameter, ranks, device)
+    if len(ranks) > 1 and not found:
+        raise ValueError(
+            f"mesh has {len(ranks)} processes along 'tp', and no parameter of the layers is a DTensor, so "
+            "all would compute the same; first call parallelize_module(layer, mesh['tp'], plan) for layers"
+        )
+
+
+def _check_shard(title: str, parameter: Any, ranks: Sequence[int], device: torch.device) -> None:
+    over = parameter.device_mesh.mesh.flatten().tolist()
+    if not set(over) <= set(ranks):
+        raise ValueError(
+            f"{title} over the ranks {over}, which do not all run the same stages as this process: ranks "
+            f"{list(ranks)} do; pass GPipe mesh=..., a mesh with the dimension 'tp', of which "
+            "parallelize_module gets mesh['tp']"
+        )
+    if any(each.is_partial() for each in parameter.placements):
+        raise ValueError(
+            f"{title} of placements {parameter.placements}, of which each process has a term of a sum; "
+            "redistribute it to Replicate() or Shard(...)"
+        )
+    if device.type != "cpu" or not (parameter.is_meta or parameter.device.type == "cpu"):
+        raise ValueError(
+            f"{title}, and stages with DTensors run on the CPU so far, got {parameter.device} for a stage on "
+            f"{device}; make the mesh with init_device_mesh('cpu', ...)"
+        )
+
+
+def check_one_column(num_replicas: int, num_shards: int) -> None:
+    """Checks that a pipeline has one replica, of one shard.
 
     Raises:
         ValueError: it has several.
     """
+    if num_shards > 1:
+        raise ValueError(
+            f"from_model has no tensor parallelism along 'tp' so far, got {num_shards} processes; pass the "
+            "layers as an nn.Sequential to GPipe"
+        )
     if num_replicas > 1:
         raise ValueError(
             f"from_model has no replicas along 'dp_replicate' so far, got {num_replicas}; pass mesh['pp'], "
@@ -217,12 +283,23 @@ def check_settings(settings: Settings) -> None:
 
 
 def ties_of(partitions: Sequence[nn.Module]) -> list[Tie]:
-    """Returns the parameters that several stages share, each of which has a copy of its own."""
+    """Returns the parameters that several stages share, each of which has a copy of its own.
+
+    Raises:
+        ValueError: one of them is sharded; the parts of its gradients may differ in shape.
+    """
     found: dict[Tensor, list[tuple[int, int]]] = {}
     for stage, partition in enumerate(partitions):
         for index, parameter in enumerate(parameters_of(list(partition.children()))):
             found.setdefault(parameter, []).append((stage, index))
-    return [tuple(uses) for uses in found.values() if len(uses) > 1]
+    ties = {tensor: uses for tensor, uses in found.items() if len(uses) > 1}
+    for tensor, uses in ties.items():
+        if is_sharded(tensor):
+            raise ValueError(
+                f"stages {[stage for stage, _ in uses]} share a DTensor of shape {list(tensor.shape)}; "
+                "choose a balance that keeps its layers in one stage, or give each layer its own parameter"
+            )
+    return [tuple(uses) for uses in ties.values()]
 
 
 def check_not_shared(partitions: Sequence[nn.Module], num_ranks: int) -> None:

@@ -1,16 +1,20 @@
 """Ranks: the processes of a pipeline and of its replicas, which agree on every run and its outcome.
 
 All ranks make the same runs in the same order, so they number them alike. In a store of torch.distributed,
-run n has these keys, of which the first rank to come writes the digests and the outcome::
+run n has these keys, of which the first rank to come writes the digests and the outcome. A column is the
+ranks that have one part each of all stages: there is one for each replica and shard::
 
     n/call      the digest of what all replicas have in common, or whose backward it is: a rank with another
                 one fails; none without replicas. Ends in 'new' if the plan of the first rank is new
-    n/call/i    the digest of the plan of replica i, for its ranks, or whose backward it is; likewise.
-                Behind a digest is what the update takes, what a new plan computes and, in 0/call/i, the seed
+    n/call/c    the digest of the plan of column c, for its ranks, or whose backward it is; likewise.
+                Behind a digest is what the update takes, what a new plan computes and, but in n/call, the
+                seed of the first run
+    n/shards/i  the digest of what the shards of replica i have in common; none without shards
     n/inputs/i  what the ranks of replica i find in the elements of inputs, if all of them read these
     n/done      the number of ranks that have succeeded
     n/outcome   'done', written by the last of them; or which rank failed first, and why
-    n/start/s   checksums of the parameters of stage s in the first replica, before groups are made
+    n/start/s   checksums of the parameters of stage s in the first replica, before groups are made; of each
+                shard, and of what all shards of a replica have
     n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early, and in
                 runs of new plans, for which some ranks compile longer than others
     n/count/i   the divisor of the loss of a step of replica i, from its last stage
@@ -54,6 +58,7 @@ from gpipe_fast.distributed.agreement import (
     Description,
     describe_call,
     describe_code,
+    describe_inputs,
     describe_model,
     difference,
     digest_of,
@@ -65,14 +70,17 @@ from gpipe_fast.distributed.mesh import (
     check_not_shared,
     check_replicas,
     check_settings,
+    check_shards,
     default_kind,
     grid_of,
+    num_shards_of,
     own_device,
     ties_of,
     uses_nccl,
 )
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.layers.quantized import stored_tensors
+from gpipe_fast.layers.sharded import is_sharded, local_tensor
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
@@ -80,12 +88,16 @@ from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.processes import Processes
 from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import Stage, Tie
+from gpipe_fast.torch_private.collectives import group_of, register_gloo_group, unregister_group
 from gpipe_fast.torch_private.environment import default_store
 from gpipe_fast.trace.joint_graph import parameters_of
 
 if TYPE_CHECKING:
     from gpipe_fast.distributed.mesh import Mesh
 
+# What gloo says in a collective if another process has ended, or does not answer. Errors of transfers between
+# stages, which quote it, say so.
+_LOST = re.compile("(?!.*in another process).*gloo/transport", re.DOTALL)
 _DONE, _UNSET = "done", "unset"
 # Seconds between two looks at the outcome in a wait for another key; and the maximum from one look at the
 # key to the next, which is a tenth of the time waited: a wait of the store itself cannot be ended early, and
@@ -98,7 +110,7 @@ _MAX_NCCL_BLOCKS = 4
 _MAX_DIGESTS = 64
 
 # Keys of a run that each replica has.
-_OF_REPLICA = "call", "inputs", "count", "loss"
+_OF_REPLICA = "shards", "inputs", "count", "loss"
 # Runs that are no calls; a digest does not begin so.
 _NO_CALL = "the "
 _BACKWARD, _EXCHANGE = f"{_NO_CALL}backward of run ", f"{_NO_CALL}end of a recording"
@@ -162,10 +174,12 @@ class Ranks(Processes):
 
     Attributes:
         timeout: the maximum time, in seconds, to wait for another process.
+        num_shards: the number of processes that have the same stages of the same replica.
         device: the device of this process's stage.
     """
 
     is_mesh = True
+    _title = "gpipe_fast"  # the first part of the names of groups of collectives
 
     def __init__(
         self,
@@ -178,8 +192,12 @@ class Ranks(Processes):
         replica: int = 0,
         num_replicas: int = 1,
         names: Sequence[int] | None = None,
+        shard: int = 0,
+        num_shards: int = 1,
     ) -> None:
-        """Makes the ranks of a pipeline, of which this is number ``replica * size + index``.
+        """Makes the ranks of a pipeline, of which this is number ``column * size + index``.
+
+        A replica has ``num_shards`` columns: ``column = replica * num_shards + shard``.
 
         Args:
             index: as for `Processes`.
@@ -191,10 +209,17 @@ class Ranks(Processes):
             replica: as for `Processes`.
             num_replicas: as for `Processes`.
             names: the numbers that the ranks have in torch.distributed, which errors name; None for the same.
+            shard: which part of the sharded parameters this process has.
+            num_shards: as above.
         """
         self.index, self.size, self.timeout = index, size, timeout
-        self.replica, self.num_replicas, self.rank = replica, num_replicas, replica * size + index
-        self._names: Sequence[int] = range(size * num_replicas) if names is None else names
+        self.replica, self.num_replicas = replica, num_replicas
+        self._shard, self.num_shards = shard, num_shards
+        self._column, self._num_columns = replica * num_shards + shard, num_replicas * num_shards
+        self.rank = self._column * size + index
+        self._names: Sequence[int] = range(size * self._num_columns) if names is None else names
+        # By the name that programs have: the stage, the name in its layers, and the group, if it is made.
+        self._collectives: dict[str, tuple[int, str, Any]] = {}
         self._store = TimedStore(store, timeout)
         self.device, self.by_nccl = device, by_nccl
         # The ranks of a replica that have each parameter, in all pipelines.
@@ -231,15 +256,21 @@ class Ranks(Processes):
                 f"mesh has the ranks {members} of torch.distributed, but this process is rank {own}; only "
                 "those of the mesh make the pipeline"
             )
-        size = len(grid[0])
-        replica, index = divmod(members.index(own), size)
+        size, num_shards = len(grid[0]), num_shards_of(mesh)
+        column, index = divmod(members.index(own), size)
+        replica, shard = divmod(column, num_shards)
+        num_replicas = len(grid) // num_shards
         device = own_device(devices, default_kind(mesh), index, size)
-        check_replicas(len(grid), device)
+        check_replicas(num_replicas, device)
         name = f"gpipe_fast/{'-'.join(map(str, members))}"
-        store = _within(f"{name}/{_numbers[name]}", default_store())
+        title = f"{name}/{_numbers[name]}"
+        store = _within(title, default_store())
         _numbers[name] += 1
         by_nccl = device.type == "cuda" and uses_nccl(mesh)
-        return cls(index, size, store, timeout, device, by_nccl, replica, len(grid), members)
+        replicas = replica, num_replicas
+        ranks = cls(index, size, store, timeout, device, by_nccl, *replicas, members, shard, num_shards)
+        ranks._title = title
+        return ranks
 
     def check_settings(self, settings: Settings) -> None:
         """As for `Processes`."""
@@ -253,7 +284,13 @@ class Ranks(Processes):
         """As for `Processes`."""
         check_not_shared(partitions, self.size)
         self.check_homes(partitions)
+        layers = [layer for partition in partitions for layer in partition.children()]
+        self.check_shards(layers)
         return ties_of(partitions)
+
+    def check_shards(self, layers: Sequence[nn.Module]) -> None:
+        """As for `Processes`."""
+        check_shards(layers, self._named(self._shards()), self.device)
 
     def check_homes(self, partitions: Sequence[nn.Module]) -> None:
         """Checks that each parameter belongs to stages of the same ranks as in other pipelines.
@@ -321,7 +358,7 @@ class Ranks(Processes):
             own = {**asked}
             if self._number == 0 and key != "call":
                 own[_SEED] = str(seed)
-            if new:
+            if new and not key.startswith("shards/"):  # whose parts may have other operators
                 own |= describe_code(plan)
             text = f"{digest}{json.dumps(own)}{new}"
             first = self._store.compare_set(self._key(key), "", text).decode()
@@ -332,7 +369,7 @@ class Ranks(Processes):
                 )
             # The first rank decides for all, so that none waits for one that goes on.
             if first.endswith(_NEW):
-                waits_for.update(self._everyone() if key == "call" else self._own_replica())
+                waits_for.update(self._own_column() if key == f"call/{self._column}" else self._everyone())
             first, theirs = _parted(first.removesuffix(_NEW))
             if first != digest:
                 own, theirs = description, json.loads(self._store.get(f"plan/{first}"))
@@ -351,6 +388,7 @@ class Ranks(Processes):
             self._connect(pipeline, stages, edges)
         elif waits_for:
             self._wait_until_ready(waits_for)
+        self._connect_collectives(stages)
 
     def begin_backward(self, forward: int) -> None:
         """Prepares a run that is the backward of the run ``forward``.
@@ -386,7 +424,7 @@ class Ranks(Processes):
         Raises:
             RuntimeError: another rank has failed, or does not answer.
         """
-        if self._store.add(self._key("done"), 1) == self.size * self.num_replicas:
+        if self._store.add(self._key("done"), 1) == len(self._everyone()):
             outcome = self._store.compare_set(self._key("outcome"), "", _DONE).decode()
         else:
             self._store.set(f"ended/{self.rank}", str(self._number))
@@ -400,8 +438,9 @@ class Ranks(Processes):
             self._end()
             self._raise(outcome)
         if self.index == 0 and self._number > 0:  # all ranks have read these
-            of_all = ("done", "outcome", "call") if self.replica == 0 else ()
-            for name in (*of_all, *(f"{name}/{self.replica}" for name in _OF_REPLICA)):
+            names = ["done", "outcome", "call"] if self._column == 0 else []
+            names += [f"{name}/{self.replica}" for name in _OF_REPLICA if self._shard == 0]
+            for name in (*names, f"call/{self._column}"):
                 self._store.delete_key(f"{self._number - 1}/{name}")
         while self._gathered and self._gathered[0][0] < self._number:
             self._store.delete_key(self._gathered.pop(0)[1])
@@ -415,8 +454,16 @@ class Ranks(Processes):
             Whether it has failed: if this rank waited for the outcome, it may have become 'done' meanwhile.
 
         Raises:
-            RuntimeError: another rank has failed before, for another reason.
+            RuntimeError: another rank has failed before, for another reason; or a collective has failed.
         """
+        lost = self.num_shards > 1 and _LOST.match(error) is not None
+        if lost:
+            others = self._named(rank for rank in self._shards() if rank != self.rank)
+            error = (
+                f"rank {self._name} exchanges tensors with ranks {others} along 'tp', which have ended or "
+                f"take longer than {self.timeout} s; if steps may take that long, pass a larger timeout to "
+                f"GPipe: {error}"
+            )
         own = json.dumps({"rank": self.rank, "error": error, "lost": self._lost(error)})
         with contextlib.suppress(RuntimeError):  # the process that has the store may have ended
             own = self._store.compare_set(self._key("outcome"), "", own).decode()
@@ -425,6 +472,8 @@ class Ranks(Processes):
         self._end()
         if json.loads(own)["rank"] != self.rank:
             self._raise(own)
+        if lost:
+            raise RuntimeError(error)
         return True
 
     @contextlib.contextmanager
@@ -459,7 +508,7 @@ class Ranks(Processes):
         self._offer("count", own.reshape(-1).unbind())
         found = []
         for replica in range(self.num_replicas):
-            sender = (replica + 1) * self.size - 1
+            sender = (replica * self.num_shards + self._shard + 1) * self.size - 1
             text = self._wait(f"count/{replica}", partial(list, (sender,)))
             theirs = own if replica == self.replica else torch.stack(self._decoded(text)).view(own.shape)
             found.append(theirs)
@@ -469,7 +518,7 @@ class Ranks(Processes):
     def gather(self, name: str, own: Any) -> list[Any]:
         """As for `Processes`."""
         self._share(f"{name}/{self.rank}", json.dumps(own))
-        members = self._own_replica()
+        members = self._own_column()
         return [json.loads(self._wait(f"{name}/{rank}", partial(list, (rank,)))) for rank in members]
 
     def exchange(self, own: Any) -> list[tuple[Offset, Any]]:
@@ -483,7 +532,7 @@ class Ranks(Processes):
         for key in self._exchanged:  # before, which all ranks have read
             self._store.delete_key(key)
         self._exchanged = [self._key(f"share/{self.rank}/{i}") for i in range(len(pieces))]
-        found = [self._received(rank) for rank in self._own_replica()]
+        found = [self._received(rank) for rank in self._own_column()]
         self.succeed()
         return found
 
@@ -499,20 +548,25 @@ class Ranks(Processes):
         """Returns the offset of this process's clock to that of the first rank of its replica."""
         if self.size == 1:
             return Offset(0, 0)
-        others = [rank for rank in self._own_replica() if rank != self.rank]
+        others = [rank for rank in self._own_column() if rank != self.rank]
         self._wait_until_ready()  # because a message cannot be ended early either
         if self._clock_group is None:
-            name = f"clocks/{self.replica}"
+            name = f"clocks/{self._column}"
             self._clock_group = self._joined(gloo_group, name, self.index, self.size, others)
         with self._connecting(others):
             return offset_to_first(self._clock_group, self.index)
 
     def _everyone(self) -> range:
-        return range(self.size * self.num_replicas)
+        return range(self.size * self._num_columns)
 
-    def _own_replica(self) -> range:
-        """Returns the ranks that have the stages of this replica."""
-        return range(self.replica * self.size, (self.replica + 1) * self.size)
+    def _own_column(self) -> range:
+        """Returns the ranks that have the stages of this replica, with the same shards as this rank."""
+        return range(self._column * self.size, (self._column + 1) * self.size)
+
+    def _shards(self) -> list[int]:
+        """Returns the ranks that have the stages of this rank, in this replica."""
+        first = self.replica * self.num_shards
+        return [column * self.size + self.index for column in range(first, first + self.num_shards)]
 
     def _offer(self, name: str, values: Sequence[Tensor]) -> None:
         """Sets a key of this replica, in the current run, to 0-dimensional tensors of one dtype."""
@@ -531,6 +585,10 @@ class Ranks(Processes):
         return f"{self._number}/{name}"
 
     def _end(self) -> None:
+        # Without references, groups close their connections: a collective that waits for this process fails.
+        for own, (stage, name, _) in self._collectives.items():
+            unregister_group(own)
+            self._collectives[own] = stage, name, None
         self._has_reported, self._channels_of, self._clock_group = True, _nothing, None
         self._number += 1
 
@@ -553,7 +611,7 @@ class Ranks(Processes):
         """Returns the numbers of the ranks that an error of this rank is about; empty if it is about none."""
         stage = re.search(r"(?:sending to|receiving from) stage (\d+), in another process, failed", error)
         if stage is not None:
-            return str(self._names[self.replica * self.size + int(stage[1]) % self.size])
+            return str(self._names[self._column * self.size + int(stage[1]) % self.size])
         ranks = re.search(
             r"(?:for ranks \[|connect to rank )(\d+(?:, \d+)*)\]?, which ha(?:s|ve) ended", error
         )
@@ -602,15 +660,16 @@ class Ranks(Processes):
         return value
 
     def _call_keys(self) -> list[str]:
-        """Returns the keys by which the ranks of a replica agree on a run, and those of all replicas."""
-        return [f"call/{self.replica}", *(["call"] if self.num_replicas > 1 else [])]
+        """Returns the keys by which the ranks of a column, of a replica, and all agree on a run."""
+        of_shards = [f"shards/{self.replica}"] if self.num_shards > 1 else []
+        return [f"call/{self._column}", *of_shards, *(["call"] if self.num_replicas > 1 else [])]
 
     def _digests_of(self, call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> _Digests:
         """Returns the digests of a plan, with descriptions that other ranks may read from then on."""
         known = self._digests.lookup(id(plan))
         if known is None:
-            describes = describe_call, describe_model
-            texts = {k: f(call, plan, stages) for k, f in zip(self._call_keys(), describes, strict=False)}
+            describes = {"call": describe_model, f"shards/{self.replica}": describe_inputs}
+            texts = {k: describes.get(k, describe_call)(call, plan, stages) for k in self._call_keys()}
             digests = {key: (digest_of(text), text) for key, text in texts.items()}
             for digest, text in digests.values():
                 self._store.set(f"plan/{digest}", json.dumps(text))
@@ -627,8 +686,8 @@ class Ranks(Processes):
             RuntimeError: replicas have different parameters.
         """
         own = self.stages_of(len(stages))
-        if self.num_replicas > 1:
-            self._check_equal(stages[self.index])
+        for stage in own:
+            self._check_equal(stage, stages[stage])
         self._wait_until_ready()
         self._check_ties(stages)
         assert make_channels is not None
@@ -640,10 +699,9 @@ class Ranks(Processes):
             self._store.call(_warm_up, groups, own, self.device)
         replicas = None
         if self.num_replicas > 1:
-            others = [
-                r for r in range(self.index, self.size * self.num_replicas, self.size) if r != self.rank
-            ]
-            name = f"replicas/{self.index}"
+            step = self.size * self.num_shards
+            others = [r for r in self._everyone() if r % step == self.rank % step and r != self.rank]
+            name = f"replicas/{self._shard}/{self.index}"
             replicas = self._joined(gloo_group, name, self.replica, self.num_replicas, others)
         pipeline.set_peers(make_channels(set(own), groups, self.timeout, self.by_nccl, replicas), self)
         self._channels_of, self._edges = weakref.ref(pipeline), edges
@@ -658,9 +716,53 @@ class Ranks(Processes):
     def _group(self, sender: int, receiver: int) -> Any:
         """Connects two stages of two processes."""
         ends = sender % self.size, receiver % self.size
-        other = self.replica * self.size + ends[self.index == ends[0]]
+        other = self._column * self.size + ends[self.index == ends[0]]
         make = nccl_group if self.by_nccl else gloo_group
-        return self._joined(make, f"{self.replica}/{sender}-{receiver}", ends.index(self.index), 2, [other])
+        return self._joined(make, f"{self._column}/{sender}-{receiver}", ends.index(self.index), 2, [other])
+
+    def own_group(self, stage: int, name: str) -> str:
+        """As for `Processes`."""
+        own, here = f"{self._title}/{stage}/{name}", self._named(self._shards())
+        over = dist.get_process_group_ranks(group_of(name))
+        if not set(over) <= set(here):
+            raise ValueError(
+                f"stage {stage} has a collective of the ranks {over}, which do not all run this stage: ranks "
+                f"{here} do; let layers use the group of the mesh's dimension 'tp' only"
+            )
+        self._collectives.setdefault(own, (stage, name, None))
+        return own
+
+    def _connect_collectives(self, stages: Sequence[Stage]) -> None:
+        """Makes the groups of collectives that are not made yet, in one order on all of their ranks."""
+        missing = {own: each for own, each in self._collectives.items() if each[-1] is None}
+        if missing:
+            self._wait_until_ready(self._shards())
+        for own, (stage, name, _) in sorted(missing.items()):
+            names = dist.get_process_group_ranks(group_of(name))
+            ranks = [self._names.index(each) for each in names]
+            make = partial(register_gloo_group, own)
+            others = [rank for rank in ranks if rank != self.rank]
+            position = f"collectives/{stage}/{'-'.join(map(str, names))}/{name}"
+            group = self._joined(make, position, ranks.index(self.rank), len(ranks), others)
+            self._collectives[own] = stage, name, group
+            self._check_gradients(stages[stage])
+
+    def _check_gradients(self, stage: Stage) -> None:
+        """Checks that replicas can sum the gradients of a stage.
+
+        Raises:
+            RuntimeError: a part of a gradient has another shape than that of its parameter.
+        """
+        parameters = parameters_of(stage.layers)
+        for index, part in stage.sharded_gradients.items() if self.num_replicas > 1 else ():
+            local = tuple(local_tensor(parameters[index]).shape)
+            if part.shape != local:
+                raise RuntimeError(
+                    f"the gradient of parameter {index} of the stage of layer {stage.first_layer} has parts "
+                    f"of shape {list(part.shape)} and the placements {part.placements}, and replicas sum "
+                    f"only gradients like the parameters, here of shape {list(local)}; use another "
+                    "placement, or a mesh without 'dp_replicate'"
+                )
 
     def _joined(
         self, make: Callable[..., Any], name: str, rank: int, size: int, others: Sequence[int]
@@ -686,7 +788,7 @@ class Ranks(Processes):
         """Checks that the copies of a parameter are equal, which would stay different forever."""
         own, ties = {*self.stages_of(len(stages))}, stages[0].options.ties
         copies = [
-            {stage: f"tie/{self.replica}/{n}/{stage}" for stage, _ in tie} for n, tie in enumerate(ties)
+            {stage: f"tie/{self._column}/{n}/{stage}" for stage, _ in tie} for n, tie in enumerate(ties)
         ]
         for tie, keys in zip(ties, copies, strict=True):
             for stage, index in tie:
@@ -697,7 +799,7 @@ class Ranks(Processes):
             if own.isdisjoint(keys):
                 continue
             (first, index), *_ = tie
-            rank_of = {stage: self.replica * self.size + stage % self.size for stage in keys}
+            rank_of = {stage: self._column * self.size + stage % self.size for stage in keys}
             found = {s: self._wait(key, partial(list, (rank_of[s],))) for s, key in keys.items()}
             other = next((stage for stage in keys if found[stage] != found[first]), None)
             if other is not None:
@@ -714,20 +816,33 @@ class Ranks(Processes):
         self._store.set(key, value)
         self._gathered.append((self._number, key))
 
-    def _check_equal(self, stage: Stage) -> None:
-        """Checks that the first replica has the same parameters, which would stay different forever."""
-        own = [_checksum(each) for each in parameters_of(stage.layers)]
-        if self.replica == 0:
-            self._store.set(self._key(f"start/{self.index}"), json.dumps(own))
+    def _check_equal(self, index: int, stage: Stage) -> None:
+        """Checks that the first replica has the same parameters, which would stay different forever.
+
+        All shards of a replica need the same of those that are not sharded.
+        """
+        parameters = parameters_of(stage.layers)
+        if self.num_shards > 1:
+            whole = [parameter for parameter in parameters if not is_sharded(parameter)]
+            first, key = self._shards()[0], f"start/{index}/of/{self.replica}"
+            self._check_same(key, first, stage, whole, "the processes along 'tp'")
+        if self.num_replicas > 1:
+            first, key = self._shard * self.size + self.index, f"start/{index}/{self._shard}"
+            self._check_same(key, first, stage, parameters, "replicas")
+
+    def _check_same(self, key: str, first: int, stage: Stage, parameters: Sequence[Tensor], who: str) -> None:
+        """Checks that a rank, the first of some, has the same parameters as this one of them."""
+        own = [_checksum(each) for each in parameters]
+        if self.rank == first:
+            self._store.set(self._key(key), json.dumps(own))
             return
-        theirs = json.loads(self._wait(f"start/{self.index}", lambda: [self.index]))
-        for parameter, a, b in zip(parameters_of(stage.layers), own, theirs, strict=True):
+        theirs = json.loads(self._wait(key, lambda: [first]))
+        for parameter, a, b in zip(parameters, own, theirs, strict=True):
             if a != b:
                 raise RuntimeError(
-                    f"replicas must start with the same parameters, but {_name_of(parameter, stage)} differs "
-                    "between rank "
-                    f"{self._names[self.index]} and rank {self._name}; build the layers with the same seed, "
-                    "or load the same weights in all replicas"
+                    f"{who} must start with the same parameters, but {_name_of(parameter, stage)} differs "
+                    f"between rank {self._names[first]} and rank {self._name}; build the layers with the "
+                    "same seed, or load the same weights in all of them"
                 )
 
 

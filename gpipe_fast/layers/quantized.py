@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe_fast.layers.sharded import is_sharded, local_tensor, with_local
 from gpipe_fast.torch_private.fake_tensors import is_traceable_wrapper_subclass, make_subclass
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -48,7 +49,9 @@ def owners_of(tensor: Tensor) -> list[Any]:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors in whose memory a parameter or buffer is: itself, with its scales."""
+    """Returns the tensors in whose memory a parameter or buffer is: itself, with its scales; or its part."""
+    if is_sharded(tensor):
+        return [local_tensor(tensor.detach())]
     if type(tensor) in _PLAIN or nn.parameter.is_lazy(tensor):
         return [tensor]
     own = [] if is_wrapper(tensor) else [tensor]
@@ -62,6 +65,8 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def stand_in(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a tensor for another one, converted with the tensors inside; for a parameter, a parameter."""
+    if is_sharded(tensor):
+        return with_local(tensor, convert)
     found = _rewrapped(tensor, convert) if is_wrapper(tensor) else convert(tensor)
     if isinstance(tensor, nn.Parameter):
         own = type(tensor) if type(found) is Tensor else nn.Parameter  # no fake tensor can have the class

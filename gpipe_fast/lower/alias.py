@@ -10,6 +10,7 @@ from torch import fx
 
 from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
+from gpipe_fast.trace.collectives import is_wait
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 aten = torch.ops.aten
@@ -68,6 +69,8 @@ def _viewed_by(node: fx.Node) -> tuple[fx.Node, int] | None:
         if producer.target is aten._unsafe_view.default:
             return original, 0
         return (original, 0) if value.stride() == seen.stride() and value.shape == seen.shape else None
+    if is_wait(producer):
+        return original, 0
     if is_view_op(producer.target):
         return original, cast(int, value.storage_offset() - seen.storage_offset())
     return None

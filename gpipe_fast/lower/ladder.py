@@ -23,6 +23,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -30,6 +31,7 @@ from torch import fx
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.min_cut import Choices, Operator, SaveableValue
 from gpipe_fast.lower.operator_times import nanoseconds
+from gpipe_fast.trace.collectives import is_collective
 from gpipe_fast.trace.joint_graph import JointGraph, dequantized
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -64,7 +66,9 @@ class Ladder:
         """Returns the ladder of a joint graph, which the graph keeps."""
         found = joint.derived.get(cls)
         if found is None:
-            found = joint.derived[cls] = cls.for_times(joint, nanoseconds)
+            # All processes of a collective have to recompute it, or none: they may not measure other times.
+            measures = not any(map(is_collective, joint.module.graph.nodes))
+            found = joint.derived[cls] = cls.for_times(joint, partial(nanoseconds, measures=measures))
         assert isinstance(found, Ladder)
         return found
 

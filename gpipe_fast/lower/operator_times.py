@@ -33,15 +33,19 @@ _BRIEF, _LONG = 2_000_000, 20_000_000
 _known: dict[Hashable, int] = {}
 
 
-def nanoseconds(node: fx.Node) -> int:
+def nanoseconds(node: fx.Node, measures: bool = True) -> int:
     """Returns the time of an operator, in nanoseconds; at least 1.
 
     It is estimated if only deterministic algorithms are allowed, so that it is the same in every run; if the
     device is not there; and if the operator cannot run alone.
+
+    Args:
+        node: the operator.
+        measures: whether it may be measured; else it is estimated.
     """
     device = _device(node)
     is_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
-    measures = is_there and not torch.are_deterministic_algorithms_enabled()
+    measures = measures and is_there and not torch.are_deterministic_algorithms_enabled()
     arguments: Any = fx.map_arg((node.args, dict(node.kwargs)), _spec)
     key = node.target, repr(arguments), device, torch.get_num_threads(), measures
     found = _known.get(key)

@@ -30,10 +30,12 @@ from gpipe_fast.lower.steps import (
 )
 from gpipe_fast.strides import NO_BITS, Bits, contiguous
 from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.collectives import group_position
 from gpipe_fast.trace.joint_graph import GraphPort
 
 # Loads a launch's kernel: for pointers that are divisible by 16, and for any pointers.
 LoadKernel = Callable[[KernelLaunch], tuple[Kernel, Kernel]]
+OwnGroup = Callable[[str], str]
 
 
 class StorageKind(str, Enum):
@@ -150,6 +152,7 @@ class ProgramIR:
         parameters: Sequence[int] | None = None,
         titles: Sequence[str] = (),
         load_kernel: LoadKernel | None = None,
+        own_group: OwnGroup | None = None,
     ) -> NativeProgram:
         """Builds the C++ program. Not thread-safe: programs that share an arena must run one at a time.
 
@@ -161,6 +164,8 @@ class ProgramIR:
                 run time; by default the two indices are equal.
             titles: the names of the layers in error messages; by default errors name no layer.
             load_kernel: loads the kernels on the device; None if the program launches none.
+            own_group: returns the stage's own process group in place of one that a collective names, by name;
+                None to leave them.
         """
         native = NativeProgram(arena, device)
         layouts: dict[Any, Layout] = {}
@@ -175,7 +180,7 @@ class ProgramIR:
             if titles and layer is not None and layer != current:
                 native.set_layer(titles[layer])
                 current = layer
-            _add_step(native, step, load_kernel, device, lowered_for)
+            _add_step(native, step, load_kernel, device, lowered_for, own_group)
         native.set_outputs(self.results)
         native.set_placeable(self.placeable())
         native.set_arena_bytes(self.arena_bytes)
@@ -246,6 +251,7 @@ def _add_step(
     load_kernel: LoadKernel | None,
     device: torch.device,
     lowered_for: torch.device | None,
+    own_group: OwnGroup | None,
 ) -> None:
     match step:
         case Call(op, _, results, when):
@@ -253,6 +259,10 @@ def _add_step(
             if lowered_for not in (None, device):
                 is_it = [isinstance(a, torch.device) and a == lowered_for for a in arguments]
                 arguments = [device if i else a for i, a in zip(is_it, arguments, strict=True)]
+            position = group_position(op)
+            if position is not None and own_group is not None:
+                arguments = [*arguments]
+                arguments[position] = own_group(arguments[position])
             native.add_operator(
                 *_name_of(op),
                 arguments,

@@ -29,7 +29,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTEN
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
-from gpipe_fast.lower.program import LoadKernel, ProgramIR, StorageKind, Value, are_whole
+from gpipe_fast.lower.program import LoadKernel, OwnGroup, ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
@@ -206,6 +206,7 @@ class SizedProgram:
         parameters: Sequence[int] = (),
         titles: Sequence[str] = (),
         load_kernel: LoadKernel | None = None,
+        own_group: OwnGroup | None = None,
     ) -> NativeProgram:
         """Builds the C++ program; arguments as for `ProgramIR.build`."""
         return self._template.build(
@@ -216,6 +217,7 @@ class SizedProgram:
             parameters=parameters,
             titles=titles,
             load_kernel=load_kernel,
+            own_group=own_group,
         )
 
 

@@ -15,6 +15,7 @@ from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWi
 from gpipe_fast.devices import intra_op_threads
 from gpipe_fast.fuse.availability import loader_of
 from gpipe_fast.fuse.casts import hoist_parameter_casts
+from gpipe_fast.layers.sharded import GradientPart
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
@@ -279,8 +280,31 @@ class CompiledStage:
         self._reached: list[int] = (
             list(traced.ports.of(GraphRole.PARAMETER_GRADIENT)) if base is None else base._reached
         )
+        self._note_sharded_gradients()
         self._segments: dict[tuple[SavedFraction, bool], Segment] = {}
         self._native_bytes = 0
+
+    def _note_sharded_gradients(self) -> None:
+        """Notes what this process computes of the gradients of sharded parameters.
+
+        Raises:
+            RuntimeError: they are placed in another way than for other inputs.
+        """
+        known = self.stage.sharded_gradients
+        for port, tensor in self.traced.ports.outputs:
+            if port.placements is None:
+                continue
+            assert tensor is not None
+            index, found = (
+                self.segment_key.parameters[port.index],
+                GradientPart(port.placements, tuple(tensor.shape)),
+            )
+            if known.setdefault(index, found) != found:
+                raise RuntimeError(
+                    f"the gradient of parameter {index} of the stage of layer {self.stage.first_layer} is "
+                    f"placed as {found} for these inputs, and as {known[index]} for others; fix the "
+                    "placements in the layer, by redistribute"
+                )
 
     @property
     def inputs(self) -> BoundarySpec:
@@ -359,6 +383,7 @@ class CompiledStage:
                 parameters=segment_key.parameters,
                 titles=titles,
                 load_kernel=None if loader is None else loader.load,
+                own_group=stage.own_group,
             )
             inputs, outputs = (
                 _extension_ports(ports, segment_key.buffers) for ports in (program.inputs, program.outputs)

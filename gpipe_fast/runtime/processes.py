@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.layers.sharded import is_sharded
+from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.stage import Stage, Tie
 
 if TYPE_CHECKING:
@@ -67,7 +69,42 @@ class Processes:
         Raises:
             ValueError: they cannot.
         """
+        self.check_shards([layer for partition in partitions for layer in partition.children()])
         return []
+
+    def check_shards(self, layers: Sequence[nn.Module]) -> None:
+        """Checks that parameters are sharded over processes that run the same stages, or not at all.
+
+        Raises:
+            ValueError: they are not.
+        """
+        for number, layer in enumerate(layers):
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if is_sharded(tensor):
+                    raise ValueError(
+                        f"{layer_title(number, layer)} has the DTensor {name!r}, and the processes that have "
+                        "parts of it need to agree on each call; pass GPipe mesh=..., a mesh with the "
+                        "dimension 'tp', of which parallelize_module gets mesh['tp']"
+                    )
+
+    def own_group(self, stage: int, name: str) -> str:
+        """Returns the name of the process group that a stage's collectives use in place of another group.
+
+        Stages run at the same time. On one group, each process would start the collectives of two stages in
+        the order in which its threads get there. Those of one stage are in the order of its actions, which
+        all processes have in common. The group is made when the next run begins.
+
+        Args:
+            stage: the number of the stage.
+            name: the name of the group in the stage's layers.
+
+        Raises:
+            ValueError: other processes of the group do not run the same stage.
+        """
+        raise ValueError(
+            f"stage {stage} has a collective of the group {name!r}, and the processes of the group need to "
+            "agree on each call; pass GPipe mesh=..., a mesh with the dimension 'tp', whose group layers use"
+        )
 
     def note_homes(self, partitions: Sequence[nn.Module]) -> None:
         """Notes which processes have each parameter, after those of other processes became meta tensors."""

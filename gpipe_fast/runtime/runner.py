@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,11 @@ from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_war
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral, normalises_micro_batches
 from gpipe_fast.layers.quantized import move_parts
+from gpipe_fast.layers.sharded import (
+    GradientPart,
+    check_unchanged_in_backward,
+    local_tensor,
+)
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of
@@ -62,6 +68,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK, Stage, StageOptions
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.skip import skips_of, verify_skippables
+from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
@@ -306,7 +313,10 @@ class Runner:
             devices=() if is_absent else tuple(devices),
         )
         own = range(len(balance)) if is_absent else self.processes.stages_of(len(balance))
-        return Placement(balance, devices, None).stages(self.layers, own, options, LayerStates())
+        stages = Placement(balance, devices, None).stages(self.layers, own, options, LayerStates())
+        for index, stage in enumerate(stages):
+            stage.own_group = partial(self.processes.own_group, index)
+        return stages
 
     def planner_for(
         self, balance: list[int], devices: list[torch.device], is_absent: bool = False
@@ -457,6 +467,8 @@ class Runner:
         self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
         if given is None:
             outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, key)
+            if self.state.is_sharded:
+                check_unchanged_in_backward(outputs, self.state.parameters)
         else:
             if given.measure is not None:
                 given.measure()
@@ -476,12 +488,23 @@ class Runner:
             with self.processes.compiling():
                 call, plan = self.plan(inputs, training, given)
             state = self.state if self.planner.in_python else None
-            parts = self.state.parameters, self.state.buffers
+            parts = self._local_parameters(), self.state.buffers
             prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)
             if state is not None:
                 state.watch()
         self.warn(inputs, training)
         return prepared
+
+    def _local_parameters(self) -> Sequence[Tensor]:
+        """Returns the parameters of all layers; of sharded ones, the parts of this process."""
+        parameters: list[nn.Parameter] = self.state.parameters
+        if not self.state.is_sharded:
+            return parameters
+        known: dict[int, GradientPart] = {}
+        for stage in self.stages:
+            own = parameters_of(stage.layers)
+            known |= {id(own[index]): part for index, part in stage.sharded_gradients.items()}
+        return [local_tensor(parameter, known.get(id(parameter))) for parameter in parameters]
 
     def finish(self, call: PreparedCall, outputs: list[Tensor], structure: Any) -> Any:
         """Returns what a call returns, after the checks and warnings that follow its run."""
@@ -556,10 +579,12 @@ class Runner:
     def follow_changes(self) -> None:
         """Updates the stages if modules, parameters or buffers were changed; leaves the state's key."""
         layers: Collection[nn.Module] = self.children.values()
-        if self.state.update(layers) and self.settings.deferred_batch_norm:
-            self._begin_state()
-            enable_deferral(layers)  # includes batch norms that were added since
-            self.state.update(layers)
+        if self.state.update(layers):
+            self.processes.check_shards(list(layers))
+            if self.settings.deferred_batch_norm:
+                self._begin_state()
+                enable_deferral(layers)  # includes batch norms that were added since
+                self.state.update(layers)
         self._follow_layers()
 
     def _follow_layers(self) -> None:

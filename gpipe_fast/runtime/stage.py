@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Arena, BoundaryForm, operator_settings, restore_operator_settings
 from gpipe_fast.devices import kind_of
 from gpipe_fast.fuse.left_out import number_left_out
+from gpipe_fast.layers.sharded import GradientPart
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
+from gpipe_fast.lower.program import OwnGroup
 from gpipe_fast.skip import Key, Skip
 from gpipe_fast.strides import Bits, bits_of, empty_like, with_bits
 from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
@@ -255,6 +257,10 @@ class Stage:
         device: the device of the layers.
         traced_device: the device for which they are traced, which is the same for equal GPUs.
         arena: scratch memory.
+        own_group: returns the name of the group that its collectives use in place of another; None if they
+            use that itself.
+        sharded_gradients: what this process computes of the gradients of sharded parameters, by the index of
+            the parameter, as far as known from traces.
         skips: the skip connections of the whole model.
         pops: numbers of the skip connections from earlier layers that the stage pops, in numerical order.
         stashes: numbers of the skip connections to later layers that the stage stashes, in stash order.
@@ -281,6 +287,8 @@ class Stage:
         self.device = device
         self.traced_device = next((d for d in options.devices if kind_of(d) == kind_of(device)), device)
         self.arena: Arena = Arena() if whole is None else whole.arena
+        self.own_group: OwnGroup | None = None if whole is None else whole.own_group
+        self.sharded_gradients: dict[int, GradientPart] = {} if whole is None else whole.sharded_gradients
         # None instead of self, because a reference cycle would keep the arena until garbage collection.
         self._whole = whole
         self.states = LayerStates() if states is None else states
@@ -327,6 +335,7 @@ class Stage:
             layers, self.first_layer, self.device, skips=skips, options=self.options, states=self.states
         )
         found.arena, found.traced_device, found.has_loss = self.arena, self.traced_device, True
+        found.own_group, found.sharded_gradients = self.own_group, self.sharded_gradients
         return found
 
     def trace_on_own_device(self) -> None:

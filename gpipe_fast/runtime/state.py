@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Snapshot
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.runtime.stage import TorchModes, exact_autocast
 from gpipe_fast.trace.dynamo import Check, Scope, scope_of
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
@@ -71,6 +72,7 @@ class ModuleState:
         modes: the calling thread's modes.
         parameters: the parameters of all layers; a shared parameter once.
         buffers: the buffers of all layers; a shared buffer once.
+        is_sharded: whether a parameter is sharded.
         devices: the devices of these tensors, on which no program depends.
     """
 
@@ -89,6 +91,7 @@ class ModuleState:
         self.key = StateKey((), ())
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
+        self.is_sharded = False
         self.devices: tuple[torch.device, ...] = ()
         self._snapshot: Snapshot | None = None
         self._known: dict[TorchModes, _KnownKey] = {}
@@ -109,6 +112,7 @@ class ModuleState:
             describe(self.layers, snapshot, self._in_python)
             self.parameters = parameters_of(layers)
             self.buffers = buffers_of(layers)
+            self.is_sharded = any(map(is_sharded, self.parameters))
             self.devices = tuple(tensor.device for tensor in (*self.parameters, *self.buffers))
             self._known.clear()
             self._snapshot = snapshot

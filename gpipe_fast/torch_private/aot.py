@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -18,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     PlainAOTOutput,
     SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -58,3 +60,19 @@ def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
     """Traces the backward outside of the autocast region of the forward, in a block."""
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
     return patched
+
+
+def gradient_placements(joint: Any) -> dict[str, tuple[Any, ...]]:
+    """Returns how the gradient of each sharded parameter is placed, by its name in the exported module."""
+    meta = joint._aot_graph_capture.maybe_subclass_meta
+    gradients = [] if meta is None else meta.grad_input_metas or []
+    *_, result = joint.graph_module.graph.nodes
+    descriptors = list(result.meta["desc"])
+    position = len(descriptors) - sum(getattr(each, "arg_count", 1) for each in gradients)
+    found: dict[str, tuple[Any, ...]] = {}
+    for each in gradients:
+        match descriptors[position]:
+            case SubclassGetAttrAOTOutput(base=GradAOTOutput(grad_of=ParamAOTInput() as parameter)):
+                found[parameter.target] = tuple(each.original_subclass.placements)
+        position += getattr(each, "arg_count", 1)
+    return found

@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.phase import ASKS_PHASE
 from gpipe_fast.layers.quantized import owners_of, parts_of
+from gpipe_fast.layers.sharded import is_mesh, is_sharded
 from gpipe_fast.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
 from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
@@ -256,7 +257,7 @@ class Captured:
             return self._outputs
         if self._replace is not None and self._replaced_inputs:
             loaded = tuple(
-                self._replace(value) if index in self._replaced_inputs else value
+                self._replace(value) if index in self._replaced_inputs and not is_mesh(value) else value
                 for index, value in enumerate(loaded)
             )
         return _annotated(self.graph)(*loaded)
@@ -419,10 +420,10 @@ def _without_views_as_gradients(layer: nn.Module) -> Iterator[None]:
 def _check_constants(readers: Iterable[Callable[[nn.Module], Tensor]], layer: nn.Module) -> None:
     """Checks that the tensors that a graph uses besides the layer's own can be found again."""
     try:
-        are_tensors = all(isinstance(read(layer), Tensor) for read in readers)
+        are_known = all(isinstance(each := read(layer), Tensor) or is_mesh(each) for read in readers)
     except Exception:  # no plain Python expression, as for a number of NumPy
-        are_tensors = False
-    if not are_tensors:
+        are_known = False
+    if not are_known:
         raise Refused("it computes with a number or tensor that PyTorch's guards cannot name")
 
 
@@ -641,6 +642,8 @@ def _is_own_tensor(source: Source, layer: nn.Module) -> bool:
     if part is None:
         return False
     parameter = eval(part["parameter"], {"L": {"layer": layer}})
+    if is_sharded(parameter):
+        return part["path"] == "._local_tensor"
     return _IN_DICT.sub(r".\1", part["path"]) in parts_of(parameter)
 
 

@@ -35,6 +35,8 @@ def exact_changes(mode: RealLayouts) -> Iterator[None]:
             found = functionalize(self, func, types, args, kwargs)
         finally:
             mode.in_place = outer
+        if found is NotImplemented:  # a tensor of another class, as a DTensor, dispatches first
+            return found
         if func is aten.expand.default and found.numel() == args[0].numel():
             return functionalize(self, aten.view.default, types, (args[0], found.shape))
         if func is aten.unfold.default:

@@ -19,6 +19,9 @@ from gpipe_fast.trace.in_place import exact_changes
 
 aten = torch.ops.aten
 
+# The key in the meta of a graph for the placements of sharded parameters' gradients, by the parameter's name.
+PLACEMENTS = "gpipe_fast_gradient_placements"
+
 
 def _cudnn_batch_norm(
     input: Tensor,
@@ -99,7 +102,8 @@ def export_joint(
         attention: replaces ``scaled_dot_product_attention``, unless it returns None.
 
     Returns:
-        A flat functional ATen graph whose placeholders and results carry ``meta['desc']``.
+        A flat functional ATen graph whose placeholders and results carry ``meta['desc']``. Its own ``meta``
+        has the placements of gradients, under `PLACEMENTS`.
     """
     mode = mode or RealLayouts()
     with (
@@ -124,6 +128,7 @@ def export_joint(
             stack, module, inputs, _disable_torch_fn_metadata_mode=True
         )
         traced: fx.GraphModule = joint.graph_module
+        traced.meta[PLACEMENTS] = aot.gradient_placements(joint)
     return traced
 
 

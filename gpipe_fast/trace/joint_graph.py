@@ -45,12 +45,14 @@ class GraphPort:
         index: its index among the tensors with that role; for a cast of a parameter, the parameter's index.
         cast_to: the dtype of a cast of a parameter; else None.
         keeps_version: whether the operator that writes a buffer leaves its version as it is, as batch norm.
+        placements: how the gradient of a sharded parameter is placed; else None.
     """
 
     role: GraphRole
     index: int
     cast_to: torch.dtype | None = None
     keeps_version: bool = False
+    placements: tuple[Any, ...] | None = None
 
     def __str__(self) -> str:
         cast = "" if self.cast_to is None else f" to {str(self.cast_to).removeprefix('torch.')}"

@@ -25,6 +25,7 @@ from gpipe_fast._extension import Snapshot
 from gpipe_fast.devices import kind_of
 from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.layers.quantized import owners_of, parts_of
+from gpipe_fast.layers.sharded import is_sharded, local_tensor
 from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, asks_for_device, scope_of
 from gpipe_fast.trace.unguarded import IMMUTABLE, Facts, unguarded_state
@@ -96,14 +97,14 @@ class LayerState:
 def _same_tensor(read: Callable[[nn.Module], Any], layer: nn.Module) -> Check:
     """Returns a check that a layer uses the same tensor as another: graphs contain constants themselves."""
     kept = read(layer)  # no weak reference, which would make `torch.utils.swap_tensors` fail
-    implementation = kept._cdata
+    implementation = getattr(kept, "_cdata", None)  # of a tensor
 
     def check(scope: Scope) -> bool:
         try:
             found = read(scope["layer"])
         except Exception:  # the attribute is gone
             return False
-        return found is kept and found._cdata == implementation
+        return found is kept and getattr(found, "_cdata", None) == implementation
 
     return check
 
@@ -234,7 +235,15 @@ class _Walk:
                 if not name.startswith("_dynamo")  # Dynamo marks the tensors that it captures
             ),
             tuple((path, self.tensor(part)) for path, part in parts_of(tensor).items()),
+            self._sharding(tensor),
         )
+
+    def _sharding(self, tensor: Tensor) -> Hashable:
+        if not is_sharded(tensor):
+            return None
+        with torch.no_grad():  # else, a new view
+            local = self.tensor(local_tensor(tensor))
+        return tensor.placements, tensor.device_mesh, local  # type: ignore[attr-defined]
 
 
 class StateKey:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.layers.quantized import is_wrapper, parts_of
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.skip import Key, outer_skips, take_stashed
@@ -128,9 +129,13 @@ class LayersFunction(nn.Module):
         except TypeError as error:
             raise InvalidStageOutput(f"the stage returns a value that cannot be passed on: {error}") from None
         self.stashed = tuple(tensor is not None for tensor in stashed)
-        return clone_outputs(
-            [*outputs, *(tensor for tensor in stashed if tensor is not None)], self.gradient_layouts
-        )
+        sent = [*outputs, *(tensor for tensor in stashed if tensor is not None)]
+        if any(map(is_sharded, sent)):
+            raise InvalidStageOutput(
+                "the stage returns a DTensor, and stages pass on local tensors; let the last layer return "
+                "output.to_local(), or give its style use_local_output=True"
+            )
+        return clone_outputs(sent, self.gradient_layouts)
 
     def _run(self, key: Tensor, value: Any, skips: dict[Key, Tensor | None]) -> Any:
         for module, name, original in self._quantized:  # the trace has replaced the parameter

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast.devices import devices_differ, made_current
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.quantized import is_quantized, parts_of, stand_in
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.strides import bits_of, empty_like, with_bits
@@ -27,7 +28,7 @@ from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
-from gpipe_fast.trace.joint_export import export_joint
+from gpipe_fast.trace.joint_export import PLACEMENTS, export_joint
 from gpipe_fast.trace.joint_graph import (
     IS_QUANTIZED,
     GraphPort,
@@ -342,6 +343,10 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
                 return GraphPort(GraphRole.PARAMETER, parameters[desc.target])
             case aot.BufferAOTInput():
                 return GraphPort(GraphRole.BUFFER, buffers[desc.target])
+            case aot.SubclassGetAttrAOTInput(base=aot.ParamAOTInput() as parameter) if is_sharded(
+                names.get_parameter(parameter.target)
+            ):
+                return GraphPort(GraphRole.PARAMETER, parameters[parameter.target])
             case aot.SubclassGetAttrAOTInput():
                 return GraphPort(GraphRole.BUFFER, buffer_index[id(tensor(desc))])
             case aot.PlainAOTInput():
@@ -361,6 +366,12 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
                 return GraphPort(GraphRole.BUFFER, buffers[buffer.target])
             case aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter):
                 return GraphPort(GraphRole.PARAMETER_GRADIENT, parameters[parameter.target])
+            case aot.SubclassGetAttrAOTOutput(
+                base=aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter)
+            ):
+                index = parameters[parameter.target]
+                placements = module.meta[PLACEMENTS][parameter.target]
+                return GraphPort(GraphRole.PARAMETER_GRADIENT, index, placements=placements)
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return GraphPort(GraphRole.INPUT_GRADIENT, plain.idx - 1)
         raise UntraceableError(
@@ -374,7 +385,8 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     (results,) = result.args
     assert isinstance(results, (list, tuple))
     descriptors = result.meta["desc"]
-    inputs = [PortNode(port(n.meta["desc"]), n) for n in module.graph.find_nodes(op="placeholder")]
+    placeholders = [n for n in module.graph.find_nodes(op="placeholder") if not _is_mesh(n.meta["desc"])]
+    inputs = [PortNode(port(n.meta["desc"]), n) for n in placeholders]
     parts = {id(part) for p in parameters_of(layers) for part in parts_of(p).values()}
     quantized = {GraphPort(GraphRole.BUFFER, i) for key, i in buffer_index.items() if key in parts}
     quantized |= {
@@ -385,7 +397,7 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     outputs = [
         PortNode(replace(port(d), keeps_version=_keeps_version(n)), n)
         for n, d in zip(results, descriptors, strict=True)
-        if isinstance(n, fx.Node)
+        if isinstance(n, fx.Node) and not _is_mesh(d)
     ]
     return JointGraph(
         module,
@@ -397,6 +409,12 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         stage.written_inputs,
         stage.unfused_layers,
     )
+
+
+def _is_mesh(desc: object) -> bool:
+    """Returns whether a placeholder or result is the mesh of a sharded tensor."""
+    kinds = (aot.SubclassGetAttrAOTInput, aot.SubclassGetAttrAOTOutput)
+    return isinstance(desc, kinds) and desc.attr == "device_mesh"
 
 
 def _keeps_version(node: fx.Node) -> bool:

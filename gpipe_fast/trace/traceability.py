@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.quantized import is_quantized
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.strides import share_memory
 from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.collectives import is_collective, is_wait, unsupported
 from gpipe_fast.trace.fake import real_arguments
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
 from gpipe_fast.user_warning import warn_user
@@ -116,7 +118,12 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
                         f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",
                     )
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                is_known = tensor is None or type(tensor) in (Tensor, nn.Parameter) or is_quantized(tensor)
+                is_known = (
+                    tensor is None
+                    or type(tensor) in (Tensor, nn.Parameter)
+                    or is_quantized(tensor)
+                    or is_sharded(tensor)
+                )
                 if not is_known or (tensor is not None and tensor.layout is not torch.strided):
                     return Untraceable(
                         index, f"{kind}: {key} is a {type(tensor).__name__} of layout {tensor.layout}"
@@ -158,6 +165,9 @@ def check_graph(module: fx.GraphModule) -> Untraceable | None:
             continue
         if node.target is torch.ops.aten._efficientzerotensor.default:
             return Untraceable(layer, "forward-mode AD makes a tensor of zeros without memory")
+        refused = unsupported(node)
+        if refused is not None:
+            return Untraceable(layer, refused)
         if _draws(node, node.target):
             return Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
         if not node.target._schema.returns:
@@ -213,7 +223,9 @@ def warn_of_autocast(module: fx.GraphModule) -> None:
 
 def _dtype_under_autocast(node: fx.Node, op: OpOverload[Any, Any], fake: Tensor) -> torch.dtype | None:
     """Returns the dtype in which an operator of another library returns its result; None if not known."""
-    if op.namespace in ("aten", "prims", "gpipe_fast") or node.meta.get("partitioner_tag") == "is_backward":
+    if op.namespace in ("aten", "prims", "gpipe_fast") or is_collective(node) or is_wait(node):
+        return None
+    if node.meta.get("partitioner_tag") == "is_backward":
         return None
     if not torch.is_autocast_enabled(fake.device.type):
         return None

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import numbers
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gpipe_fast.layers.sharded import are_sharded, local_tensor, whole_tensor
 from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
 from gpipe_fast.torch_private.modules import has_global_optimizer_hooks
 from gpipe_fast.torch_private.operators import foreach_norm
@@ -102,7 +104,11 @@ class Update(NamedTuple):
         _check_same([each["settings"] for each in of_ranks])
         if max_norm is not None:
             norms = [norm for each in of_ranks for norm in each["norms"]]
-            nn.utils.clip_grads_with_norm_(own, max_norm, _total_norm(norms, processes.device))
+            # Each part is multiplied by the same number, also where it is a term of a sum.
+            parts: Any = [
+                SimpleNamespace(grad=local_tensor(p.grad.detach())) for p in own if p.grad is not None
+            ]
+            nn.utils.clip_grads_with_norm_(parts, max_norm, _total_norm(norms, processes.device))
         if scaler is None:
             optimizer.step()
             return
@@ -119,7 +125,7 @@ class Update(NamedTuple):
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    norm = foreach_norm([parameter.grad])[0]
+                    norm = whole_tensor(foreach_norm([parameter.grad])[0])
                     dtype = str(norm.dtype).removeprefix("torch.")
                     found.append((number, self.order[parameter], dtype, float(norm).hex()))
         return found
@@ -245,6 +251,11 @@ def checked_update(
         raise TypeError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}; pass "
             "torch.amp.GradScaler('cuda'), or 'cpu', or None"
+        )
+    if scaler is not None and scaler.is_enabled() and are_sharded([model]):
+        raise ValueError(
+            "a scaler looks for infinite gradients in one process, got a model with DTensors, whose "
+            "gradients are in several; train in bfloat16, which needs no scaler"
         )
     if max_norm is not None:
         _check_max_norm(max_norm, optimizer)

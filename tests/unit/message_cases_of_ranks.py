@@ -18,26 +18,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_fast import GPipe, _extension, tune
 from gpipe_fast.distributed import torchrun
 from gpipe_fast.distributed.mesh import (
-    check_no_replicas,
+    check_one_column,
     check_replicas,
+    check_shards,
     checked_timeout,
     grid_of,
     own_device,
+    ties_of,
 )
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.distributed.torchrun import RankInfo
+from gpipe_fast.layers.sharded import GradientPart, check_unchanged_in_backward
 from gpipe_fast.layers.structure import ONE_TENSOR
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.processes import ONE_PROCESS
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
+from gpipe_fast.trace.ports import PortTensor
 from gpipe_fast.training.losses import loss_layer, loss_of
-from gpipe_fast.training.update import _check_same
+from gpipe_fast.training.update import _check_same, checked_update
 from tests.internals import runner_of, stages_of
 from tests.unit.message_cases import WHILE_LAYERS_RUN, case, features, mlp, run_command, under
 from tests.unit.message_cases_of_models import Model, two_blocks, with_function_between
@@ -118,6 +126,67 @@ def distribute(layer: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(layer, mesh)
 
 
+def check_layer(layer: nn.Module, ranks: list[int], device: str = "cpu", partial: bool = False) -> None:
+    """Checks a layer whose parameters are DTensors over rank 0."""
+    with group_of_one():
+        distribute(layer, init_device_mesh("cpu", (1,)))
+        if partial:
+            terms = DTensor.from_local(torch.ones(4, 6), layer.weight.device_mesh, [Partial()])  # type: ignore[arg-type, union-attr]
+            layer.weight = nn.Parameter(terms)
+        check_shards([layer], ranks, torch.device(device))
+
+
+def returned() -> None:
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+        parallelize_module(layers[0], mesh, ColwiseParallel(use_local_output=False))
+        GPipe(layers, [1, 1], mesh=mesh)(features())
+
+
+def scaled() -> None:
+    with group_of_one():
+        layer = distribute(nn.Linear(6, 4), init_device_mesh("cpu", (1,)))
+        checked_update(nn.Sequential(layer), None, torch.amp.GradScaler("cpu"), None)
+
+
+def changed_before_backward() -> None:
+    with group_of_one():
+        weight = distribute(nn.Linear(6, 4), init_device_mesh("cpu", (1,))).weight
+        output = torch.zeros(2, requires_grad=True).exp()
+        check_unchanged_in_backward([output], [weight])  # type: ignore[list-item]
+        with torch.no_grad():
+            weight.mul_(2)  # type: ignore[operator, union-attr]
+        output.sum().backward()
+
+
+def other_placements() -> None:
+    port = GraphPort(GraphRole.PARAMETER_GRADIENT, 0, placements=(Partial(),))
+    stage = mock.Mock(sharded_gradients={0: GradientPart((Replicate(),), (4,))}, first_layer=1)
+    traced = mock.Mock(**{"ports.outputs": [PortTensor(port, torch.zeros(4))]})
+    own = mock.Mock(stage=stage, traced=traced, **{"segment_key.parameters": (0,)})
+    CompiledStage._note_sharded_gradients(own)
+
+
+def tied_shards() -> None:
+    with group_of_one():
+        first, last = nn.Linear(6, 4), nn.Linear(6, 4)
+        distribute(first, init_device_mesh("cpu", (1,)))
+        last.weight = first.weight
+        ties_of([nn.Sequential(first), nn.Sequential(last)])
+
+
+def foreign_group() -> None:
+    with group_of_one():
+        Ranks(0, 1, dist.HashStore(), 0.2, names=[3]).own_group(0, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+def replicated_terms() -> None:
+    stage = stages_of(pipe())[0]
+    stage.sharded_gradients[0] = GradientPart((Partial(),), (9, 6))
+    REPLICAS._check_gradients(stage)
+
+
 def other_start() -> None:
     store = dist.HashStore()
     for replica in range(2):
@@ -125,7 +194,7 @@ def other_start() -> None:
         with torch.no_grad():
             layers[0].weight += replica
         own = Ranks(0, 2, store, 0.2, replica=replica, num_replicas=2)
-        own._check_equal(stages_of(pipe(*layers, mesh=own))[0])
+        own._check_equal(0, stages_of(pipe(*layers, mesh=own))[0])
 
 
 def other_tie() -> None:
@@ -252,6 +321,7 @@ def largest_of_replicas() -> None:
 
 
 REPLICAS = Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)
+SHARDS = Ranks(0, 1, dist.HashStore(), 0.2, num_shards=2)
 
 OF_RANKS = [
     case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(pipe())),
@@ -261,12 +331,26 @@ OF_RANKS = [
     case("lacks", "pass mesh=None", under, NO_CHANNELS, grid_of, mock.Mock(spec=dist.ProcessGroup)),
     case("got str", "pass init_device_mesh(", pipe, mesh="pp"),
     case("('dp_replicate',) of sizes (2,)", "pass mesh_dim_names=", pipe, mesh=mesh("dp_replicate")),
-    case("{'tp': 2}", "make a mesh of these two", pipe, mesh=mesh("dp_replicate", "tp", "pp")),
+    case("{'cp': 2}", "make a mesh of these", pipe, mesh=mesh("dp_replicate", "cp", "pp")),
     case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
     case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
     case("tied copies of 'weight' of layer 0 (Linear) differ on ranks 0 and 1", "the same seed", other_tie),
     case("layer 0 (FSDPLinear) is sharded by fully_shard", "'dp_replicate'", sharded, fully_shard),
-    case("has the DTensor 'weight' of placements (Replicate(),)", "plain", sharded, distribute),
+    case("layer 0 (Linear) has the DTensor 'weight'", "pass GPipe mesh=", sharded, distribute),
+    case("has the buffer 'running_mean'", "full_tensor()", check_layer, nn.BatchNorm1d(6), [0]),
+    case("over the ranks [0]", "pass GPipe mesh=", check_layer, nn.Linear(6, 4), [3]),
+    case("(Partial(sum),)", "Replicate()", check_layer, nn.Linear(6, 4), [0], partial=True),
+    case("got cpu for a stage on cuda:0", "'cpu', ", check_layer, nn.Linear(6, 4), [0], "cuda:0"),
+    case("2 processes along 'tp'", "first call parallelize_module", check_shards, [], [0, 1], None),
+    case("the stage returns a DTensor", "use_local_output=True", returned),
+    case("got a model with DTensors", "bfloat16", scaled),
+    case("shape [4, 6] is at version 1", "expected version 0", changed_before_backward),
+    case("(Replicate(),)", "by redistribute", other_placements),
+    case("stage 1 has a collective of the group 'g'", "pass GPipe mesh=", ONE_PROCESS.own_group, 1, "g"),
+    case("stages [0, 1] share a DTensor of shape [4, 6]", "in one stage", tied_shards),
+    case("of the ranks [0], which", "dimension 'tp' only", foreign_group),
+    case("parts of shape [9, 6]", "a mesh without", replicated_terms),
+    case("ranks [1] along 'tp'", "a larger timeout", lambda: SHARDS.fail("gloo/transport/tcp/pair.cc")),
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
     case("balance has 4 stages", "pass 2 numbers", pipe, balance=[1, 1, 1, 2], mesh=REPLICAS),
@@ -284,7 +368,8 @@ OF_RANKS = [
     case("lead to 1 targets here, and to 0 targets there", "pass the same inputs", other_inputs),
     case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
     case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
-    case("got 2", "pass mesh['pp']", check_no_replicas, 2),
+    case("got 2", "pass mesh['pp']", check_one_column, 2, 1),
+    case("got 2 processes", "as an nn.Sequential", check_one_column, 1, 2),
     case("that is no sum", "pass normalizer=", largest_of_replicas),
     case("got a mesh of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),

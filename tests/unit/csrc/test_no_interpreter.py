@@ -65,13 +65,11 @@ def native_calls(
     return forward, backward
 
 
-def run_while_gil_is_held(
-    pipe: GPipe, call: Callable[[], object], seconds: float
-) -> tuple[Recording, list[float]]:
-    """Runs ``call`` while another thread holds the GIL for ``seconds``, from before the first action.
+def while_gil_is_held(call: Callable[[], object], seconds: float) -> list[float]:
+    """Runs ``call``, which begins by releasing the GIL, while another thread holds the GIL for ``seconds``.
 
     Returns:
-        The recording, and when the other thread acquired and released the GIL.
+        When the other thread acquired and released the GIL.
     """
     times: list[float] = []
     go = threading.Lock()
@@ -83,14 +81,22 @@ def run_while_gil_is_held(
         C.usleep(int(seconds * 1e6))
         times.append(time.monotonic())
 
+    holder = threading.Thread(target=hold)
+    holder.start()
+    with no_thread_switches():
+        go.release()
+        C.usleep(5000)  # until the holder waits only for the GIL, which only `call` releases
+        call()
+    holder.join()
+    return times
+
+
+def run_while_gil_is_held(
+    pipe: GPipe, call: Callable[[], object], seconds: float
+) -> tuple[Recording, list[float]]:
+    """Runs ``call`` as `while_gil_is_held`; returns the recording, too."""
     with pipe.recording() as recording:
-        holder = threading.Thread(target=hold)
-        holder.start()
-        with no_thread_switches():
-            go.release()
-            C.usleep(5000)  # until the holder waits only for the GIL, which only `call` releases
-            call()
-        holder.join()
+        times = while_gil_is_held(call, seconds)
     return recording, times
 
 

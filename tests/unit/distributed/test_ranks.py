@@ -129,6 +129,10 @@ def test_dimensions_of_a_mesh() -> None:
     assert grid_of(mesh(names[::-1], ranks.permute(reverse))) == [[0, 1, 2], [3, 4, 5]]
     for unambiguous in (("pp",), ()):
         assert grid_of(mesh(unambiguous, torch.arange(2, 5))) == [[2, 3, 4]]
+    # By replica and shard, and by stage.
+    both = torch.arange(8).view(2, 2, 2)
+    assert grid_of(mesh(("pp", "tp", "dp_replicate"), both)) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert grid_of(mesh(("tp",), torch.arange(2))) == [[0], [1]]
     with pytest.raises(ValueError, match=r"\('dp',\) of sizes \(3,\), and none is called 'pp'"):
         grid_of(mesh(("dp",), torch.arange(3)))
 

@@ -1,0 +1,105 @@
+"""Stages whose layers are parallel along the dimension 'tp' of a mesh, in two and four processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import tensor_cases as cases
+from tests.distributed.launch import needs_gloo, run_ranks
+from tests.distributed.tensor_cases import Fault
+
+pytestmark = needs_gloo
+
+NUM_SEEDS, PER_TEST = 60, 6
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "first",
+    [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(PER_TEST, NUM_SEEDS, PER_TEST))],
+)
+def test_generated_cases_have_the_bits_of_the_plain_loop(size: int, first: int) -> None:
+    """Models, stages, schedules, checkpoint modes, numbers and sizes of micro-batches are drawn."""
+    seeds = list(range(first, first + PER_TEST))
+    assert run_ranks(size, cases.generated, seeds) == [[]] * size
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.extended)])
+def test_numbers_of_samples_that_change(name: str) -> None:
+    assert run_ranks(2, cases.changing, name) == [[]] * 2
+
+
+@pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
+def test_training_with_clipping_saved_and_loaded_elsewhere(
+    name: str, size: int, stages: int, tmp_path: Path
+) -> None:
+    found = run_ranks(size, cases.trained, name, stages, tmp_path)
+    losses, later = found[0]
+    assert found == [(losses, later)] * size
+    assert losses[-1] < losses[0]
+    others = [(1, 1), (4, 2)] if size == 2 else [(1, 1), (2, 1)]
+    for other, number in others:
+        # The optimizer begins anew, as it did not in the processes that went on.
+        first, *_ = run_ranks(other, cases.loaded, name, number, tmp_path)
+        assert first[0] == pytest.approx(later[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", 0.5])
+def test_programs_run_the_collectives_of_the_plan(checkpoint: Any) -> None:
+    """A block of GPT sums once behind attention and once behind the MLP; and the gradients of the inputs of
+    queries, keys, values and the MLP. Each stage has two blocks, and runs four micro-batches.
+    """
+    for stages in run_ranks(2, cases.counted, "gpt", checkpoint):
+        for of_gloo, of_programs, forward, backward in stages:
+            assert (forward, backward) == (2 * 2, 2 * 4)
+            assert of_gloo == of_programs
+            if checkpoint == "never":
+                assert of_gloo == 4 * (forward + backward)
+
+
+def test_collectives_need_no_gil() -> None:
+    assert run_ranks(2, cases.without_gil) == [True] * 2
+
+
+# What survivors of a fault may say; all name a rank.
+ERRORS = [
+    r"rank \d has failed, so no rank changed anything",
+    r"exchanges tensors with ranks \[[\d, ]+\] along 'tp', which have ended or take longer",
+    r"for ranks \[[\d, ]+\], which have ended or take longer",
+    r"in another process, failed: that process has ended, or takes longer",
+]
+
+
+@pytest.mark.xdist_group("faults")
+@pytest.mark.parametrize("seed", [s if s < 2 else pytest.param(s, marks=pytest.mark.soak) for s in range(30)])
+def test_a_random_fault(seed: int) -> None:
+    size, stages = ((2, 1), (4, 2))[seed % 2]
+    fault = Fault.of_seed(seed, stages, size)
+    hangs = [fault.rank] if fault.how == "SIGSTOP" else []
+    found = run_ranks(size, cases.failing, fault, stages, 10.0, hangs=hangs)
+    for rank, (error, goes_on) in enumerate(each or ("", False) for each in found):
+        if fault.how == "ValueError":
+            assert "injected ValueError" in error
+            assert goes_on
+        elif rank != fault.rank:
+            assert any(re.search(each, error) for each in ERRORS), (fault, error)
+
+
+def test_replicas_of_shards() -> None:
+    for error in run_ranks(4, cases.replicated):
+        assert "a mesh without 'dp_replicate'" in error
+
+
+def test_what_is_refused() -> None:
+    for found in run_ranks(2, cases.refused):
+        returned, no_mesh, no_shard, start, changed, gradients = found
+        assert "returns a DTensor" in returned
+        assert "pass GPipe mesh=" in no_mesh
+        assert "no parameter of the layers is a DTensor" in no_shard
+        assert "'weight' of layer 1 (Linear) differs between rank 0 and rank 1" in start
+        assert "modified by an inplace operation" in changed
+        assert gradients == "[]"

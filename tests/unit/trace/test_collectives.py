@@ -1,0 +1,75 @@
+"""Collectives in graphs and programs, in a group of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.split import split
+from gpipe_fast.lower.steps import Call
+from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.trace import trace
+from gpipe_fast.trace.traceability import Untraceable
+from tests.distributed.launch import needs_gloo
+
+pytestmark = needs_gloo
+ops = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+class Collective(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function, self.second = nn.Linear(4, 4), function, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x).tanh()).tanh())
+
+
+def traced(function: Callable[[Tensor], Tensor]) -> JointGraph | Untraceable:
+    with torch.no_grad():
+        return trace([Collective(function)], [torch.zeros(2, 4)])
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, str], Any]] = {
+    "all_reduce": lambda x, group: ops.all_reduce(x, "sum", group),
+    "all_gather_into_tensor": lambda x, group: ops.all_gather_into_tensor(x, 1, group),
+    "reduce_scatter_tensor": lambda x, group: ops.reduce_scatter_tensor(x, "sum", 1, group),
+    "broadcast": lambda x, group: ops.broadcast(x, 0, group),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_program_waits_where_a_collective_starts(name: str, group: str) -> None:
+    """Later, another operator could write to the memory of its argument."""
+    joint = traced(lambda x: ops.wait_tensor(COLLECTIVES[name](x, group)))
+    assert isinstance(joint, JointGraph)
+    program = lower(split(joint, 0.0).forward)
+    names = [step.op._schema.name for step in program.steps if isinstance(step, Call)]
+    (position,) = [i for i, each in enumerate(names) if each == f"_c10d_functional::{name}"]
+    assert names.count("_c10d_functional::wait_tensor") == 1
+    assert names[position + 1] == "_c10d_functional::wait_tensor"
+
+
+def test_results_that_nothing_waits_for_are_refused(group: str) -> None:
+    found = traced(lambda x: ops.all_reduce(x, "sum", group))
+    assert isinstance(found, Untraceable)
+    assert "is used without a wait" in found.reason
+
+
+def test_collectives_with_several_results_are_refused(group: str) -> None:
+    found = traced(lambda x: ops.wait_tensor(ops.all_reduce_coalesced([x], "sum", group)[0]))
+    assert isinstance(found, Untraceable)
+    assert "is no collective that programs can run" in found.reason
