@@ -15,7 +15,8 @@ INTERMEDIATE_TORCH ?= 2.13.0
 # The releases for `make smoke-newest`; or, of the day, NEWEST='--upgrade transformers diffusers peft trl accelerate timm'.
 NEWEST ?= -r requirements-newest.txt
 SMOKE_NEWEST := tests/models/test_library_census.py tests/models/test_training_loops.py \
-  tests/models/test_quantized_models.py tests/unit/layers/test_quantized.py $(wildcard tests/contracts/*/test_quantized*.py)
+  tests/models/test_quantized_models.py tests/unit/layers/test_quantized.py tests/unit/weights/test_quantize.py \
+  tests/unit/weights/test_conversion.py $(wildcard tests/contracts/*/test_quantized*.py)
 # The size limit of `make wheelhouse`: 64 MiB.
 WHEELHOUSE_BYTES := 67108864
 

@@ -340,12 +340,37 @@ class Pipelined(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
+    def load_weights(
+        self,
+        source: Source,
+        *,
+        strict: bool = True,
+        init: Initialize | None = None,
+        quantization_config: Any = None,
+    ) -> Any:
         """Loads a state dict or a file, stage by stage, as `GPipe.load_weights` does; with the model's names.
 
-        Of a model of transformers, ``init=model._init_weights`` sets the buffers that files lack.
+        Args:
+            source: As for `GPipe.load_weights`. Files of transformers whose tensors its models rename, stack
+                or concatenate while loading, such as those of experts, are loaded as they are.
+            strict: As for `GPipe.load_weights`.
+            init: As for `GPipe.load_weights`. Of a model of transformers, ``model._init_weights`` sets the
+                buffers that files lack.
+            quantization_config: For a model of transformers on the meta device, what its ``from_pretrained``
+                takes under this name. Each weight is read, moved to the device of its stage and quantized,
+                before the next one is read. The numbers are those of ``from_pretrained``.
+
+        Returns:
+            As `GPipe.load_weights`.
+
+        Raises:
+            TypeError: As for `GPipe.load_weights`; or ``quantization_config`` is none of transformers, or
+                the model.
+            ValueError: As for `GPipe.load_weights`.
+            RuntimeError: As for `GPipe.load_weights`.
         """
-        return load_weights(self, source, self._calls.program.runner.placed, strict, init)
+        how = strict, init, quantization_config
+        return load_weights(self, source, self._calls.program.runner.placed, *how)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Returns a state dict as the model does. With a mesh, it has no tensors of other processes."""

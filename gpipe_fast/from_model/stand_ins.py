@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.from_model.dataflow import CannotCut, Owned
+from gpipe_fast.layers.quantized import stand_in
 from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 
@@ -98,7 +99,10 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def real_tensors(module: nn.Module, read: ReadOwned) -> Iterator[None]:
-    """Puts the real tensors of a module back for a block, with copies of its buffers."""
+    """Puts the real tensors of a module back for a block, with copies of its buffers.
+
+    Zeros on the CPU stand for those on GPUs, and on the meta device, as of stages in other processes.
+    """
     tables: list[tuple[nn.Module, dict[str, Any]]] = [
         (inner, table) for inner in module.modules() for table in (inner._parameters, inner._buffers)
     ]
@@ -106,6 +110,8 @@ def real_tensors(module: nn.Module, read: ReadOwned) -> Iterator[None]:
     try:
         for inner, table, name, _ in before:
             real = read(Owned(inner, name))
+            if real.device.type != "cpu":
+                real = stand_in(real, lambda each: empty_like(each, "cpu").zero_())
             table[name] = real.clone() if table is inner._buffers else real
         yield
     finally:

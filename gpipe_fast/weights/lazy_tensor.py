@@ -32,6 +32,9 @@ class Entry(NamedTuple):
     read: Callable[[], Tensor]
 
 
+Quantize = Callable[[Callable[[], Tensor], torch.device], None]
+
+
 class Targets:
     """The tensors of a model that lazy tensors are copied into.
 
@@ -39,11 +42,18 @@ class Targets:
         devices: the device of its stage for each tensor, by ``id``.
         is_trial: whether copies are only noted.
         copied: the ``id`` of each tensor that was copied into.
+        quantizers: for meta tensors that become quantized ones, what reads and replaces them, given a device.
     """
 
-    def __init__(self, devices: Mapping[int, torch.device], is_trial: bool = False) -> None:
+    def __init__(
+        self,
+        devices: Mapping[int, torch.device],
+        is_trial: bool = False,
+        quantizers: Mapping[int, Quantize] | None = None,
+    ) -> None:
         self.devices = devices
         self.is_trial = is_trial
+        self.quantizers = quantizers or {}
         self.copied: set[int] = set()
 
     def copy(self, target: Tensor, read: Callable[[], Tensor]) -> None:
@@ -54,6 +64,9 @@ class Targets:
             device = self.devices.get(id(target)) if target.is_meta else None
             if device is None:
                 target.copy_(read())
+            elif id(target) in self.quantizers:
+                with making_data():
+                    self.quantizers[id(target)](read, device)
             elif device.type != "meta":  # tensors of stages in other processes are not even read
                 with making_data():
                     data = torch.empty_like(target, device=device)
@@ -143,3 +156,8 @@ class LazyTensor(Tensor):
 def entry_of(tensor: Tensor) -> Entry:
     """Returns an entry of a tensor in memory."""
     return Entry(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), lambda: tensor)
+
+
+def as_meta(tensor: Tensor) -> Tensor:
+    """Returns a meta tensor of the shape, strides and dtype of another one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

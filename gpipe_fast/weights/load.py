@@ -24,11 +24,13 @@ from gpipe_fast.weights.lazy_tensor import (
     Entry,
     LazyTensor,
     Targets,
+    as_meta,
     check_has_no_hooks,
     entry_of,
     making_data,
     replace,
 )
+from gpipe_fast.weights.quantize import prepare_quantization
 from gpipe_fast.weights.source import Source, entries_of
 
 Placement = Iterable[tuple[nn.Module, torch.device]]
@@ -41,6 +43,7 @@ def load_weights(
     placement: Callable[[], Placement],
     strict: bool,
     init: Initialize | None,
+    quantization_config: Any = None,
 ) -> Any:
     """Loads weights as `GPipe.load_weights` does.
 
@@ -50,9 +53,10 @@ def load_weights(
         placement: returns the partitions and the device of each.
         strict: whether the names in the source must be those of the module's state dict.
         init: initialises a module that has meta tensors which the source lacks.
+        quantization_config: how a model of transformers quantizes each tensor; None: not at all.
 
     Raises:
-        TypeError: `init` is not a function.
+        TypeError: `init` is not a function, or the model cannot be quantized.
         RuntimeError: the source does not fit the module, `init` is needed, or a tensor cannot be loaded.
     """
     if init is not None and not callable(init):
@@ -61,6 +65,7 @@ def load_weights(
             "init=lambda module: module.reset_parameters()"
         )
     entries = converted(module, entries_of(source))
+    quantizers = prepare_quantization(module, quantization_config) if quantization_config else {}
     _add_tied_names(module, entries)
     trial = Targets(_devices(placement()), is_trial=True)
     with warnings.catch_warnings():
@@ -78,7 +83,7 @@ def load_weights(
         )
     if init is not None:
         _initialize(module, trial, init)
-    return _load(module, entries, Targets(_devices(placement())), strict)
+    return _load(module, entries, Targets(_devices(placement()), quantizers=quantizers), strict)
 
 
 def make_lazy(state: MutableMapping[str, Any], prefix: str, placement: Placement) -> None:
@@ -107,12 +112,8 @@ def forget_data(partition: nn.Module, replaced: dict[Tensor, Tensor]) -> None:
                 if tensor is None or tensor.is_meta:
                     continue
                 if tensor not in replaced:
-                    replaced[tensor] = stand_in(tensor, _as_meta)
+                    replaced[tensor] = stand_in(tensor, as_meta)
                 table[name] = replaced[tensor]
-
-
-def _as_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def has_meta_tensors(module: nn.Module) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,8 +19,10 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
+from gpipe_fast.layers.quantized import stored_bytes
 from tests.distributed.cases import TIMEOUT, _check, _error_of, here
 from tests.models.test_from_model import gpt2
+from tests.models.test_quantized_models import settings_of
 from tests.reference import SEED, Result, restored
 
 VOCABULARY, LENGTH, BATCH = 30, 8, 7
@@ -177,3 +183,60 @@ def differing() -> list[str]:
     errors.append(_error_of(lambda: ours.evaluate(ids=x, labels="none" if odd else LABELS)))
     _check(step(ours, "ids"), here(expected), ours, "step")
     return errors
+
+
+def quantized(index: str, num_stages: int) -> Any:
+    """Returns a Llama on the meta device, and loads it, with weights of 4 bits, by a function."""
+    package = pytest.importorskip("transformers")
+    package.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    config = package.AutoConfig.from_pretrained(str(Path(index).parent))
+    with torch.device("meta"):
+        empty = package.AutoModelForCausalLM.from_config(config)
+    blocks, tokens = config.num_hidden_layers, numbers(4, LENGTH)
+    where: dict[str, Any] = {"balance": [blocks // num_stages] * num_stages, "chunks": 2}
+    where |= {"mesh": dist.group.WORLD} if dist.get_world_size() > 1 else {"devices": ["cpu"] * num_stages}
+    model = GPipe.from_model(empty, kwargs={"input_ids": tokens, "labels": tokens}, **where)
+    settings = settings_of("NF4", torch.float32)
+    return model, lambda: model.load_weights(index, init=model._init_weights, quantization_config=settings)
+
+
+def resident_bytes(field: str) -> int:
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def quantized_peak(index: str, num_stages: int) -> tuple[int, int]:
+    """Returns by how many bytes loading raises the peak of memory, and the bytes of the own stages.
+
+    The C library maps allocations above 32 MiB into memory, as weights of large models, and gives them back
+    when they are freed; here, smaller ones, too.
+    """
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    settings_of("NF4", torch.float32)  # imports the library
+    model, load = quantized(index, num_stages)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident_bytes("VmRSS")
+    load()
+    peak = resident_bytes("VmHWM") - before
+    return peak, sum(stored_bytes(p) for p in model.parameters() if not p.is_meta)
+
+
+def quantized_loss(index: str, num_stages: int) -> list[float]:
+    """Returns the losses of three steps with LoRA."""
+    peft = pytest.importorskip("peft")
+    model, load = quantized(index, num_stages)
+    load()
+    torch.manual_seed(SEED)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad and not p.is_meta], lr=1.0)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=numbers(4, LENGTH), labels=numbers(4, LENGTH)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [float(x) for x in losses] if is_last(model) else None)
+    return gathered[-1]

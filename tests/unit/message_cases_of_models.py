@@ -309,6 +309,7 @@ OF_MODELS = [
     case("got list", "a dict of keyword arguments", GPipe.from_model, Model(), (X,), [X]),
     case("got 'mean'", "'per-microbatch'", GPipe.from_model, Model(), (X,), loss="mean"),
     case("records a call", "meta device do", GPipe.from_model, Model()),
+    case("got int for a Model", "leave it out", lambda: cut(Model()).load_weights({}, quantization_config=4)),
     case("Model is pipelined already", "model.plain()", lambda: cut(cut(Model()))),
     case("blocks.1 has a hook of accelerate", "without device_map", with_hooks_of, "accelerate"),
     case("blocks.0 (Linear) is quantized by torch.ao", "load the model without", quantized),

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_fast.layers.quantized import stand_in
+from gpipe_fast.weights.lazy_tensor import as_meta
+from tests.quantized import PackedLinear
 from tests.unit.from_model.recording import Calls, record_of
 
 X = torch.empty(4, 3)
@@ -54,3 +57,18 @@ def test_changes_in_place_are_found_by_what_changes() -> None:
     flow = record_of(forward, X)
     assert targets(flow) == ["__mul__", "__getitem__", "__iadd__", "__setitem__", "relu_"]
     assert [bool(call.mutates) for call in flow.calls] == [False, False, True, True, True]
+
+
+def test_quantized_weights_need_no_data() -> None:
+    """As those of stages in other processes, or, on the CPU, those on GPUs."""
+
+    class Checked(PackedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.state.scale.device == x.device
+            return super().forward(x)
+
+    block = Checked(3, 3)
+    block.weight = stand_in(block.weight, as_meta)
+    flow = record_of(Calls(lambda x: block(x) + 1, [block]), X, blocks=[block])
+    assert targets(flow) == ["Checked", "__add__"]
+    assert block.weight.is_meta
