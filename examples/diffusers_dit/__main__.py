@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.shared.options import Options
 from gpipe_fast import GPipe
 
 try:
@@ -133,35 +134,23 @@ def new_pipeline(denoising: Denoising, args: argparse.Namespace) -> Any:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the command line."""
-    parser = command_line()
-    args = parser.parse_args(argv)
-    if args.quick:
-        parser.set_defaults(**QUICK)
-        args = parser.parse_args(argv)
+    options = Options(
+        "diffusers_dit",
+        __doc__,
+        QUICK,
+        images=(8, "images to denoise"),
+        steps=(10, "steps of each image"),
+        blocks=(40, "blocks of the model"),
+        width=(128, "size of the hidden states"),
+        stages=(2, "stages of the pipeline, on the CPU"),
+        depths=([1, 2, 4], "numbers of images at the same time"),
+        seed=(0, "random seed of weights and latents"),
+    )
+    args = options.read(argv)
     if args.width % HEADS:
-        parser.error(f"--width must be a multiple of the {HEADS} heads, got {args.width}")
+        options.error(f"--width must be a multiple of the {HEADS} heads, got {args.width}")
     torch.set_num_threads(1)
     return args
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Returns the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.diffusers_dit",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--images", type=int, default=8, help="images to denoise")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each image")
-    parser.add_argument("--blocks", type=int, default=40, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=128, help="size of the hidden states")
-    parser.add_argument("--stages", type=int, default=2, help="stages of the pipeline, on the CPU")
-    parser.add_argument(
-        "--depths", type=int, nargs="+", default=[1, 2, 4], help="numbers of images at the same time"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and latents")
-    parser.add_argument("--quick", action="store_true", help=f"other defaults: {QUICK}")
-    return parser
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 import gpipe_fast
+from examples.shared.options import Options
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 
@@ -131,44 +132,30 @@ def accuracy(model: BertForSequenceClassification, args: argparse.Namespace) -> 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the command line."""
-    parser = command_line()
-    args = parser.parse_args(argv)
-    if args.quick:
-        parser.set_defaults(**QUICK)
-        args = parser.parse_args(argv)
+    options = Options(
+        "transformers_from_model",
+        __doc__,
+        QUICK,
+        steps=(200, "training steps, each on one mini-batch"),
+        layers=(4, "blocks of the model"),
+        width=(64, "size of the hidden states"),
+        batch=(64, "samples per mini-batch"),
+        chunks=(8, "micro-batches per mini-batch"),
+        stages=(2, "stages of the pipeline, on the CPU"),
+        checkpoint=("except_last", f"which micro-batches recompute: {', '.join(CHECKPOINT_MODES)}"),
+        rate=(3e-3, "learning rate"),
+        seed=(0, "random seed of weights and data"),
+        threads=(1, "threads of all stages together, divided evenly"),
+        save=(FOLDER, "folder of the trained model"),
+    )
+    args = options.read(argv)
     if args.width % HEADS:
-        parser.error(f"--width must be a multiple of the {HEADS} heads, got {args.width}")
+        options.error(f"--width must be a multiple of the {HEADS} heads, got {args.width}")
     if args.stages > args.layers + 2:
-        parser.error(f"cannot cut {args.layers + 2} layers into {args.stages} stages")
+        options.error(f"cannot cut {args.layers + 2} layers into {args.stages} stages")
     torch.set_num_threads(args.threads)
     disable_progress_bar()
     return args
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Returns the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.transformers_from_model",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=200, help="training steps, each on one mini-batch")
-    parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=64, help="size of the hidden states")
-    parser.add_argument("--batch", type=int, default=64, help="samples per mini-batch")
-    parser.add_argument("--chunks", type=int, default=8, help="micro-batches per mini-batch")
-    parser.add_argument("--stages", type=int, default=2, help="stages of the pipeline, on the CPU")
-    parser.add_argument(
-        "--checkpoint", choices=CHECKPOINT_MODES, default="except_last", help="which micro-batches recompute"
-    )
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and data")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of all stages together, divided evenly"
-    )
-    parser.add_argument("--save", type=Path, default=FOLDER, help="folder of the trained model")
-    parser.add_argument("--quick", action="store_true", help=f"other defaults: {QUICK}")
-    return parser
 
 
 if __name__ == "__main__":
