@@ -19,7 +19,7 @@ from textwrap import indent
 _OF_PACKAGES = {
     "bench.micro": "ahead-of-time denoising draws engine execution first-call inference-stream interpreted "
     "lengths schedules signature",
-    "bench.compare": "distributed frontier memory overhead step training-step within-memory",
+    "bench.compare": "distributed frontier memory overhead qlora step training-step within-memory",
     "bench.gpu": "cuda kernels levers where",
     "tools": "census compiled explain fusion largest ledger policies published regions reruns traffic",
 }
