@@ -52,6 +52,33 @@ def packed(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Module:
     return PackedLinear(inputs, outputs)
 
 
+class GroupedLinear(nn.Module):
+    """A linear layer in the form that GPTQ and AWQ have: 4-bit numbers in int32 buffers, scales by groups."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor
+    shifts: Tensor
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, group: int = 16) -> None:
+        super().__init__()
+        numbers, zeros = (torch.randint(16, (rows, outputs)) for rows in (inputs, inputs // group))
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        packed = numbers.unflatten(0, (-1, 8)) << shifts[:, None]
+        self.register_buffer("qweight", packed.sum(1).to(torch.int32))
+        self.register_buffer("qzeros", (zeros.unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.int32))
+        self.register_buffer("scales", torch.rand(inputs // group, outputs).to(dtype) / (8 * inputs**0.5))
+        self.register_buffer("g_idx", torch.arange(inputs, dtype=torch.int32) // group)
+        self.register_buffer("shifts", shifts, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = ((self.qweight[:, None] >> self.shifts[:, None]) & 15).flatten(0, 1)
+        zeros = ((self.qzeros[..., None] >> self.shifts) & 15).flatten(1)
+        groups = self.g_idx.long()
+        return x @ (self.scales[groups] * (numbers - zeros[groups])).to(x.dtype)
+
+
 def four_bits(**settings: Any) -> Make:
     def make(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Module:
         nn_of = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpipe_fast.layers.quantized import stored_tensors
 from gpipe_fast.reports.advice import as_code
 from gpipe_fast.reports.report import StageMemory
 from gpipe_fast.reports.tables import Printed, Table, plain, size
@@ -169,7 +170,8 @@ def optimizer_bytes(optimizer: OptimizerChoice, parameters: Iterable[Tensor], de
         isinstance(optimizer, Optimizer) and optimizer.defaults.get("fused")
     )
     return sum(
-        block_bytes(value.nbytes, device)
+        block_bytes(part.nbytes, device)
         for value in states
         if isinstance(value, Tensor) and (value.is_meta or counts_host)
+        for part in stored_tensors(value)  # those of few bits have tensors inside
     )

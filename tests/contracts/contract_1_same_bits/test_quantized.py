@@ -14,13 +14,16 @@ from torch import nn
 
 from gpipe_fast import GPipe, keyed_rng
 from gpipe_fast.gpipe import CHECKPOINT_MODES
-from tests.quantized import KINDS, WIDTH, blocks, eight_bits
+from gpipe_fast.layers.quantized import stored_bytes
+from tests.quantized import KINDS, WIDTH, GroupedLinear, blocks, eight_bits
 from tests.reference import SEED, loop_step, pipeline_step, unequal
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*micro-batches on")]
 
 DTYPES = (torch.float32, torch.bfloat16)
-CASES = [*itertools.product(KINDS, DTYPES, CHECKPOINT_MODES, (1, 4, 8), (2, 4), (0.0, 0.3))]
+# GPTQ and AWQ keep numbers in buffers, so that their weights are no parameters.
+EVERY_KIND = {**KINDS, "grouped": GroupedLinear}
+CASES = [*itertools.product(EVERY_KIND, DTYPES, CHECKPOINT_MODES, (1, 4, 8), (2, 4), (0.0, 0.3))]
 
 
 @pytest.mark.sampled(12)
@@ -28,7 +31,7 @@ CASES = [*itertools.product(KINDS, DTYPES, CHECKPOINT_MODES, (1, 4, 8), (2, 4), 
 def test_gradients_and_updates_equal_the_plain_loop(
     kind: str, dtype: torch.dtype, checkpoint: str, chunks: int, stages: int, dropout: float
 ) -> None:
-    model = blocks(KINDS[kind], 4, dropout, dtype)
+    model = blocks(EVERY_KIND[kind], 4, dropout, dtype)
     plain = copy.deepcopy(model)
     balance = [4 // stages] * stages
     pipe = GPipe(model, balance=balance, chunks=chunks, checkpoint=checkpoint, backend="aten")
@@ -76,17 +79,18 @@ def optimizer_of(library: str, name: str) -> Callable[[list[nn.Parameter]], torc
     return lambda parameters: getattr(module, name)(parameters, lr=1e-2, **more)
 
 
-@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(
     ("library", "name"),
     [
         ("bitsandbytes", "AdamW8bit"),
         ("bitsandbytes", "PagedAdamW8bit"),
+        ("bitsandbytes", "PagedAdamW32bit"),
         ("torchao", "AdamW8bit"),
         ("torchao", "AdamW4bit"),
     ],
 )
-def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name: str, drains: bool) -> None:
+def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name: str, in_step: bool) -> None:
     make, kind = optimizer_of(library, name), "NF4" if library == "bitsandbytes" else "torchao int8"
     model = blocks(KINDS[kind], 2).append(nn.Linear(WIDTH, 128))  # large enough for a state of few bits
     plain = copy.deepcopy(model)
@@ -96,7 +100,7 @@ def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name
     for step in range(3):
         torch.manual_seed(step)
         x, target = torch.randn(8, WIDTH), torch.randn(8, 128)
-        if drains:
+        if in_step:
             pipe.step(x, target=target, loss_fn=F.mse_loss, optimizer=ours)
         else:
             pipe.step(x, target=target, loss_fn=F.mse_loss)
@@ -108,9 +112,15 @@ def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name
         other.step()
         other.zero_grad()
         assert all(map(torch.equal, *both))
-    states = [value for state in ours.state.values() for value in state.values()]
-    tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    assert any(type(each) is not torch.Tensor or each.dtype is torch.uint8 for each in tensors)
+    state = [each for of_one in ours.state.values() for each in of_one.values()]
+    kept = sum(stored_bytes(each) for each in state if isinstance(each, torch.Tensor))
+    assert sum(pipe.memory(x, optimizer=make).optimizer) == kept
+    with pytest.raises(ValueError, match=f"{name} may compute with all of them together"):
+        pipe.step(x, target=target, loss_fn=F.mse_loss, optimizer=ours, optimizer_in="drain")
+    tensors = [each for each in state if isinstance(each, torch.Tensor)]
+    assert "32bit" in name or any(
+        type(each) is not torch.Tensor or each.dtype is torch.uint8 for each in tensors
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
