@@ -14,6 +14,7 @@ REFERENCE_TORCH ?= 2.11.0
 INTERMEDIATE_TORCH ?= 2.13.0
 # The releases for `make smoke-newest`; or, of the day, NEWEST='--upgrade transformers diffusers peft trl accelerate timm'.
 NEWEST ?= -r requirements-newest.txt
+INSTALL_NEWEST = $(PY) -m pip install --quiet --no-deps --target build/newest --upgrade $(NEWEST)
 SMOKE_NEWEST := tests/models/test_library_census.py tests/models/test_training_loops.py \
   tests/models/test_quantized_models.py tests/unit/layers/test_quantized.py tests/unit/weights/test_quantize.py \
   tests/unit/weights/test_conversion.py $(wildcard tests/contracts/*/test_quantized*.py)
@@ -41,7 +42,7 @@ SOURCES := setup.py csrc $(wildcard csrc/* csrc/*/*)
 CXX_FILES = $(shell find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 .PHONY: help build import check test test-all lint format docs demo bench bench-all results soak smoke smoke-reference \
-  smoke-between smoke-newest wheelhouse gpu-kernels gpu dist clean
+  smoke-between smoke-newest census-newest wheelhouse gpu-kernels gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -136,13 +137,17 @@ smoke-reference:  ## build and smoke test with Python 3.12 and torch 2.11.0 in .
 	[ "$${GPIPE_FAST_REQUIRE_REFERENCE:-0}" != 1 ]
 
 smoke-newest: build  ## models of newer transformers, timm and diffusers: native, and equal to the plain loop
-	@if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	@set -e; if ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
 	  echo 'SKIPPED smoke-newest: these releases need Python 3.11'; exit; \
 	fi; \
-	$(PY) -m pip install --quiet --no-deps --target build/newest --upgrade $(NEWEST); \
+	$(INSTALL_NEWEST); \
 	$(PY) -m pip list --path build/newest; \
 	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) --tier=ci $(SMOKE_NEWEST); \
 	PYTHONPATH=$(CURDIR)/build/newest $(PYTEST) 'tests/examples/test_examples.py::test_an_example_equals_the_plain_model[qlora]'
+
+census-newest: build  ## write the census of libraries for the releases of smoke-newest, in about 20 minutes
+	$(INSTALL_NEWEST)
+	PYTHONPATH=$(CURDIR)/build/newest $(PY) -m tools census
 
 # Builds in a copy of the tree, because the extension's file name contains the Python version, but not torch's.
 smoke-between:  ## build and smoke test with torch 2.12 or 2.13 (INTERMEDIATE_TORCH=2.13.0)

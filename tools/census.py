@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bench.measure import Table
+from bench.measure import ROOT, Table
 from bench.measure import write as write_tables
 from gpipe_fast import GPipe, verify
 from gpipe_fast.layers.structure import flatten
@@ -272,8 +272,8 @@ def write_libraries(verdicts: Sequence[LibraryVerdict]) -> None:
     native = sum(v.report is not None and not v.in_python for v in verdicts)
     equal = sum(v.result == "equal" for v in verdicts)
     text = write_tables(
-        "census_libraries",
-        "Census of models of transformers, timm and diffusers",
+        "census_newest" if _are_newest() else "census_libraries",
+        "Census of models of transformers, timm and diffusers" + ", newest releases" * _are_newest(),
         ["model", "compared with the plain loop", "layers in Python"],
         [*(v.row() for v in verdicts), [f"{len(verdicts)} models", f"{equal} equal", f"{native} native"]],
         f"{', '.join(versions)}. Small models with random weights (`tools/library_models.py`), as pipelines "
@@ -311,7 +311,7 @@ def main(patterns: Sequence[str] = ()) -> None:
     known = {library for library in sorted(libraries) if _has(library)}
     models = [name for name, model in library_models.MODELS.items() if model.library in known]
     if not patterns:
-        if every:
+        if every and not _are_newest():
             write([examine(name) for name in FAMILIES.split()])
         if models:
             write_libraries([examine_library(name) for name in models])
@@ -324,6 +324,12 @@ def main(patterns: Sequence[str] = ()) -> None:
         examine(name)
     for name in others:
         examine_library(name)
+
+
+def _are_newest() -> bool:
+    """Returns whether libraries are those that `make smoke-newest` installs."""
+    found = importlib.util.find_spec("transformers")
+    return found is not None and str(found.origin).startswith(f"{ROOT / 'build' / 'newest'}")
 
 
 def _has(library: str) -> bool:
