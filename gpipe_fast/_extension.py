@@ -60,7 +60,6 @@ restore_operator_settings = _C.restore_operator_settings
 kept_bytes = _C.kept_bytes
 alignment_of = _C.alignment_of
 place = _C.place
-trim_heaps = _C.trim_heaps
 route = _C.route
 make_channels = getattr(_C, "make_channels", None)  # None without torch.distributed
 all_settings = _C.all_settings

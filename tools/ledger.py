@@ -7,7 +7,6 @@ files that test the mechanism alone. A further length is the fourth and fifth.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -61,16 +60,11 @@ def _collect_in_traces() -> None:
     _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(**{**vars(gc), "isenabled": lambda: False}))
 
 
-def _leave_garbage() -> None:
-    for place in ("gpipe_fast.runtime.planner", "gpipe_fast.runtime.segments"):
-        _replace(place, "collected", contextlib.nullcontext)
-
-
 def _without_family(name: str) -> Callable[[], None]:
     return lambda: _replace(f"gpipe_fast.fuse.families.{name}", "cases", lambda stream, own: iter(()))
 
 
-ALL_ON, BYTE_LIMITS, GARBAGE = "all on", "byte limits of plans", "garbage collected after plans"
+ALL_ON, BYTE_LIMITS = "all on", "byte limits of plans"
 TRACE, RUNTIME, LOWER, FUSE = (f"gpipe_fast/{name}/" for name in ("trace", "runtime", "lower", "fuse"))
 ON_CPUS = [
     Mechanism(
@@ -95,7 +89,6 @@ ON_CPUS = [
         [f"{TRACE}garbage.py", "tests/unit/trace/test_garbage.py"],
         _collect_in_traces,
     ),
-    Mechanism(GARBAGE, [f"{TRACE}garbage.py", "tests/unit/trace/test_garbage_*.py"], _leave_garbage),
     Mechanism(
         "trials of products",
         [f"{LOWER}bitwise_addmm.py", "tests/**/*bitwise_addmm*.py"],
@@ -175,7 +168,7 @@ def measure(name: str) -> dict[str, float]:
     step(small, x)
     found["small"] = milliseconds(small, x)
     # Last: further lengths make what follows them faster, or slower if memory is left in fragments.
-    if name in (ALL_ON, BYTE_LIMITS, GARBAGE):
+    if name in (ALL_ON, BYTE_LIMITS):
         before = resident.present()
         for length in FURTHER:
             step(blocks, torch.zeros(8, length, dtype=torch.int64))

@@ -253,7 +253,6 @@ void bind_program(py::module_& m) {
       .def_property_readonly("arena_bytes", &Program::arena_bytes);
   m.def("alignment_of", &alignment_of);
   m.def("place", &place_ranges, py::arg("ranges"), py::arg("alignment"));
-  m.def("trim_heaps", &trim_heaps, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace gpipe_fast

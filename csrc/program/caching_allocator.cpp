@@ -5,9 +5,6 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <pthread.h>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 
 #include <algorithm>
 #include <unordered_map>
@@ -142,12 +139,6 @@ void CachingAllocator::release_cached() {
 size_t CachingAllocator::cached_bytes() const {
   std::lock_guard<std::mutex> lock(registry().mutex);
   return cached_;
-}
-
-void trim_heaps() {
-#ifdef __GLIBC__
-  malloc_trim(0);
-#endif
 }
 
 }  // namespace gpipe_fast

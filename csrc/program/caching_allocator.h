@@ -48,7 +48,4 @@ class CachingAllocator : public std::enable_shared_from_this<CachingAllocator> {
   size_t peak_in_use_ = 0;
 };
 
-// Returns free memory of the C library's heaps to the system, of all threads; does nothing with other C libraries.
-void trim_heaps();
-
 }  // namespace gpipe_fast

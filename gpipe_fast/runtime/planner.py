@@ -34,7 +34,6 @@ from gpipe_fast.runtime.plan import (
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState, StageTensors
 from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Lock, Stage, TensorSpec, TorchModes
 from gpipe_fast.runtime.state import ModuleState
-from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_can_run
@@ -302,10 +301,9 @@ class Planner:
     def _lower_requested(self) -> None:
         """Lowers the runs of layers that ran in Python because their inputs were new."""
         self._lowering_pending.clear()
-        with collected():
-            for segments in self._segments:
-                segments.lower_requested()
-            self.eviction.run(self.latest)
+        for segments in self._segments:
+            segments.lower_requested()
+        self.eviction.run(self.latest)
 
     def _make(self, call: Call) -> PlannedCall:
         """Makes a plan: traces the stages to joint graphs, and splits, fuses and lowers these to programs.
@@ -322,8 +320,6 @@ class Planner:
             obstacle, failed_stage = "" if idle else _BUSY, None
             compiled: list[list[CompiledStage]] | CompilationFailure | None = None
             if idle and not eager and not self.in_python:
-                # Only here are graphs made: a plan for one call, while other threads run layers, stays cheap.
-                held.enter_context(collected())
                 compiled = self._compile(call)
                 if isinstance(compiled, CompilationFailure):
                     obstacle, failed_stage = self._checked_reason(compiled), compiled.stage_index

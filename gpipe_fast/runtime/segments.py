@@ -42,7 +42,6 @@ from gpipe_fast.runtime.stage import (
     exact_autocast,
     with_operator_settings,
 )
-from gpipe_fast.trace.garbage import collected
 from gpipe_fast.trace.joint_graph import named_buffers_of
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.unsupported import uncompiled
@@ -273,7 +272,6 @@ class Segments:
         with contextlib.ExitStack() as held:
             for lock in (*self._shared.locks, TRACING_LOCK):
                 held.enter_context(lock)
-            held.enter_context(collected())
             return self._compile_now(part, segment_key).segment(FULL_RECOMPUTE)
 
     def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:
