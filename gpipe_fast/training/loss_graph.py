@@ -17,6 +17,7 @@ samples in another way is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -210,6 +211,7 @@ _SUMS_OF_TARGETS = _names("sum count_nonzero bincount histc")
 # Operators of Python that change a tensor in place, with those that return their result.
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
 _IN_PLACE |= {"iand": operator.and_, "ior": operator.or_, "ipow": operator.pow}
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What sizes are computed by, as SymPy and PyTorch name it.
 _ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
 _ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
@@ -421,7 +423,7 @@ class _Splitter:
         self._select(node, tensors)
         selections = self._selections_of([node, *node.all_input_nodes])
         if not selections:
-            self._checked(self._check.add, node)
+            self._checked(functools.partial(self._check.add, of_whole=is_arithmetic), node)
         elif _is_pointwise(node) or selections - self._selections_of(node.all_input_nodes):
             self._checked(self._check.add_selection, node)
         else:
@@ -766,11 +768,11 @@ def _is_mask(node: fx.Node) -> bool:
 
 def expression(size: Any) -> Any:
     """Returns a size as an expression of symbols, or as a number."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+    return size.node.expr if isinstance(size, _SYMBOLIC) else size
 
 
 def _symbols(sizes: Iterable[Any]) -> set[Any]:
-    found = (size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat)))
+    found = (size for size in sizes if isinstance(size, _SYMBOLIC))
     return {symbol for size in found for symbol in size.node.expr.free_symbols}
 
 

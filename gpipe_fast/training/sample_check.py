@@ -2,7 +2,8 @@
 
 Each operator runs by itself on random numbers, for a few samples; then the numbers of one sample after the
 other are replaced. An element of the result may change with one sample only, to which it then belongs. So an
-operator that mixes samples is found although its result may not matter to the loss of random numbers.
+operator that mixes samples is found although its result may not matter to the loss of random numbers. Last,
+it runs on the numbers of fewer samples, as in a micro-batch, which must give the same for these.
 
 The position of a sample is another one in a micro-batch. So it may choose the sample's own elements, as in
 ``x[torch.arange(len(x)), labels]``, but it may not be a number to compute with.
@@ -21,6 +22,8 @@ from gpipe_fast.torch_private import pytree
 
 # How many samples there are, and how often random numbers are drawn.
 _NUM_SAMPLES, _NUM_DRAWS = 3, 2
+# The samples of micro-batches.
+_PARTS = (0, 1), (1, 2)
 # The maximum number of elements of an operand.
 _MAX_ELEMENTS = 2**22
 
@@ -48,6 +51,7 @@ class SampleCheck:
 
     def __init__(self, batch: sympy.Symbol, sizes: Mapping[sympy.Symbol, int], device: torch.device) -> None:
         self._numbers = {batch: _NUM_SAMPLES, **sizes}
+        self._part_numbers = {**self._numbers, batch: len(_PARTS[0])}
         self._batch, self._device = batch, device
         self._owners: dict[fx.Node, list[Owners | None]] = {}
         self._of_sizes: dict[fx.Node, Tensor] = {}  # what is computed from sizes alone
@@ -94,13 +98,17 @@ class SampleCheck:
         fx.node.map_arg((node.args[0], node.args[2:]), others.add)
         return self._positions.isdisjoint(others)
 
-    def add(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node, of_whole: bool) -> None:
         """Adds a value with a batch dimension, which an operator computes.
+
+        Args:
+            node: its node.
+            of_whole: whether the operator is given sizes of the mini-batch, instead of a micro-batch.
 
         Raises:
             Mixed: it mixes samples, or depends on their positions.
         """
-        if self._add_of_sizes(node):
+        if self._add_of_sizes(node, of_whole):
             return
         self.check_positions(node)
         first: Any = node.args[0] if node.args else None
@@ -108,11 +116,10 @@ class SampleCheck:
             index: Any = node.args[1]
             self._owners[node] = [self._owners[first][index]]
             return
-        results = [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if _is_tensor(leaf)]
-        dims = [self._dim_of(result) for result in results]
-        found: list[Tensor | None] = [None] * len(results)
+        dims = [self._dim_of(result) for result in _values(node)]
+        found: list[Tensor | None] = [None] * len(dims)
         for draw in range(_NUM_DRAWS):
-            before, *changed = self._run(node, draw)
+            before, *changed = self._run(node, draw, [(sample,) for sample in range(_NUM_SAMPLES)])
             for i, dim in enumerate(dims):
                 if dim is None:
                     continue
@@ -124,17 +131,35 @@ class SampleCheck:
                 if known is not None and ((known != owners) & (known >= 0) & (owners >= 0)).any():
                     raise Mixed("it mixes samples")
                 found[i] = owners if known is None else torch.maximum(known, owners)
-        order = torch.arange(_NUM_SAMPLES)
-        for own in found if not self._positions.isdisjoint(node.all_input_nodes) else ():
-            if own is None or len(own) != len(order) or ((own >= 0) & (own != order)).any():
-                raise Mixed("it chooses elements of other samples by their positions")
         inherited = [each[0] for each in map(self._owners.get, node.all_input_nodes) if each is not None]
         self._owners[node] = [
             owners if owners is None else _completed(owners, [each for each in inherited if each is not None])
             for owners in found
         ]
+        for samples in _PARTS:
+            self._check_part(node, samples, of_whole)
 
-    def _add_of_sizes(self, node: fx.Node) -> bool:
+    def _check_part(self, node: fx.Node, samples: tuple[int, ...], of_whole: bool) -> None:
+        """Checks that an operator computes the same for some samples by themselves.
+
+        Raises:
+            Mixed: it does not.
+        """
+        uses_positions = not self._positions.isdisjoint(node.all_input_nodes)
+        whole, part = self._run(node, 0, replaced=(), part=(samples, of_whole))
+        for own, value, a, b in zip(self._owners[node], _values(node), whole, part, strict=True):
+            dim = self._dim_of(value)
+            if own is None or dim is None:
+                continue
+            rows = torch.isin(own, torch.tensor(samples))
+            number, unknown = int(rows.sum()), int((own < 0).sum())
+            if number < b.shape[dim] <= number + unknown and not uses_positions:
+                continue
+            own_rows = a.movedim(dim, 0)[rows.to(a.device)]
+            if number != b.shape[dim] or not _are_close(own_rows, b.movedim(dim, 0)):
+                raise Mixed("what it computes for a sample depends on its position, or on their number")
+
+    def _add_of_sizes(self, node: fx.Node, of_whole: bool) -> bool:
         """Adds a value that is computed from sizes alone; returns whether it is one."""
         value, inputs = node.meta["value"], node.all_input_nodes
         read = [each for each in inputs if any(map(_is_tensor, pytree.tree_leaves(each.meta["value"])))]
@@ -143,17 +168,22 @@ class SampleCheck:
         given = {each: self._of_sizes.get(each, self._number(each.meta["value"])) for each in inputs}
         try:
             (found,) = _call(node, given)
+            (part,) = _call(node, {n: self._part_of(n, x, _PARTS[0], of_whole) for n, x in given.items()})
         except Exception as error:  # sizes that do not fit, such as negative ones
             raise Mixed(f"it could not be checked on few samples: {error}") from None
         if str(getattr(node.target, "__name__", node.target)).startswith("empty"):
             found.zero_()
+            part.zero_()
         dim = self._dim_of(value)
         assert dim is not None
         rows = found.movedim(dim, 0)
         if (rows != rows[:1]).any() or not self._positions.isdisjoint(inputs):
-            if rows.dim() > 1 or not torch.equal(rows, torch.arange(_NUM_SAMPLES).to(rows)):
+            order = torch.arange(_NUM_SAMPLES).to(rows).view([-1] + [1] * (rows.dim() - 1))
+            if len(rows) != len(order) or (rows != order).any():
                 raise Mixed("it computes with the positions of samples in the mini-batch")
             self._positions.add(node)
+        if not torch.equal(rows[: part.shape[dim]], part.movedim(dim, 0)):
+            raise Mixed("it computes with the number of samples")
         self._of_sizes[node], self._owners[node] = found, [torch.full((len(rows),), -1)]
         return True
 
@@ -163,19 +193,24 @@ class SampleCheck:
         Raises:
             Mixed: it does not.
         """
-        before, *changed = self._run(node, 0, pairs=True)
+        before, *changed = self._run(node, 0, replaced=[(0,), (1,), (0, 1)])
         one, other, both = (each[0].double() for each in changed)
         whole = before[0].double()
         scale = sum(each.abs().max() for each in (whole, one, other, both)) + 1e-30
         if (whole - one - other + both).abs().max() > 1e-6 * scale:
             raise Mixed("it multiplies samples with each other")
 
-    def _run(self, node: fx.Node, draw: int, pairs: bool = False) -> list[list[Tensor]]:
-        """Returns the results for random numbers, and with those of one sample replaced, for each sample.
+    def _run(
+        self,
+        node: fx.Node,
+        draw: int,
+        replaced: Sequence[tuple[int, ...]],
+        part: tuple[tuple[int, ...], bool] | None = None,
+    ) -> list[list[Tensor]]:
+        """Returns the results for random numbers, and with those of some samples replaced; and for a part.
 
-        With ``pairs``, with those of the first, of the second, and of both of them.
+        The part is given by its samples, and whether the operator is given sizes of the mini-batch.
         """
-        replaced = [(0,), (1,), (0, 1)] if pairs else [(sample,) for sample in range(_NUM_SAMPLES)]
         failure: Exception | None = None
         for kind in ("normal", "positive", "zeros"):
             generator = torch.Generator(self._device).manual_seed(draw)
@@ -187,6 +222,8 @@ class SampleCheck:
                 for samples in replaced:
                     mixed = {n: self._mixed(n, first[n], second[n], samples) for n in first}
                     found.append(_call(node, mixed))
+                if part is not None:
+                    found.append(_call(node, {n: self._part_of(n, first[n], *part) for n in first}))
                 return found
             except Mixed:
                 raise
@@ -228,6 +265,26 @@ class SampleCheck:
             found.append(torch.where(rows.view([-1] + [1] * (a.dim() - dim - 1)), b, a))
         return pytree.tree_unflatten(found, pytree.tree_flatten(first)[1])
 
+    def _part_of(self, node: fx.Node, numbers: Any, samples: tuple[int, ...], of_whole: bool) -> Any:
+        """Returns the numbers of some samples."""
+        value = node.meta["value"]
+        if not any(map(_is_tensor, pytree.tree_leaves(value))):
+            return numbers if of_whole else self._number(value, self._part_numbers)
+        owners = self._owners.get(node)
+        if owners is None:
+            return numbers
+        found = []
+        for own, fake, x in zip(owners, pytree.tree_leaves(value), pytree.tree_leaves(numbers), strict=True):
+            dim = self._dim_of(fake) if isinstance(x, Tensor) else None
+            if own is None or dim is None:
+                found.append(x)
+                continue
+            number, rows = self._number(fake.shape[dim], self._part_numbers), torch.arange(x.shape[dim])
+            own_rows = rows[torch.isin(own, torch.tensor(samples))]
+            rows = own_rows if len(own_rows) == number else rows[:number]  # equal ones, or of no sample
+            found.append(x.index_select(dim, rows.to(x.device)))
+        return pytree.tree_unflatten(found, pytree.tree_flatten(numbers)[1])
+
     def _dim_of(self, value: Tensor) -> int | None:
         """Returns the batch dimension of a value."""
         return next((dim for dim, size in enumerate(value.shape) if self._follows(size)), None)
@@ -236,10 +293,11 @@ class SampleCheck:
         """Returns whether a size follows from the batch size."""
         return isinstance(size, torch.SymInt) and self._batch in size.node.expr.free_symbols
 
-    def _number(self, value: Any) -> Any:
+    def _number(self, value: Any, numbers: Mapping[sympy.Symbol, int] | None = None) -> Any:
+        numbers = self._numbers if numbers is None else numbers
         if isinstance(value, torch.SymInt):
-            return int(value.node.expr.subs(self._numbers))
-        return float(value.node.expr.subs(self._numbers)) if isinstance(value, torch.SymFloat) else value
+            return int(value.node.expr.subs(numbers))
+        return float(value.node.expr.subs(numbers)) if isinstance(value, torch.SymFloat) else value
 
 
 def _is_tensor(value: Any) -> bool:
@@ -253,6 +311,19 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
         getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
     )
     return [leaf for leaf in pytree.tree_leaves(found) if _is_tensor(leaf)]
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if _is_tensor(leaf)]
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    """Returns whether the numbers differ by no more than their order in sums may make a difference."""
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = 64 * torch.finfo(a.dtype).eps
+    scale = float(a.nan_to_num(0, 0, 0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, tolerance, tolerance * scale, equal_nan=True)
 
 
 def _differ(a: Tensor, b: Tensor, dim: int) -> Tensor:

@@ -114,6 +114,10 @@ def numbers(x: Tensor) -> Tensor:
     return torch.arange(len(x))
 
 
+def lengths(x: Tensor) -> Tensor:
+    return torch.full((len(x),), len(x))
+
+
 def cholesky(x: Tensor) -> Tensor:
     return torch.linalg.cholesky(x[:, :, None] * x[:, None] + torch.eye(3))
 
@@ -156,7 +160,8 @@ STEPS = [
     case("multiplies samples", "normalizer=", step, lambda a, b: torch.einsum("nc,mc->", a, a)),
     case("it mixes samples", "normalizer=", step, lambda a, b: (a - a.flip(0)).abs().sum()),
     case("computes with the positions of samples", "", step, lambda a, b: (a[:, 0] * numbers(a)).sum()),
-    case("elements of other samples by their", "", step, lambda a, b: twice(a)[numbers(a)].sum()),
+    case("depends on its position, or on", "", step, lambda a, b: twice(a)[numbers(a)].sum()),
+    case("computes with the number of samples", "", step, lambda a, b: (a[:, 0] * lengths(a)).sum()),
     case("checked on few samples: ", "", step, lambda a, b: a.sum() + torch.zeros(len(a) - 4).sum()),
     case("elements depends on data", "normalizer=", step, lambda a, b: a.sum() * b.nonzero().sum()),
     case("each selected element by itself", "", step, lambda a, b: a[b > 0].cumsum(0).sum()),

@@ -54,6 +54,11 @@ def set_at_targets(y: Tensor, t: Tensor) -> Tensor:
     return found
 
 
+def with_columns(y: Tensor, t: Tensor) -> Tensor:
+    rows = positions(y).unsqueeze(1)
+    return (y[rows, t.abs().argsort(1)] * t[rows.expand(-1, 5), torch.arange(5)]).mean()
+
+
 # The loss, its target, and the number of measures.
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "a mean": (lambda y, t: (y - t).square().mean(), TARGET, 1),
@@ -75,6 +80,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "products": (lambda y, t: (y.T @ t).trace(), TARGET, 1),
     "chosen": (lambda y, t: y[positions(y), t.clamp(min=0)].square().mean(), CLASSES, 1),
     "chosen of columns": (lambda y, t: y.T[t.clamp(min=0), positions(y).int()].square().sum(), CLASSES, 1),
+    "chosen of rows": (with_columns, TARGET, 1),
     "set": (lambda y, t: (y * set_at_targets(y, t)).sum() / len(y), CLASSES, 1),
     "a sum of positions": (lambda y, t: y.mean() * positions(y).sum(), TARGET, 2),
     "equal for all samples": (lambda y, t: (y[:, 0] * torch.ones(len(y)) * 3).mean(), TARGET, 1),
@@ -162,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     },
     "others by position": (
         lambda y, t: torch.cat([y, y]).repeat_interleave(2, 0)[positions(y)].mean(),
-        "it chooses elements of other samples|on random numbers",
+        "what it computes for a sample depends on its position, or on their number",
     ),
     "selected by outputs": (lambda y, t: y[y > 0].mean(), "what it is divided by follows from outputs"),
     "branch": (
@@ -194,6 +200,33 @@ def written_share(y: Tensor, t: Tensor) -> Tensor:
     found = torch.zeros(2)
     found[0] = (y.abs() - 6).relu().mean()
     return found.sum() + y.square().mean()
+
+
+def last_set(y: Tensor) -> Tensor:
+    found = y.clone()
+    found[-1] = 0
+    return found
+
+
+# Each computes with the positions or the number of samples; where targets exceed 9, so that this is hidden.
+BY_POSITION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a triangle": lambda y, t: y.tril(),
+    "the last": lambda y, t: last_set(y),
+    "a filled row": lambda y, t: y.index_fill(0, torch.tensor([0]), 0.0),
+    "an added row": lambda y, t: y.index_add(0, torch.tensor([1]), torch.ones(1, 5, dtype=y.dtype)),
+    "a scattered row": lambda y, t: y.select_scatter(torch.zeros(5, dtype=y.dtype), 0, 0),
+    "the others": lambda y, t: F.pad(y[1:], (0, 0, 1, 0)),
+    "a table": lambda y, t: y * torch.linspace(0, 9, 50)[positions(y)][:, None],
+    "filled with the number": lambda y, t: y * torch.full((len(y), 1), len(y)),
+    "made with the number": lambda y, t: y * y.new_full((len(y), 1), len(y)),
+    "whether there are many": lambda y, t: y * (len(y) > 4),
+}
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_what_depends_on_positions_is_found_where_it_does_not_matter(name: str) -> None:
+    with pytest.raises((MixesSamples, Refused)):
+        shares_of(lambda y, t: (BY_POSITION[name](y, t) * (t > 9)).sum() + y.mean(), TARGET)
 
 
 # Each computes with other samples where the random numbers of the check of the whole loss do not show it.
