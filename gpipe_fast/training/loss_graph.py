@@ -214,7 +214,7 @@ _IN_PLACE |= {"iand": operator.and_, "ior": operator.or_, "ipow": operator.pow}
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What sizes are computed by, as SymPy and PyTorch name it.
 _ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "PowByNatural": operator.pow}
-_ARITHMETIC |= {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
+_ARITHMETIC |= {"FloatPow": operator.pow, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv}
 _ARITHMETIC |= {"IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv}
 # Losses of PyTorch whose mean is that over elements, and those whose mean is over the sum of their weights.
 _OF_ELEMENTS = (
@@ -287,6 +287,8 @@ class _Splitter:
                     symbols.setdefault(expression(size), (self._copies[node], dim))
         self._sizes = {symbol: self._new.call_method("size", found) for symbol, found in symbols.items()}
         self._constant_sizes = self._sizes.keys() - {self._batch}
+        targets = [each.value.shape for each in self._inputs if not each.is_output and not each.is_size]
+        self._output_sizes = self._constant_sizes - _symbols(size for shape in targets for size in shape)
         if self._batch not in self._sizes:
             raise MixesSamples("it needs the number of samples as a constant, as torch.linspace does")
         numbers = {
@@ -564,6 +566,12 @@ class _Splitter:
         fx.node.map_arg(arguments, nodes.append)
         if not self._reads.isdisjoint(nodes):
             self._refuse(node, "what it is divided by follows from outputs")
+        if self._sizes_in(nodes) & self._output_sizes:
+            self._refuse(
+                node,
+                "it computes a number of all targets with a size of outputs, which is unknown until they are "
+                "computed; take it from a target, such as a mask",
+            )
         is_sum = is_sum and self._of_whole.isdisjoint(nodes) and not any(map(self._varies, nodes))
         if function is None:
             self._of_whole.add(node)
@@ -616,6 +624,18 @@ class _Splitter:
         return self._new.create_node(node.op, node.target, parts, rest)
 
     # Helpers.
+
+    def _sizes_in(self, nodes: Iterable[fx.Node]) -> set[Any]:
+        """Returns the symbols of the sizes of nodes, and of what they follow from."""
+        found, seen, wanted = set[Any](), set[fx.Node](), list(nodes)
+        while wanted:
+            node = wanted.pop()
+            if node not in seen:
+                seen.add(node)
+                wanted += node.all_input_nodes if node not in self._reads else ()
+                leaves = pytree.tree_leaves(node.meta["value"])
+                found |= _symbols(leaves).union(*(_symbols(x.shape) for x in leaves if isinstance(x, Tensor)))
+        return found
 
     def _copy(self, node: fx.Node, of_whole: bool = False) -> fx.Node:
         """Adds a copy of a node; with sizes of the whole mini-batch, if `of_whole`."""

@@ -166,6 +166,7 @@ STEPS = [
     case("elements depends on data", "normalizer=", step, lambda a, b: a.sum() * b.nonzero().sum()),
     case("each selected element by itself", "", step, lambda a, b: a[b > 0].cumsum(0).sum()),
     case("changes a tensor in place", "change a clone", step, lambda a, b: a.sum() + b.add_(1).sum()),
+    case("with a size of outputs", "a mask", step, lambda a, b: a.sum() * (b[:, None] * numbers(a.T)).sum()),
     case("a complex number of all targets", "", step, lambda a, b: a.sum() * b.sum().abs(), COMPLEX),
     case("with one element, got torch.Size([2])", "a sum", step, every_sample, normalizer=1),
     case("of shape [3], but the batch size is 4", "replicate", step, target=Y[:3]),

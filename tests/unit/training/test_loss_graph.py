@@ -18,6 +18,7 @@ from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples
 CPU = torch.device("cpu")
 OUTPUT = torch.linspace(-2, 2, 50, dtype=torch.float64).view(10, 5).sin()
 TARGET = OUTPUT.flip(0).cos()
+COLUMN = TARGET[:, :1]
 CLASSES = torch.tensor([0, 1, 2, -100, 4, 0, -100, 1, 3, 3])
 
 
@@ -54,6 +55,16 @@ def set_at_targets(y: Tensor, t: Tensor) -> Tensor:
     return found
 
 
+def padded(y: Tensor, t: Tensor) -> Tensor:
+    mask = torch.arange(y.shape[1]) >= t[:, 0, None]
+    return (y * mask).sum() / mask.sum()
+
+
+def ones_like(y: Tensor, t: Tensor) -> Tensor:
+    mask = torch.ones_like(y).cumsum(1) >= t[:, :1]
+    return (y * mask).sum() / mask.sum()
+
+
 def with_columns(y: Tensor, t: Tensor) -> Tensor:
     rows = positions(y).unsqueeze(1)
     return (y[rows, t.abs().argsort(1)] * t[rows.expand(-1, 5), torch.arange(5)]).mean()
@@ -80,6 +91,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "products": (lambda y, t: (y.T @ t).trace(), TARGET, 1),
     "chosen": (lambda y, t: y[positions(y), t.clamp(min=0)].square().mean(), CLASSES, 1),
     "chosen of columns": (lambda y, t: y.T[t.clamp(min=0), positions(y).int()].square().sum(), CLASSES, 1),
+    "by the root of the length": (lambda y, t: (y - t).square().sum() / len(y) ** 0.5, TARGET, 1),
+    "quantiles of rows": (lambda y, t: y.quantile(0.3, dim=1).sum(), TARGET, 1),
     "chosen of rows": (with_columns, TARGET, 1),
     "set": (lambda y, t: (y * set_at_targets(y, t)).sum() / len(y), CLASSES, 1),
     "a sum of positions": (lambda y, t: y.mean() * positions(y).sum(), TARGET, 2),
@@ -171,6 +184,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "what it computes for a sample depends on its position, or on their number",
     ),
     "selected by outputs": (lambda y, t: y[y > 0].mean(), "what it is divided by follows from outputs"),
+    "sizes of outputs": (padded, "sum .*: it computes a number of all targets with a size of outputs"),
+    "ones like outputs": (ones_like, "sum .*: it computes a number of all targets with a size of outputs"),
     "branch": (
         lambda y, t: y.sum() if len(y) > 4 else y.mean(),
         "its Python code decides by the number of samples",
@@ -274,7 +289,7 @@ def test_sums_that_replicas_cannot_add_up_are_marked(name: str) -> None:
 def test_what_mixes_samples_is_refused_with_its_line(name: str) -> None:
     loss_fn, message = REFUSED[name]
     with pytest.raises(MixesSamples, match=message) as caught:
-        shares_of(loss_fn, TARGET)
+        shares_of(loss_fn, COLUMN if loss_fn in (padded, ones_like) else TARGET)
     if " .*:" in message:
         assert "test_loss_graph.py:" in str(caught.value)
 
