@@ -96,12 +96,12 @@ gpipe_fast.recording
     properties: code; to_dict()
   class MemoryReport(stages, optimizer, devices, measured=(), unknown=())
     properties: totals; to_dict()
-  class Phase(schedule, events, waits)
+  class Phase(schedule, events, waits, python=mappingproxy({}))
     properties: window; replay(); seconds(); transit(send)
   class Recording()
     properties: has_backward, latest; bubble(); critical_path(); phases(); report(); seconds(); span()
   class Report(phases, step, between, stages, recompute, blame, critical_path, path_seconds, busy_bound,
-      gaps, memory=(), advice=(), growth=(), clock_error=0.0)
+      gaps, memory=(), advice=(), growth=(), spread=(), python=(), clock_error=0.0)
     properties: bubble, bubble_of_equal_stages, num_microbatches, num_ranks; headline(); of(phases, sizes=(),
         clock_error=0.0); save(path, *, title=''); tables(); timeline(); to_dict()
   class StageBytes(parameters, buffers, gradients, boundary, saved, intermediates, under_way, waiting)
