@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, ShapeEnv
 from gpipe_fast.torch_private.modes import disable_current_modes
@@ -52,6 +53,8 @@ class RealLayouts(FakeTensorMode):
         if func is not aten.lift_fresh.default:  # the elements of a tensor made from numbers are known
             args = tuple(map(self._without_elements, args))
         fake = super().__torch_dispatch__(func, types, args, kwargs)
+        if fake is NotImplemented:  # for a DTensor, whose own dispatch comes first
+            return fake
         if self.in_place == f"{func._schema.name}_" and isinstance(fake, Tensor):
             with self:
                 return torch.empty_strided(fake.shape, args[0].stride(), dtype=fake.dtype, device=fake.device)
@@ -79,7 +82,7 @@ class RealLayouts(FakeTensorMode):
 
     def _without_elements(self, value: Any) -> Any:
         """Returns a fake tensor for a real one, such as a stand-in for a constant; else the value."""
-        is_real = isinstance(value, Tensor) and not self.is_our_fake(value)
+        is_real = isinstance(value, Tensor) and not (self.is_our_fake(value) or is_sharded(value))
         return self.fake_tensor_converter.from_real_tensor(self, value) if is_real else value
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -276,6 +276,72 @@ def changing(name: str) -> list[str]:
     """Compares steps of so many numbers of samples that programs are derived from templates."""
     case = Case(name, 1, (3, 3), "1f1b", "except_last", 4, 0)
     return same_bits([case], (8, 12, 7, 20, 16, 5, 31))
+
+
+class Normed(nn.Module):
+    """A norm of a share of each sequence, whose result the next product gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Redistributed(nn.Module):
+    """Products of shares of each sequence with a whole weight, and of all of it with a divided one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.divided = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.whole, DTensor):
+            return x + torch.tanh(x @ self.whole) @ self.divided
+        given = DTensor.from_local(x, self.whole.device_mesh, [Replicate()], run_check=False)
+        found = torch.tanh(given.redistribute(placements=[Shard(1)]) @ self.whole).redistribute(
+            placements=[Replicate()]
+        )
+        return x + (found @ self.divided).full_tensor()
+
+
+def redistributed(mesh: DeviceMesh | None = None) -> nn.Sequential:
+    """Returns layers that redistribute DTensors between operators, and keep them from one to the next."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Normed(), Redistributed(), Normed(), Redistributed())
+    if mesh is None:
+        return layers
+    up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    sequence = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    plan = {"norm": SequenceParallel(), "up": up, "down": RowwiseParallel()}
+    for layer in layers:
+        if isinstance(layer, Normed):
+            parallelize_module(layer.norm, mesh, sequence)
+            parallelize_module(layer, mesh, plan)
+        else:
+            layer.whole = nn.Parameter(distribute_tensor(layer.whole.detach(), mesh, [Replicate()]))  # type: ignore[arg-type]
+            layer.divided = nn.Parameter(distribute_tensor(layer.divided.detach(), mesh, [Shard(0)]))  # type: ignore[arg-type]
+    return layers
+
+
+def redistributing() -> list[str]:
+    """Compares a step of layers that redistribute DTensors with the plain loop and with one process."""
+    warnings.simplefilter("ignore")
+    mesh = mesh_of(1)
+    ours, plain, single = redistributed(mesh["tp"]), redistributed(mesh["tp"]), redistributed()
+    pipe = GPipe(ours, [2, 2], mesh=mesh, chunks=2, schedule="1f1b", timeout=TIMEOUT)
+    x, y = torch.randn(2, 4, LENGTH, WIDTH).unbind()
+    pipe.step(x, target=y, loss_fn=square_of, normalizer=len(x))
+    for layers in plain, single:
+        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+            (square_of(layers(a), b) / len(x)).backward()
+    return list(compare(pipe, plain, single))
+
+
+def square_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="sum")
 
 
 def made(name: str, stages: int, balance: tuple[int, ...] = (3, 3), **options: Any) -> GPipe:

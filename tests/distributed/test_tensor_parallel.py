@@ -33,6 +33,10 @@ def test_numbers_of_samples_that_change(name: str) -> None:
     assert run_ranks(2, cases.changing, name) == [[]] * 2
 
 
+def test_layers_that_redistribute() -> None:
+    assert run_ranks(2, cases.redistributing) == [[]] * 2
+
+
 @pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
 def test_training_with_clipping_saved_and_loaded_elsewhere(
     name: str, size: int, stages: int, tmp_path: Path
