@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.randomness.random_rules import RULES
 from gpipe_fast.torch_private.autograd import top_saved_tensors_hooks
@@ -165,6 +166,11 @@ class KeyedRandomMode(TorchDispatchMode):
         self, func: OpOverload[Any, Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_sharded, args)) and is_random(func, args, kwargs):
+            raise UnkeyedRandomOp(
+                f"{func} draws random numbers for a DTensor, of which each process has a part; draw them for "
+                "a local one: give the style of the layer before it use_local_output=True, or call to_local()"
+            )
         rule = RULES.get(func)
         if rule is None and self._generators is not None and _is_composite(func):
             # In inference mode composite ops reach this mode undecomposed, with the random ops inside. This

@@ -144,6 +144,14 @@ def returned() -> None:
         GPipe(layers, [1, 1], mesh=mesh)(features())
 
 
+def dropping() -> None:
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        layers = nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.Dropout()))
+        parallelize_module(layers[0], mesh, {"0": ColwiseParallel(use_local_output=False)})
+        GPipe(layers, [1], mesh=mesh)(features())
+
+
 def scaled() -> None:
     with group_of_one():
         layer = distribute(nn.Linear(6, 4), init_device_mesh("cpu", (1,)))
@@ -343,6 +351,7 @@ OF_RANKS = [
     case("got cpu for a stage on cuda:0", "'cpu', ", check_layer, nn.Linear(6, 4), [0], "cuda:0"),
     case("2 processes along 'tp'", "first call parallelize_module", check_shards, [], [0, 1], None),
     case("the stage returns a DTensor", "use_local_output=True", returned),
+    case("draws random numbers for a DTensor", "to_local()", dropping),
     case("got a model with DTensors", "bfloat16", scaled),
     case("shape [4, 6] is at version 1", "expected version 0", changed_before_backward),
     case("(Replicate(),)", "by redistribute", other_placements),
