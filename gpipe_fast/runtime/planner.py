@@ -461,7 +461,7 @@ class Planner:
                 text += (
                     "; with a mesh all layers must be traced, because other processes need the shapes"
                     if self._has_remote_stages
-                    else "; pass backend='auto' to GPipe to run the layer in Python"
+                    else "; without a mesh, pass backend='auto' to GPipe to run the layer in Python"
                 )
             raise reason.error(text)
         return text
