@@ -26,6 +26,8 @@ from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
 from gpipe_fast.runtime.module_warnings import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.strides import bits_of
+from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.trace.collectives import group_position
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
 from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
@@ -196,8 +198,12 @@ class TracedStage:
         found = []
         for node in () if isinstance(self.graph, Instance) else self.graph.module.graph.nodes:
             if node.op == "call_function":
-                arguments = (*node.args, *node.kwargs.values())
-                found.append(f"{node.target} {[x for x in arguments if isinstance(x, (bool, float, str))]}")
+                op, given = node.target, enumerate((*node.args, *node.kwargs.values()))
+                group = (
+                    group_position(op) if isinstance(op, OpOverload) else None
+                )  # with other names elsewhere
+                known = [x for i, x in given if i != group and isinstance(x, (bool, float, str))]
+                found.append(f"{op} {known}")
         return found
 
     @functools.cached_property
