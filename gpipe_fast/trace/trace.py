@@ -310,6 +310,7 @@ def _checked_joint(
     """Reads an exported graph, and checks that programs can compute it."""
     _tag_backward(module.graph)
     read_triton_calls(module.graph)
+    _drop_meshes(module.graph)
     untraceable = check_graph(module)
     if untraceable is not None:
         return untraceable
@@ -397,7 +398,7 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     outputs = [
         PortNode(replace(port(d), keeps_version=_keeps_version(n)), n)
         for n, d in zip(results, descriptors, strict=True)
-        if isinstance(n, fx.Node) and not _is_mesh(d)
+        if isinstance(n, fx.Node)
     ]
     return JointGraph(
         module,
@@ -409,6 +410,19 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         stage.written_inputs,
         stage.unfused_layers,
     )
+
+
+def _drop_meshes(graph: fx.Graph) -> None:
+    """Drops the meshes of gradients, some of them constants, from the results of a graph."""
+    result = graph.output_node()
+    (results,) = result.args
+    assert isinstance(results, (list, tuple))
+    descriptors = result.meta["desc"]
+    kept = [None if _is_mesh(desc) else node for node, desc in zip(results, descriptors, strict=True)]
+    result.args = (kept,)
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _is_mesh(desc: object) -> bool:
