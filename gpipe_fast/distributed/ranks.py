@@ -17,8 +17,8 @@ ranks that have one part each of all stages: there is one for each replica and s
                 shard, and of what all shards of a replica have
     n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early, and in
                 runs of new plans, for which some ranks compile longer than others
-    n/count/i   the divisor of the loss of a step of replica i, from its last stage
-    n/loss/i    the losses of a step of replica i, from its last stage
+    n/count/c   the divisor of the loss of a step of column c, from its last stage
+    n/loss/c    the losses of a step of column c, from its last stage
     n/update/r  what the update of the step before needs from rank r
     n/share/r   what rank r shares with the others of its replica, in pieces: r/0, r/1 ...
     n/work/r    counts while rank r compiles for long: ranks that wait for it go on waiting
@@ -110,7 +110,7 @@ _MAX_NCCL_BLOCKS = 4
 _MAX_DIGESTS = 64
 
 # Keys of a run that each replica has.
-_OF_REPLICA = "shards", "inputs", "count", "loss"
+_OF_REPLICA = "shards", "inputs"
 # Runs that are no calls; a digest does not begin so.
 _NO_CALL = "the "
 _BACKWARD, _EXCHANGE = f"{_NO_CALL}backward of run ", f"{_NO_CALL}end of a recording"
@@ -440,7 +440,8 @@ class Ranks(Processes):
         if self.index == 0 and self._number > 0:  # all ranks have read these
             names = ["done", "outcome", "call"] if self._column == 0 else []
             names += [f"{name}/{self.replica}" for name in _OF_REPLICA if self._shard == 0]
-            for name in (*names, f"call/{self._column}"):
+            names += [f"{name}/{self._column}" for name in ("call", "count", "loss")]
+            for name in names:
                 self._store.delete_key(f"{self._number - 1}/{name}")
         while self._gathered and self._gathered[0][0] < self._number:
             self._store.delete_key(self._gathered.pop(0)[1])
@@ -493,7 +494,7 @@ class Ranks(Processes):
 
     def losses(self, own: Sequence[Tensor]) -> list[list[Tensor]]:
         """As for `Processes`."""
-        keys = [f"{self._number - 1}/loss/{replica}" for replica in range(self.num_replicas)]
+        keys = [f"{self._number - 1}/loss/{column}" for column in self._columns()]
         # A rank offers before it succeeds, and all have succeeded.
         return [
             list(own) if own and replica == self.replica else self._decoded(self._store.get(key))
@@ -507,10 +508,10 @@ class Ranks(Processes):
         own = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64, device="cpu")
         self._offer("count", own.reshape(-1).unbind())
         found = []
-        for replica in range(self.num_replicas):
-            sender = (replica * self.num_shards + self._shard + 1) * self.size - 1
-            text = self._wait(f"count/{replica}", partial(list, (sender,)))
-            theirs = own if replica == self.replica else torch.stack(self._decoded(text)).view(own.shape)
+        for column in self._columns():
+            sender = (column + 1) * self.size - 1
+            text = self._wait(f"count/{column}", partial(list, (sender,)))
+            theirs = own if column == self._column else torch.stack(self._decoded(text)).view(own.shape)
             found.append(theirs)
         total: Tensor = reduce(torch.add, found)
         return total.to(count.device) if isinstance(count, Tensor) else total.item()
@@ -563,16 +564,20 @@ class Ranks(Processes):
         """Returns the ranks that have the stages of this replica, with the same shards as this rank."""
         return range(self._column * self.size, (self._column + 1) * self.size)
 
+    def _columns(self) -> range:
+        """Returns the columns of all replicas that have the same shards as this rank."""
+        return range(self._shard, self._num_columns, self.num_shards)
+
     def _shards(self) -> list[int]:
         """Returns the ranks that have the stages of this rank, in this replica."""
         first = self.replica * self.num_shards
         return [column * self.size + self.index for column in range(first, first + self.num_shards)]
 
     def _offer(self, name: str, values: Sequence[Tensor]) -> None:
-        """Sets a key of this replica, in the current run, to 0-dimensional tensors of one dtype."""
+        """Sets a key of this column, in the current run, to 0-dimensional tensors of one dtype."""
         exact = [each.hex() for each in torch.stack([*values]).double().tolist()]  # one copy to the host
         dtype = str(values[0].dtype).removeprefix("torch.")
-        self._store.set(self._key(f"{name}/{self.replica}"), json.dumps([dtype, exact]))
+        self._store.set(self._key(f"{name}/{self._column}"), json.dumps([dtype, exact]))
 
     def _decoded(self, text: str | bytes) -> list[Tensor]:
         """Returns the tensors of an offer."""

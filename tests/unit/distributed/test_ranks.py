@@ -173,3 +173,18 @@ def test_the_rank_that_is_lost_is_named(error: str, lost: str) -> None:
     text = f"rank {lost} is lost, as rank 6 has found, so no rank changed anything: {error}"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         second.poll()
+
+
+def test_losses_are_those_of_the_same_shard_of_each_replica() -> None:
+    store, last = dist.HashStore(), []
+    for replica, shard in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        first, second = (
+            Ranks(index, 2, store, 1.0, replica=replica, num_replicas=2, shard=shard, num_shards=2)
+            for index in (0, 1)
+        )
+        second.offer_losses([torch.tensor(10.0 * replica + shard)])
+        last.append(first)
+    for ranks in last:
+        ranks._number = 1  # the run has succeeded
+        shard = ranks._shard
+        assert ranks.losses([]) == [[torch.tensor(float(shard))], [torch.tensor(10.0 + shard)]]
