@@ -17,6 +17,7 @@ import os
 import random
 import re
 import sys
+import traceback
 import types
 import warnings
 from collections import OrderedDict
@@ -396,7 +397,10 @@ def captured_graph(
             raise
         except Exception as error:
             _log.debug("%s cannot be captured", type(layer).__name__, exc_info=error)
-            raise _refusal(error, observed.changes) from None
+            try:
+                raise _refusal(error, observed.changes) from None
+            finally:  # one of PyTorch's frames has the error, so that a cycle would keep all callers
+                traceback.clear_frames(error.__traceback__)
     return found, module, sources, guards, list(map(_readable, dict.fromkeys(observed.changes)))
 
 
