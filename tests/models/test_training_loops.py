@@ -64,10 +64,10 @@ def settings(folder: Path, num_microbatches: int, **more: Any) -> dict[str, Any]
     }
 
 
-def losses(trainer: Any) -> list[float]:
+def losses(trainer: Any, resume: str | None = None) -> list[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(found) == STEPS
     return found
@@ -92,7 +92,9 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def losses_of_trl(model: Any, folder: Path, num_microbatches: int, **more: Any) -> list[float]:
+def losses_of_trl(
+    model: Any, folder: Path, num_microbatches: int, resume: str | None = None, **more: Any
+) -> list[float]:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     return losses(
         trl.SFTTrainer(
@@ -100,7 +102,8 @@ def losses_of_trl(model: Any, folder: Path, num_microbatches: int, **more: Any) 
             trl.SFTConfig(**settings(folder, num_microbatches, **{"loss_type": "nll", **more})),
             train_dataset=datasets.Dataset.from_dict({"input_ids": samples().tolist()}),
             processing_class=tokenizer(),
-        )
+        ),
+        resume,
     )
 
 
@@ -141,7 +144,7 @@ def test_preferences_with_trl_and_peft(tmp_path: Path) -> None:
 
 
 def test_trl_and_peft_with_weights_of_4_bits(tmp_path: Path) -> None:
-    """QLoRA: adapters are saved, loaded beside weights that are quantized again, and merged with them."""
+    """QLoRA: a run is resumed; adapters are saved, loaded beside weights quantized again, and merged."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -160,8 +163,13 @@ def test_trl_and_peft_with_weights_of_4_bits(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     expected = losses_of_trl(with_lora(quantized()), tmp_path, 2)
     ours = with_lora(pipelined(quantized()))
-    found = losses_of_trl(ours, tmp_path, 1)
+    half = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    found = losses_of_trl(ours, tmp_path, 1, **half)
     assert found == (pytest.approx(expected, rel=1e-4) if HAS_FUSED_HEAD else expected)
+    checkpoint = str(tmp_path / f"checkpoint-{STEPS // 2}")
+    resumed = losses_of_trl(with_lora(pipelined(quantized())), tmp_path, 1, checkpoint, **half)
+    assert resumed[STEPS // 2] == found[STEPS // 2]  # with the saved adapters
+    assert resumed == pytest.approx(found, abs=1e-4)  # a resumed run of the plain model is as near
     ours.save_pretrained(tmp_path / "adapters")
     loaded = peft.PeftModel.from_pretrained(quantized(), tmp_path / "adapters")
     ids = samples()[:4]
