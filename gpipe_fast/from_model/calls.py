@@ -527,7 +527,8 @@ class _CallOf:
         captured = self._first(kind, parts)
         blocks = [call for call in captured.flow.calls if call.target in self._calls.blocks]
         if not any(captured.flow.depends_on(call.arguments.refs(), kind.split) for call in blocks):
-            raise Differs("passes the same to all blocks")  # each micro-batch would compute the mini-batch
+            # Each micro-batch would compute the whole mini-batch.
+            raise Differs("passes the same inputs to its blocks")
         self._add_captured(kind, captured, self._fixed(kind, parts[0]), parts)
         return kind
 

@@ -423,7 +423,7 @@ class _Attempt:
     def _result_for_zeros(self, call: WholeCall, run: Any, args: Any, kwargs: Any) -> Any:
         """Runs a module on zeros whose sizes tell symbols apart, and returns fake results.
 
-        Their sizes are only likely for other sizes of the arguments, so that the layer will check them.
+        For other sizes of the arguments, the sizes of the results are only likely: the layer checks them.
 
         Raises:
             Differs: a size of a result depends on symbols, and is none of the arguments' sizes.

@@ -145,8 +145,8 @@ class Call:
         keeps_state: whether it is made even if its result is unused, as of a block or a module with buffers.
         tables: the dictionaries among its arguments to which it may write, by position or name, with their
             classes; the result is then what it returned, and what it wrote to each of them.
-        sizes_are_likely: whether the shapes of its results are those for some sizes of its arguments, which
-            others need not follow.
+        sizes_are_likely: whether the shapes of its results were found for a few sizes of its arguments, so
+            that they may be wrong for other sizes.
     """
 
     target: Any

@@ -52,7 +52,7 @@ class GlueLayer(nn.Module):
 
 
 def check_sizes(x: Tensor, expected: tuple[int, ...]) -> None:
-    """Checks the shape of what a module returned that was captured for some sizes alone.
+    """Checks the shape of a module's result, which a capture has found for a few sizes only.
 
     Raises:
         RuntimeError: it is another one.

@@ -141,7 +141,8 @@ def compare(model: Any, x: Any, target: Any = None, loss_fn: Any = None, rounds:
         else:
             backward_of_sum(model(x))
 
-    number = len(inputs.dims.split(inputs.tensors, _chunks_of(model, inputs.batch_size)))
+    chunks = min(inputs.batch_size, 4 * len(devices)) if model.chunks == "auto" else model.chunks
+    number = len(inputs.dims.split(inputs.tensors, chunks))
     candidates = {PIPELINE: pipeline, "the plain layers": steps(layers, 1)}
     candidates[f"the plain layers, {number} micro-batches"] = steps(layers, number)
     candidates["torch.compile"] = steps(compiled, 1)
@@ -150,15 +151,6 @@ def compare(model: Any, x: Any, target: Any = None, loss_fn: Any = None, rounds:
     with unchanged(model):
         found = tuple(_measured(candidates, list(layers.parameters()), devices[0], rounds))
     return Comparison(found, load, available_processors())
-
-
-def _chunks_of(model: Any, batch_size: int) -> int:
-    chunks = model.chunks
-    return (
-        chunks
-        if isinstance(chunks, int)
-        else min(batch_size, 4 * len((getattr(model, "pipeline", model)).balance))
-    )
 
 
 def _measured(
@@ -195,7 +187,7 @@ def _measured(
                 raise
         gradients[name] = [None if p.grad is None else p.grad.clone() for p in parameters]
     for number in range(rounds + 1):  # the first one is not recorded: a compiler has touched the layers
-        for name in candidates.keys() - failures.keys():
+        for name in (name for name in candidates if name not in failures):
             duration = run(name)
             seconds[name] += [duration] if number else []
     exact = gradients["the plain layers"]

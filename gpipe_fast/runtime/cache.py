@@ -63,8 +63,8 @@ _ACTION_BYTES = 400  # the actions
 
 # The variable of the environment with the limit, in MiB.
 LIMIT_VARIABLE = "GPIPE_FAST_PLANS_MIB"
-# By default, plans may keep as many bytes as this fraction of the parameters, or of the host's memory up to
-# this number, whichever is larger.
+# By default, plans may keep this fraction of the parameters' bytes; or this fraction of the host's memory, at
+# most so many bytes, if that is more.
 _FRACTION_OF_PARAMETERS, _FRACTION_OF_HOST, _MAX_OF_HOST = 1 / 8, 1 / 16, 1 << 30
 
 

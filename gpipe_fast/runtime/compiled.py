@@ -199,9 +199,8 @@ class TracedStage:
         for node in () if isinstance(self.graph, Instance) else self.graph.module.graph.nodes:
             if node.op == "call_function":
                 op, given = node.target, enumerate((*node.args, *node.kwargs.values()))
-                group = (
-                    group_position(op) if isinstance(op, OpOverload) else None
-                )  # with other names elsewhere
+                # Other processes have other names for their groups.
+                group = group_position(op) if isinstance(op, OpOverload) else None
                 known = [x for i, x in given if i != group and isinstance(x, (bool, float, str))]
                 found.append(f"{op} {known}")
         return found
@@ -301,10 +300,8 @@ class CompiledStage:
             if port.placements is None:
                 continue
             assert tensor is not None
-            index, found = (
-                self.segment_key.parameters[port.index],
-                GradientPart(port.placements, tuple(tensor.shape)),
-            )
+            index = self.segment_key.parameters[port.index]
+            found = GradientPart(port.placements, tuple(tensor.shape))
             if known.setdefault(index, found) != found:
                 raise RuntimeError(
                     f"the gradient of parameter {index} of the stage of layer {self.stage.first_layer} is "

@@ -48,11 +48,7 @@ from gpipe_fast.devices import Device, devices_differ, moved, silence_stream_war
 from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral, normalises_micro_batches
 from gpipe_fast.layers.quantized import move_parts
-from gpipe_fast.layers.sharded import (
-    GradientPart,
-    check_unchanged_in_backward,
-    local_tensor,
-)
+from gpipe_fast.layers.sharded import GradientPart, check_unchanged_in_backward, local_tensor
 from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of

@@ -399,7 +399,7 @@ def captured_graph(
             _log.debug("%s cannot be captured", type(layer).__name__, exc_info=error)
             try:
                 raise _refusal(error, observed.changes) from None
-            finally:  # one of PyTorch's frames has the error, so that a cycle would keep all callers
+            finally:  # a frame of PyTorch refers to the error: the cycle would keep the locals of all callers
                 traceback.clear_frames(error.__traceback__)
     return found, module, sources, guards, list(map(_readable, dict.fromkeys(observed.changes)))
 

@@ -293,7 +293,7 @@ def set_placement(name: str, value: Any) -> None:
 
 
 OF_MODELS = [
-    case("passes the same to all blocks", "write the layers yourself", lambda: cut(Model(alike), X)),
+    case("passes the same inputs to its blocks", "write the layers yourself", lambda: cut(Model(alike), X)),
     case("gets a size from blocks.1", "write the layers yourself", flattens_samples),
     case("of shape (6, 4)", "pad the inputs to equal lengths", check_sizes, X, (6, 3)),
     case("got [1, 1]", "(model.plain(), ..., balance=[1, 1])", set_placement, "balance", [1, 1]),
