@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from gpipe_fast.layers.sharded import is_sharded
@@ -356,10 +357,25 @@ def keyed_rng(module: nn.Sequential, key: int | None = None) -> Iterator[KeyedRa
         hooks.callback(module.register_forward_pre_hook(tracker.begin_module, prepend=True).remove)
         hooks.callback(module.register_forward_hook(tracker.end_module, always_call=True).remove)
         for child in dict.fromkeys(layers):
+            if isinstance(child, torch.jit.ScriptModule):  # it takes no hooks of its own
+                begin, end = _only_of(child, tracker.begin_layer), _only_of(child, tracker.end_layer)
+                hooks.callback(register_module_forward_pre_hook(begin).remove)
+                hooks.callback(register_module_forward_hook(end, always_call=True).remove)
+                continue
             hooks.callback(child.register_forward_pre_hook(tracker.begin_layer, prepend=True).remove)
             hooks.callback(child.register_forward_hook(tracker.end_layer, always_call=True).remove)
         with mode:
             yield mode
+
+
+def _only_of(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+    """Returns a hook of all modules that is called for one of them."""
+
+    def called(other: nn.Module, *args: Any) -> None:
+        if other is module:
+            hook(other, *args)
+
+    return called
 
 
 class _PositionTracker:

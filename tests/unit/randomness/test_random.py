@@ -141,6 +141,19 @@ def test_keyed_rng_leaves_no_hooks_behind() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_keyed_rng_counts_a_layer_of_torchscript_which_takes_no_hooks() -> None:
+    plain = nn.Sequential(*(nn.Dropout() for _ in range(3)))
+    scripted = nn.Sequential(plain[0], torch.jit.script(plain[1]), plain[2])
+    outputs = []
+    for model in (plain, scripted, scripted):
+        with keyed_rng(model, key=3):
+            outputs.append(torch.cat([model(part) for part in torch.ones(8, 64).chunk(2)]))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+    assert not torch.equal(outputs[0][:4], outputs[0][4:])
+
+
 def test_keyed_rng_refuses_modules_whose_layers_it_cannot_count() -> None:
     with (
         pytest.raises(TypeError, match=r"must be an nn\.Sequential, but is Linear"),
