@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "library saves and loads. Look next at\n"
         "- `gpt2_layers` in examples/transformers_gpt2/__main__.py: the cut into layers;\n"
         "- examples/transformers_llama: layers that pass a tuple;\n"
-        "- docs/guide/not_sequential.md: BERT, ViT, ResNet and others."
+        "- docs/guide/not_sequential.md: other models, without writing layers."
     )
 
 

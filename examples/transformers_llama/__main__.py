@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "library saves and loads. Look next at\n"
         "- `llama_layers` in examples/transformers_llama/__main__.py: the cut into layers;\n"
         "- examples/transformers_gpt2: shared weights;\n"
-        "- docs/guide/not_sequential.md: BERT, ViT, ResNet and others."
+        "- docs/guide/not_sequential.md: other models, without writing layers."
     )
 
 
