@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -55,7 +56,14 @@ _MAX_KINDS = 256
 _MAX_PATHS = 16
 _MAX_PROGRAMS = 32
 _NUM_ITEMS = "num_items_in_batch"
-_GUIDE = "see 'A model that is not a Sequential' in the documentation"
+
+
+def page(name: str) -> str:
+    """Returns the path of a page of the documentation, which an installed package has, too."""
+    return os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", name)
+
+
+_GUIDE = f"see 'A model that is not a Sequential', {page('guide/not_sequential.md')}"
 
 # The input tensors of each micro-batch.
 Parts = list[list[Tensor]]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from gpipe_fast.devices import Device, casts_of
 from gpipe_fast.distributed.mesh import refuse_ddp
 from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.calls import Calls, wants_cache
+from gpipe_fast.from_model.calls import Calls, page, wants_cache
 from gpipe_fast.from_model.outputs import LOSSES
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.trl import in_place_of_fused_head
@@ -458,8 +458,8 @@ class Pipelined(nn.Module):
             raise RuntimeError(
                 "a call with a cache of earlier tokens runs the plain model, whose forward moves no tensors "
                 f"between devices, got stages on {', '.join(devices)}; call model.generate(..., "
-                "use_cache=False), or generate by a copy on one device (see 'Generate text' in the "
-                "documentation)"
+                "use_cache=False), or generate by a copy on one device "
+                f"(see 'Generate text', {page('guide/generation.md')})"
             )
         return self.plain().forward(*args, **kwargs)
 

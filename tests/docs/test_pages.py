@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_fast.from_model.calls import page as page_path
 from tests.docs.markdown import BLOCK, FENCE, LINK, ROOT, TABLE
 
 DOCS = ROOT / "docs"
@@ -130,17 +131,13 @@ def test_tables_have_a_heading() -> None:
             assert re.match(r"\|[-|: ]+\|$", table.splitlines()[1]), f"{page}: {table[:80]}"
 
 
-def test_messages_name_pages_by_titles() -> None:
-    """An installed package has no docs/, so a path would lead nowhere."""
-    sources = [path.read_text() for path in (ROOT / "gpipe_fast").rglob("*.py")]
-    texts = [text for source in sources for text in re.findall(r'"[^"\n]*\.md[^"\n]*"', source)]
-    assert texts == []
-    titles = {re.sub(r"^# ", "", page.read_text().partition("\n")[0]) for page in PAGES}
-    named = {
-        title for source in sources for title in re.findall(r"see '([^']+)' in the documentation", source)
-    }
-    assert named
-    assert named <= titles
+def test_errors_name_pages_by_their_titles_and_paths() -> None:
+    """The pages are in the package, by a symbolic link or by its data (tests/unit/test_distribution.py)."""
+    source = "\n".join(path.read_text() for path in (ROOT / "gpipe_fast").rglob("*.py"))
+    named = re.findall(r"see '([^']+)', \{page\('([^']+)'\)\}", source)
+    assert len(named) == len(re.findall(r"\.md\b", re.sub(r"``docs/.*``", "", source))) > 0
+    for title, name in named:
+        assert Path(page_path(name)).read_text().startswith(f"# {title}\n"), name
 
 
 def test_the_list_of_pages_is_complete() -> None:

@@ -40,10 +40,10 @@ DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md"}
 def needed_to_build() -> set[str]:
     """Returns the paths of all files that a build from source reads, as git knows them or would."""
     patterns = ("csrc/**/*", "kernels/**/*.py", "gpipe_fast/*", "gpipe_fast/**/*.py")
-    patterns += ("gpipe_fast/reports/page/*",)
+    patterns += ("gpipe_fast/reports/page/*", "docs/**/*.md", "docs/images/*.svg", "docs/pipeline.html")
     found = {p for pattern in patterns for p in ROOT.glob(pattern) if p.is_file()}
-    # gpipe_fast/kernels is a symbolic link to kernels/.
-    names = {p.relative_to(ROOT).as_posix() for p in found if "kernels" not in p.relative_to(ROOT).parts[1:]}
+    # In gpipe_fast/, docs and kernels are symbolic links.
+    names = {p.relative_to(ROOT).as_posix() for p in found if p.parent == p.parent.resolve()}
     ignored = {name for name in names if name.endswith((".so", ".pyc", ".o"))}
     return (names - ignored) | {"setup.py", "pyproject.toml", "MANIFEST.in"}
 
@@ -56,11 +56,12 @@ def test_the_source_distribution_holds_all_that_a_build_needs_and_no_build_outpu
     for name in needed | DOCUMENTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "gpipe_fast" / "kernels").symlink_to("../kernels")
+    for name in ("docs", "kernels"):
+        (tmp_path / "gpipe_fast" / name).symlink_to(f"../{name}")
     for name in BUILD_OUTPUTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    command = [sys.executable, "setup.py", "--quiet", "sdist"]
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "build_py", "--build-lib", "lib"]
     # Without CUDA, setup.py does not name the files in csrc/cuda; the source distribution must hold them too.
     environment = {**os.environ, "GPIPE_FAST_CUDA": "0"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
@@ -69,10 +70,14 @@ def test_the_source_distribution_holds_all_that_a_build_needs_and_no_build_outpu
         files = {Path(member.name).relative_to(top) for member in archive.getmembers() if not member.isdir()}
     members = {file.as_posix() for file in files if file.parts[0] != "gpipe_fast.egg-info"}
     assert members - ADDED == needed | DOCUMENTS
+    installed = tmp_path / "lib" / "gpipe_fast"
+    pages = {name for name in needed if name.startswith("docs/")}
+    assert {p.relative_to(installed).as_posix() for p in installed.glob("docs/**/*") if p.is_file()} == pages
 
 
 def test_the_list_of_packages_is_complete() -> None:
-    folders = {path.parent for path in (ROOT / "gpipe_fast").rglob("*.py")} | {ROOT / "gpipe_fast/kernels"}
+    folders = {path.parent for path in (ROOT / "gpipe_fast").rglob("*.py")}
+    folders |= {ROOT / "gpipe_fast/docs", ROOT / "gpipe_fast/kernels"}
     found = sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
     assert PYPROJECT["tool"]["setuptools"]["packages"] == found
 
