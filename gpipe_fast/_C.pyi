@@ -218,6 +218,7 @@ class StagePlan:
         parameters: Sequence[int],
         buffers: Sequence[int],
         replicated_parameters: Sequence[int],
+        gathered_parameters: Sequence[int],
         device: torch.device,
         statistics: Sequence[tuple[int, int, int, float | None]],
         chains: Sequence[Sequence[Segment]],

@@ -11,6 +11,7 @@ from gpipe_fast._extension import build_info, built_with_cuda
 from gpipe_fast.doctor import doctor
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.layers.phase import is_checkpointing, is_recomputing
+from gpipe_fast.layers.sharded import shard
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.schedule import simulate
@@ -28,6 +29,7 @@ __all__ = [
     "is_recomputing",
     "keyed_rng",
     "replicate",
+    "shard",
     "simulate",
     "tune",
     "verify",

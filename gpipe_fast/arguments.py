@@ -67,8 +67,8 @@ def _check_no_fsdp(module: nn.Sequential) -> None:
         if isinstance(module, fsdp) or any(isinstance(each, fsdp) for each in layer.modules()):
             raise ValueError(
                 f"{layer_title(number, layer)} is sharded by fully_shard, whose hooks gather parameters and "
-                "reduce gradients, and stages run no hooks around a backward; pass the layers without it, "
-                "and a mesh with a dimension 'dp_replicate' for data parallelism"
+                "reduce gradients, and stages run no hooks around a backward; pass the layers through "
+                "gpipe_fast.shard(layers, mesh['fsdp']) in its place, and GPipe mesh=..., with 'fsdp'"
             )
 
 

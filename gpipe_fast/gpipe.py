@@ -115,8 +115,9 @@ class GPipe(Reporting):
             targets of equal shapes; it keeps the layers of its own stages only, and puts the others on the
             meta device. The first stage reads the inputs, the last one the target. A mesh with a dimension
             ``'dp_replicate'``, too, has as many replicas of all stages, which run different samples, and sum
-            or average their gradients. Processes along a dimension ``'tp'`` have the same stages, of layers
-            that ``parallelize_module`` has divided over them. None: all stages are in this process.
+            or average their gradients; so has one with ``'fsdp'``, over which `shard` divides parameters.
+            Processes along a dimension ``'tp'`` have the same stages, of layers that ``parallelize_module``
+            has divided over them. None: all stages are in this process.
         timeout: The maximum time, in seconds, that a process waits for another one.
 
     Raises:

@@ -261,6 +261,7 @@ void bind_stage_plan(py::module_& m) {
   def_write_only(stage, "parameters", &StagePlan::parameters);
   def_write_only(stage, "buffers", &StagePlan::buffers);
   def_write_only(stage, "replicated_parameters", &StagePlan::replicated_parameters);
+  def_write_only(stage, "gathered_parameters", &StagePlan::gathered_parameters);
   def_write_only(stage, "device", &StagePlan::device);
   def_write_only(stage, "has_fixed_chains", &StagePlan::has_fixed_chains);
   using StatisticsTuple = std::tuple<int64_t, int64_t, int64_t, std::optional<double>>;

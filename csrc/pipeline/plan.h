@@ -40,6 +40,9 @@ struct StagePlan {
   // anew for every mini-batch because an update through `p.data` cannot be detected. Their gradients are copied
   // back to the device of the originals.
   std::vector<int64_t> replicated_parameters;
+  // Positions of the parameters that are gathered from all replicas for a mini-batch. Each replica has a share of their
+  // rows, and gets that share of their gradients' sum.
+  std::vector<int64_t> gathered_parameters;
   at::Device device = at::kCPU;
   std::vector<Statistics> statistics;
   // By micro-batch. If `has_fixed_chains`, complete and constant. Otherwise the chains of the latest run, which the

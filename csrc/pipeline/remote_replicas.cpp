@@ -1,7 +1,7 @@
-// The sum of a stage's gradients over its replicas, which other processes run for other samples.
+// The sum of the gradients of a process's stages over their replicas, which other processes run for other samples.
 //
-// A stage starts it after its last backward, while earlier stages still run backwards. Gradients are copied to buckets,
-// and then are parts of them. The sum of one bucket is under way while the next one is filled:
+// It starts after the process's last backward, while other processes still run backwards. Gradients are copied to
+// buckets, and then are parts of them. The sum of one bucket is under way while the next one is filled:
 //
 //   stage 1   B5  B6  B7 | fill bucket 0 | fill bucket 1 | wait
 //                                        [--- sum of bucket 0 ---]
@@ -14,6 +14,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <map>
@@ -31,14 +32,18 @@ struct Bucket {
 };
 
 // Returns the buckets of gradients, in an order that is the same for all replicas.
-std::vector<Bucket> buckets_of(const Tensors& gradients, const std::vector<int64_t>& tied) {
+std::vector<Bucket> buckets_of(const Tensors& gradients, const std::vector<int64_t>& tied,
+                               const std::vector<int64_t>& gathered) {
+  const auto has = [](const std::vector<int64_t>& positions, int64_t position) {
+    return std::find(positions.begin(), positions.end(), position) != positions.end();
+  };
   std::vector<Bucket> buckets;
   std::map<at::ScalarType, Bucket> open;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const at::Tensor& gradient = gradients[i];
-    if (!gradient.defined() || gradient.numel() == 0) continue;
     const auto position = static_cast<int64_t>(i);
-    if (std::find(tied.begin(), tied.end(), position) != tied.end()) {
+    if (!gradient.defined() || gradient.numel() == 0 || has(gathered, position)) continue;
+    if (has(tied, position)) {
       buckets.push_back({{position}, gradient.numel()});
       continue;
     }
@@ -61,21 +66,48 @@ at::Tensor part_of(const at::Tensor& bucket, int64_t offset, const at::Tensor& p
   return part.as_strided(parameter.sizes(), parameter.strides());
 }
 
+// A row of a gradient along its first dimension.
+int64_t row_numel(const at::Tensor& gradient) { return gradient.numel() / gradient.size(0); }
+
+// Returns the part of a row of the matrix below for a replica's share of a gradient. As those of torch.chunk, the first
+// shares have `rows` each.
+at::Tensor share_of(const at::Tensor& row, int64_t offset, const at::Tensor& gradient, int64_t rows,
+                    int64_t replica) {
+  std::vector<int64_t> sizes = gradient.sizes().vec();
+  sizes[0] = std::clamp<int64_t>(gradient.size(0) - replica * rows, 0, rows);
+  return row.narrow(0, offset, sizes[0] * row_numel(gradient)).view(sizes);
+}
+
 }  // namespace
 
-void RemoteStages::sum_replicas(int32_t index) {
-  StageState& stage = owned_.stages[index];
-  Tensors& gradients = stage.backward.gradients;
-  const int32_t num_replicas = channels_->num_replicas();
-  if (num_replicas == 1 || gradients.empty()) return;
+void RemoteStages::sum_replicas() {
+  if (channels_->num_replicas() == 1) return;
   const Actions& actions = owned_.plan.step ? *owned_.plan.step : *owned_.plan.backward;
-  if (stage.latest_rank != actions.of(index).back().rank) return;  // the rest was cancelled
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<int64_t> tied;
-  for (const Tie& tie : owned_.plan.ties) tied.push_back(tie.own.front().second);
-  stage.release_programs();  // which refer to the gradients
   std::vector<std::shared_ptr<Channels::Arrival>> sums;
-  for (const Bucket& bucket : buckets_of(gradients, tied)) {
+  for (StageState& stage : owned_.stages) {
+    if (is_remote(stage.index)) continue;
+    if (stage.backward.gradients.empty()) return;
+    if (stage.latest_rank != actions.of(stage.index).back().rank) return;  // the rest was cancelled
+  }
+  for (StageState& stage : owned_.stages) {
+    if (is_remote(stage.index)) continue;
+    stage.release_programs();  // which refer to the gradients
+    begin_sums_of_gathered(stage, sums);
+    begin_sums(stage, sums);
+  }
+  for (const auto& sum : sums) sum->wait(kAfterAllActions);
+}
+
+void RemoteStages::begin_sums(StageState& stage,
+                              std::vector<std::shared_ptr<Channels::Arrival>>& sums) const {
+  Tensors& gradients = stage.backward.gradients;
+  std::vector<int64_t> tied;
+  for (const Tie& tie : owned_.plan.ties) {
+    if (tie.own.front().first == stage.index) tied.push_back(tie.own.front().second);
+  }
+  const std::vector<int64_t>& gathered = owned_.plan.stages[stage.index].gathered_parameters;
+  for (const Bucket& bucket : buckets_of(gradients, tied, gathered)) {
     const at::Tensor all = at::empty({bucket.numel}, gradients[bucket.positions.front()].options());
     int64_t offset = 0;
     for (int64_t position : bucket.positions) {
@@ -84,10 +116,51 @@ void RemoteStages::sum_replicas(int32_t index) {
       gradients[position] = std::move(part);
       offset += gradients[position].numel();
     }
-    if (!owned_.plan.step) all.div_(num_replicas);  // before the sum, which could overflow
+    if (!owned_.plan.step) all.div_(channels_->num_replicas());  // before the sum, which could overflow
     sums.push_back(channels_->sum_replicas(all.is_complex() ? at::view_as_real(all) : all, kAfterAllActions));
   }
-  for (const auto& sum : sums) sum->wait(kAfterAllActions);
+}
+
+// The gradients of gathered parameters, by dtype, make a matrix with a row for each replica:
+//
+//              parameter 2          parameter 5
+//   row 0    rows 0 to 3         |  rows 0 and 1
+//   row 1    rows 4 to 6, zeros  |  row 2, zeros
+void RemoteStages::begin_sums_of_gathered(StageState& stage,
+                                          std::vector<std::shared_ptr<Channels::Arrival>>& sums) const {
+  const int64_t num_replicas = channels_->num_replicas();
+  std::map<at::ScalarType, std::vector<int64_t>> by_dtype;
+  for (int64_t position : owned_.plan.stages[stage.index].gathered_parameters) {
+    const at::Tensor& gradient = stage.backward.gradients[position];
+    if (gradient.defined()) by_dtype[gradient.scalar_type()].push_back(position);
+  }
+  for (const auto& [dtype, positions] : by_dtype) {
+    const auto rows_of = [&](const at::Tensor& gradient) {
+      return (gradient.size(0) + num_replicas - 1) / num_replicas;
+    };
+    int64_t length = 0, offset = 0;
+    for (int64_t position : positions) {
+      const at::Tensor& gradient = stage.backward.gradients[position];
+      length += rows_of(gradient) * row_numel(gradient);
+    }
+    const at::TensorOptions options = stage.backward.gradients[positions.front()].options();
+    const at::Tensor all = at::zeros({num_replicas, length}, options), own = at::empty({length}, options);
+    for (int64_t position : positions) {
+      const at::Tensor gradient = std::move(stage.backward.gradients[position]);
+      const int64_t rows = rows_of(gradient);
+      for (int64_t replica = 0; replica < num_replicas; ++replica) {
+        const at::Tensor share = share_of(all[replica], offset, gradient, rows, replica);
+        if (share.numel() > 0) share.copy_(gradient.narrow(0, replica * rows, share.size(0)));
+      }
+      stage.backward.gradients[position] = share_of(own, offset, gradient, rows, channels_->replica());
+      offset += rows * row_numel(gradient);
+    }
+    if (!owned_.plan.step) all.div_(num_replicas);
+    const auto real = [](const at::Tensor& tensor) {
+      return tensor.is_complex() ? at::view_as_real(tensor).flatten(-2) : tensor;
+    };
+    sums.push_back(channels_->sum_rows(real(all), real(own), kAfterAllActions));
+  }
 }
 
 }  // namespace gpipe_fast

@@ -147,7 +147,7 @@ void RemoteStages::end_stage(int32_t stage) {
   if (is_remote(stage) || --unfinished_stages_ > 0) return;
   try {
     sum_ties();
-    sum_replicas(stage);
+    sum_replicas();
     channels_->flush();
   } catch (const Aborted&) {
     throw Cancelled();

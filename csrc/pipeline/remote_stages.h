@@ -80,9 +80,11 @@ class RemoteStages {
                      at::Tensor Skip::* destination);
   // Each process computes the same sum.
   void sum_ties();
-  // Sums the stage's gradients over its replicas, or averages them after a backward of the caller's own loss; see
-  // remote_replicas.cpp.
-  void sum_replicas(int32_t stage);
+  // Sums the gradients of the stages here over their replicas, or averages them after a backward of the caller's own
+  // loss; see remote_replicas.cpp.
+  void sum_replicas();
+  void begin_sums(StageState& stage, std::vector<std::shared_ptr<Channels::Arrival>>& sums) const;
+  void begin_sums_of_gathered(StageState& stage, std::vector<std::shared_ptr<Channels::Arrival>>& sums) const;
 
   const Owned owned_;
   const std::shared_ptr<Channels> channels_;

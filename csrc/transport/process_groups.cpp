@@ -244,7 +244,7 @@ class HostArrival final : public Channels::Arrival {
   const std::shared_ptr<Waits> waits_;
 };
 
-class ProcessGroupSum final : public Channels::Arrival {
+class ProcessGroupSum : public Channels::Arrival {
  public:
   ProcessGroupSum(WorkPointer work, std::shared_ptr<Waits> waits)
       : work_(std::move(work)), waits_(std::move(waits)) {
@@ -260,6 +260,21 @@ class ProcessGroupSum final : public Channels::Arrival {
  private:
   const WorkPointer work_;
   const std::shared_ptr<Waits> waits_;
+};
+
+// Gloo's own sum of rows has no future, and adds in another order in each row.
+class ProcessGroupSumOfRows final : public ProcessGroupSum {
+ public:
+  ProcessGroupSumOfRows(WorkPointer work, std::shared_ptr<Waits> waits, at::Tensor rows, at::Tensor sum)
+      : ProcessGroupSum(std::move(work), std::move(waits)), rows_(std::move(rows)), sum_(std::move(sum)) {}
+  void wait(int64_t rank) override {
+    ProcessGroupSum::wait(rank);
+    sum_.copy_(rows_[0]);
+    for (int64_t replica = 1; replica < rows_.size(0); ++replica) sum_.add_(rows_[replica]);
+  }
+
+ private:
+  const at::Tensor rows_, sum_;
 };
 
 class HostChannels final : public Channels {
@@ -324,12 +339,22 @@ class HostChannels final : public Channels {
   }
 
   int32_t num_replicas() const override { return replicas_ ? replicas_->getSize() : 1; }
+  int32_t replica() const override { return replicas_ ? replicas_->getRank() : 0; }
 
   std::shared_ptr<Arrival> sum_replicas(const at::Tensor& tensor, int64_t rank) override {
     waits_->check(rank);
     std::vector<at::Tensor> tensors{tensor};
     return std::make_shared<ProcessGroupSum>(
         begun([&] { return replicas_->allreduce(tensors); }, ProcessGroupSum::kSumming), waits_);
+  }
+
+  std::shared_ptr<Arrival> sum_rows(const at::Tensor& all, const at::Tensor& own, int64_t rank) override {
+    waits_->check(rank);
+    at::Tensor sent = all.flatten(), received = at::empty_like(all), flat = received.flatten();
+    std::vector<int64_t> equal;
+    return std::make_shared<ProcessGroupSumOfRows>(
+        begun([&] { return replicas_->alltoall_base(flat, sent, equal, equal); }, ProcessGroupSum::kSumming),
+        waits_, received, own);
   }
 
   void abort_from(int64_t rank) override { waits_->abort_from(rank); }

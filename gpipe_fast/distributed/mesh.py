@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import _extension
 from gpipe_fast.devices import Device, checked_devices, parse_device, parse_devices
-from gpipe_fast.layers.sharded import is_sharded
+from gpipe_fast.layers.sharded import GATHERED_DIM, is_gathered, is_sharded
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import Tie
@@ -54,18 +54,23 @@ def grid_of(mesh: Mesh) -> list[list[int]]:
     if mesh.ndim == 1 and (not names or tuple(mesh.shape) == (1,)):
         return [mesh.mesh.tolist()]
     sizes = dict(zip(names, mesh.shape, strict=False))
-    if sizes.keys().isdisjoint((PIPELINE_DIM, SHARD_DIM)):
+    if sizes.keys().isdisjoint((PIPELINE_DIM, SHARD_DIM, GATHERED_DIM)):
         raise ValueError(
             f"mesh has the dimensions {names} of sizes {tuple(mesh.shape)}, and none is called 'pp', along "
-            "which the stages lie, or 'tp'; pass mesh_dim_names=(..., 'pp') to init_device_mesh"
+            "which the stages lie, 'tp' or 'fsdp'; pass mesh_dim_names=(..., 'pp') to init_device_mesh"
         )
-    known = (PIPELINE_DIM, REPLICA_DIM, SHARD_DIM)
+    known = (PIPELINE_DIM, REPLICA_DIM, SHARD_DIM, GATHERED_DIM)
     larger = {n: size for n, size in sizes.items() if n not in known and size > 1}
     if larger:
         raise ValueError(
             f"mesh has the dimensions {larger}, but GPipe uses only 'pp', for stages, 'tp', for tensor "
-            "parallelism inside of stages, and 'dp_replicate', for replicas: make a mesh of these; for "
-            "parameters that are sharded over replicas, use torchtitan"
+            "parallelism inside of stages, and for replicas 'dp_replicate', or 'fsdp', over which "
+            "gpipe_fast.shard divides their parameters: make a mesh of these"
+        )
+    if min(sizes.get(REPLICA_DIM, 1), sizes.get(GATHERED_DIM, 1)) > 1:
+        raise ValueError(
+            f"mesh has the dimensions {names} of sizes {tuple(mesh.shape)}, and parameters are either whole "
+            "in each replica or divided over all; pass one of 'dp_replicate' and 'fsdp'"
         )
     # The reshape drops the other dimensions, which have size 1.
     order = sorted(range(mesh.ndim), key=lambda dim: (names[dim] == PIPELINE_DIM, names[dim] == SHARD_DIM))
@@ -90,17 +95,12 @@ def checked_timeout(timeout: float) -> float:
     return float(timeout)
 
 
-def check_balance(balance: Sequence[int], num_ranks: int, num_replicas: int) -> None:
-    """Checks that all processes have equally many stages, and one if there are replicas.
+def check_balance(balance: Sequence[int], num_ranks: int) -> None:
+    """Checks that all processes have equally many stages.
 
     Raises:
         ValueError: they do not.
     """
-    if num_replicas > 1 and len(balance) > num_ranks:
-        raise ValueError(
-            f"balance has {len(balance)} stages, but with replicas along 'dp_replicate' each of the "
-            f"{num_ranks} processes along 'pp' has one stage so far; pass {num_ranks} numbers"
-        )
     if not balance or len(balance) % num_ranks:
         raise ValueError(
             f"balance has {len(balance)} stages, but mesh has {num_ranks} processes: {list(balance)}; "
@@ -154,12 +154,15 @@ def check_replicas(num_replicas: int, device: torch.device) -> None:
         )
 
 
-def check_shards(layers: Iterable[nn.Module], ranks: Sequence[int], device: torch.device) -> None:
+def check_shards(
+    layers: Iterable[nn.Module], ranks: Sequence[int], replicas: Sequence[int], device: torch.device
+) -> None:
     """Checks that parameters of layers are sharded over processes that run the same stages.
 
     Args:
         layers: the layers.
         ranks: the numbers in torch.distributed of the processes that run the same stages on the same samples.
+        replicas: those of the processes that run them on other samples, and of this one.
         device: the device of the stages.
 
     Raises:
@@ -177,12 +180,25 @@ def check_shards(layers: Iterable[nn.Module], ranks: Sequence[int], device: torc
         for name, parameter in layer.named_parameters():
             if not is_sharded(parameter):
                 continue
-            found = True
-            _check_shard(f"{layer_title(number, layer)} has the DTensor {name!r}", parameter, ranks, device)
+            title = f"{layer_title(number, layer)} has the DTensor {name!r}"
+            if is_gathered(parameter):
+                _check_gathered(title, parameter, replicas)
+            found |= not is_gathered(parameter)
+            _check_shard(title, parameter, replicas if is_gathered(parameter) else ranks, device)
     if len(ranks) > 1 and not found:
         raise ValueError(
             f"mesh has {len(ranks)} processes along 'tp', and no parameter of the layers is a DTensor, so "
             "all would compute the same; first call parallelize_module(layer, mesh['tp'], plan) for layers"
+        )
+
+
+def _check_gathered(title: str, parameter: Any, replicas: Sequence[int]) -> None:
+    over = parameter.device_mesh.mesh.tolist()
+    if over != list(replicas) or not parameter.placements[0].is_shard(0):
+        raise ValueError(
+            f"{title} of placements {parameter.placements} over the ranks {over}, and stages gather rows "
+            f"along 'fsdp', over the ranks {list(replicas)} here; pass GPipe the mesh of which "
+            "gpipe_fast.shard got mesh['fsdp']"
         )
 
 

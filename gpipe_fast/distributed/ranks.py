@@ -80,7 +80,7 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.layers.quantized import stored_tensors
-from gpipe_fast.layers.sharded import is_sharded, local_tensor
+from gpipe_fast.layers.sharded import gather_rows, is_gathered, is_sharded, local_tensor
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
@@ -225,6 +225,7 @@ class Ranks(Processes):
         # The ranks of a replica that have each parameter, in all pipelines.
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._clock_group: Any = None  # of the ranks of the replica, to compare their clocks
+        self._replica_group: Any = None  # of the ranks with these stages in all replicas
         self._exchanged: list[str] = []  # the keys of the latest exchange that this rank has set
         self._number = 0  # of the next run
         self._has_reported = False  # whether the error that is under way was reported
@@ -278,7 +279,7 @@ class Ranks(Processes):
 
     def check_balance(self, balance: Sequence[int]) -> None:
         """As for `Processes`."""
-        check_balance(balance, self.size, self.num_replicas)
+        check_balance(balance, self.size)
 
     def check_partitions(self, partitions: Sequence[nn.Module]) -> list[Tie]:
         """As for `Processes`."""
@@ -290,7 +291,7 @@ class Ranks(Processes):
 
     def check_shards(self, layers: Sequence[nn.Module]) -> None:
         """As for `Processes`."""
-        check_shards(layers, self._named(self._shards()), self.device)
+        check_shards(layers, self._named(self._shards()), self._named(self._replicas()), self.device)
 
     def check_homes(self, partitions: Sequence[nn.Module]) -> None:
         """Checks that each parameter belongs to stages of the same ranks as in other pipelines.
@@ -488,6 +489,25 @@ class Ranks(Processes):
                 self._end()  # the run has succeeded in all ranks, which go on to the next
             raise
 
+    def with_whole(self, parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As for `Processes`."""
+        found = list(parts)
+        numbers = [n for n, each in enumerate(parameters) if is_gathered(each) and not each.is_meta]
+        try:
+            whole = gather_rows([parameters[n] for n in numbers], self._replica_group)
+        except RuntimeError as error:
+            others = self._named(rank for rank in self._replicas() if rank != self.rank)
+            raise RuntimeError(
+                f"rank {self._name} gathers parameters from ranks {others} along 'fsdp', which have ended or "
+                f"take longer than {self.timeout} s; if steps may take that long, pass a larger timeout to "
+                f"GPipe: {error}"
+            ) from error
+        for number, tensor in zip(numbers, whole, strict=True):
+            # Autograd compares gradients with the shape before the change.
+            found[number] = parts[number].view_as(parts[number])
+            found[number].data = tensor
+        return found
+
     def offer_losses(self, losses: Sequence[Tensor]) -> None:
         """As for `Processes`."""
         self._offer("loss", losses)
@@ -573,6 +593,11 @@ class Ranks(Processes):
         first = self.replica * self.num_shards
         return [column * self.size + self.index for column in range(first, first + self.num_shards)]
 
+    def _replicas(self) -> list[int]:
+        """Returns the ranks that have the stages and shards of this rank, in all replicas."""
+        step = self.size * self.num_shards
+        return [rank for rank in self._everyone() if rank % step == self.rank % step]
+
     def _offer(self, name: str, values: Sequence[Tensor]) -> None:
         """Sets a key of this column, in the current run, to 0-dimensional tensors of one dtype."""
         exact = [each.hex() for each in torch.stack([*values]).double().tolist()]  # one copy to the host
@@ -594,7 +619,8 @@ class Ranks(Processes):
         for own, (stage, name, _) in self._collectives.items():
             unregister_group(own)
             self._collectives[own] = stage, name, None
-        self._has_reported, self._channels_of, self._clock_group = True, _nothing, None
+        self._has_reported, self._channels_of = True, _nothing
+        self._clock_group = self._replica_group = None
         self._number += 1
 
     @property
@@ -618,7 +644,7 @@ class Ranks(Processes):
         if stage is not None:
             return str(self._names[self._column * self.size + int(stage[1]) % self.size])
         ranks = re.search(
-            r"(?:for ranks \[|connect to rank )(\d+(?:, \d+)*)\]?, which ha(?:s|ve) ended", error
+            r"(?:(?:for|from) ranks \[|connect to rank )(\d+(?:, \d+)*)\]?, which ha(?:s|ve) ended", error
         )
         return "" if ranks is None else ranks[1]
 
@@ -704,10 +730,10 @@ class Ranks(Processes):
             self._store.call(_warm_up, groups, own, self.device)
         replicas = None
         if self.num_replicas > 1:
-            step = self.size * self.num_shards
-            others = [r for r in self._everyone() if r % step == self.rank % step and r != self.rank]
+            others = [rank for rank in self._replicas() if rank != self.rank]
             name = f"replicas/{self._shard}/{self.index}"
             replicas = self._joined(gloo_group, name, self.replica, self.num_replicas, others)
+        self._replica_group = replicas
         pipeline.set_peers(make_channels(set(own), groups, self.timeout, self.by_nccl, replicas), self)
         self._channels_of, self._edges = weakref.ref(pipeline), edges
 
@@ -828,12 +854,13 @@ class Ranks(Processes):
         """
         parameters = parameters_of(stage.layers)
         if self.num_shards > 1:
-            whole = [parameter for parameter in parameters if not is_sharded(parameter)]
+            whole = [each for each in parameters if is_gathered(each) or not is_sharded(each)]
             first, key = self._shards()[0], f"start/{index}/of/{self.replica}"
             self._check_same(key, first, stage, whole, "the processes along 'tp'")
         if self.num_replicas > 1:
-            first, key = self._shard * self.size + self.index, f"start/{index}/{self._shard}"
-            self._check_same(key, first, stage, parameters, "replicas")
+            whole = [each for each in parameters if not is_gathered(each)]
+            first, key = self._replicas()[0], f"start/{index}/{self._shard}"
+            self._check_same(key, first, stage, whole, "replicas")
 
     def _check_same(self, key: str, first: int, stage: Stage, parameters: Sequence[Tensor], who: str) -> None:
         """Checks that a rank, the first of some, has the same parameters as this one of them."""

@@ -15,9 +15,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gpipe_fast.layers.sharded import is_sharded, local_tensor, with_local
+from gpipe_fast.layers.sharded import is_gathered, is_sharded, local_tensor, with_local
 from gpipe_fast.torch_private.fake_tensors import is_traceable_wrapper_subclass, make_subclass
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,6 +66,9 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def stand_in(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a tensor for another one, converted with the tensors inside; for a parameter, a parameter."""
+    if is_gathered(tensor):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(convert(whole), tensor.requires_grad)
     if is_sharded(tensor):
         return with_local(tensor, convert)
     found = _rewrapped(tensor, convert) if is_wrapper(tensor) else convert(tensor)

@@ -1,19 +1,103 @@
-"""Sharded parameters: DTensors, of which each process of a device mesh has a local tensor."""
+"""Sharded parameters: DTensors, of which each process of a device mesh has a local tensor.
+
+Along the dimension 'tp' of a mesh they are DTensors in the layers' programs, too. Along 'fsdp' they are
+gathered once per mini-batch, and programs compute with whole tensors::
+
+    parameter   Shard(0) ── gather_rows ───▶ whole ──▶ forwards and backwards of all micro-batches
+    .grad       Shard(0) ◀── sum over processes ────── sum over micro-batches
+                         (csrc/pipeline/remote_replicas.cpp)
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The dimension of a mesh over which parameters are divided that are gathered for a mini-batch.
+GATHERED_DIM = "fsdp"
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor."""
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_gathered(tensor: Any) -> bool:
+    """Returns whether a tensor is a DTensor whose rows are gathered before a run."""
+    return is_sharded(tensor) and tensor.device_mesh.mesh_dim_names == (GATHERED_DIM,)
+
+
+def shard(layers: _Module, mesh: DeviceMesh) -> _Module:
+    """Divides the parameters of layers, by rows, over processes that run them for different samples.
+
+    Call it before `GPipe`, in all processes of the mesh alike. `GPipe` gathers the parameters of a stage once
+    per mini-batch, and leaves each process its rows of the gradients' sum over all processes. Optimizers,
+    clipping and checkpoints see DTensors under the parameters' names::
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+        model = GPipe(shard(layers, mesh["fsdp"]), balance=[4, 4], mesh=mesh)
+
+    Parameters without dimensions or elements, and quantized ones, stay whole in each process. So do buffers.
+
+    Args:
+        layers: the layers. In place of their parameters they get DTensors, ``Shard(0)``, with the values of
+            the first process of the mesh.
+        mesh: the dimension ``'fsdp'`` of a device mesh.
+
+    Returns:
+        ``layers``.
+
+    Raises:
+        ValueError: the mesh has other dimensions, or a parameter is a DTensor.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if mesh.mesh_dim_names != (GATHERED_DIM,):
+        raise ValueError(f"shard divides over the dimension 'fsdp' alone, got {mesh}; pass mesh['fsdp']")
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for title, parameter in layers.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(f"the parameter {title!r} is a DTensor already; shard layers without DTensors")
+        if type(parameter) is nn.Parameter and parameter.dim() and parameter.numel():
+            rows = distribute_tensor(parameter.detach().contiguous(), mesh, [Shard(0)])
+            found[parameter] = nn.Parameter(rows, parameter.requires_grad)
+    for module in layers.modules():
+        own = module._parameters
+        own.update((name, found[p]) for name, p in own.items() if p is not None and p in found)
+    return layers
+
+
+def gather_rows(parameters: Sequence[Any], group: Any) -> list[Tensor]:
+    """Returns whole tensors for parameters that are divided by rows, by one collective for each dtype.
+
+    Args:
+        parameters: the parameters, which the processes of the group have in the same order.
+        group: the process group; None if this process has all rows.
+    """
+    found = [parameter.detach().to_local() for parameter in parameters]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, parameter in enumerate(parameters if group is not None else ()):
+        by_dtype.setdefault(parameter.dtype, []).append(number)
+    for numbers in by_dtype.values():
+        shapes = [parameters[number].shape for number in numbers]
+        lengths = [-(-shape[0] // group.size()) * shape[1:].numel() for shape in shapes]
+        own = found[numbers[0]].new_zeros(sum(lengths))
+        for piece, number in zip(own.split(lengths), numbers, strict=True):
+            piece[: found[number].numel()] = found[number].flatten()
+        every = own.new_empty(group.size(), len(own))
+        group._allgather_base(every.flatten(), own).wait()
+        for piece, number, shape in zip(every.split(lengths, 1), numbers, shapes, strict=True):
+            found[number] = piece.contiguous().view(-1)[: shape.numel()].view(shape)
+    return found
 
 
 def is_mesh(value: Any) -> bool:

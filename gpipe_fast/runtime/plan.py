@@ -15,6 +15,7 @@ from gpipe_fast import _extension
 from gpipe_fast._extension import BoundaryForm
 from gpipe_fast.devices import devices_differ
 from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
+from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.cache import graph_bytes, plan_bytes
@@ -310,6 +311,7 @@ class _StageArguments(TypedDict):
     parameters: list[int]
     buffers: list[int]
     replicated_parameters: list[int]
+    gathered_parameters: list[int]
     device: torch.device
     statistics: list[Statistics]
 
@@ -323,6 +325,7 @@ def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
             "parameters": [parameters[id(p)] for p in parameters_of(own)],
             "buffers": [buffers[id(b)] for b in buffers_of(own)],
             "replicated_parameters": _replicated_parameters(stage) if own else [],
+            "gathered_parameters": [i for i, p in enumerate(parameters_of(own)) if is_gathered(p)],
             "device": stage.device,
             "statistics": statistics_indices(own, buffers_of(own)) if stage.options.deferred else [],
         }

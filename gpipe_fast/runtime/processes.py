@@ -84,7 +84,8 @@ class Processes:
                     raise ValueError(
                         f"{layer_title(number, layer)} has the DTensor {name!r}, and the processes that have "
                         "parts of it need to agree on each call; pass GPipe mesh=..., a mesh with the "
-                        "dimension 'tp', of which parallelize_module gets mesh['tp']"
+                        "dimension 'tp', of which parallelize_module gets mesh['tp'], or 'fsdp', of which "
+                        "gpipe_fast.shard gets mesh['fsdp']"
                     )
 
     def own_group(self, stage: int, name: str) -> str:
@@ -146,6 +147,20 @@ class Processes:
         Raises:
             RuntimeError: another process has found something else.
         """
+
+    def with_whole(self, parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the tensors that programs get for parameters: of those that are gathered, the whole ones.
+
+        Gradients of these are like the parts, and become gradients of the parameters.
+
+        Args:
+            parameters: the parameters of all layers.
+            parts: those of this process, connected to the parameters in autograd's graph.
+
+        Raises:
+            RuntimeError: a process has failed, or does not answer.
+        """
+        return parts
 
     def offer_losses(self, losses: Sequence[Tensor]) -> None:
         """Tells the other processes the losses of a run, before they know whether it has succeeded."""

@@ -457,10 +457,12 @@ class Runner:
     def run(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         call = self.prepare(inputs, training, given)
-        plan, tensors = call.plan, (call.parameters, call.buffers)
-        key = call.key()
+        plan, key = call.plan, call.key()
         seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked
         self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
+        if self.state.is_sharded:
+            call = call._replace(parameters=self.processes.with_whole(self.state.parameters, call.parameters))
+        tensors = call.parameters, call.buffers
         if given is None:
             outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, key)
             if self.state.is_sharded:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns, alignment_of
 from gpipe_fast.layers.quantized import stored_tensors
+from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -185,9 +186,14 @@ def _extremes(
 
 
 def parameter_bytes(stage: Stage) -> int:
-    """Returns the bytes of a stage's parameters, and of what quantized ones consist of."""
-    stored = {part for p in parameters_of(stage.layers) for part in stored_tensors(p)}
-    return sum(block_bytes(each.nbytes, stage.device) for each in stored)
+    """Returns the bytes of a stage's parameters, and of what quantized ones consist of.
+
+    Of a parameter whose rows are gathered, its rows here and the whole count.
+    """
+    parameters = parameters_of(stage.layers)
+    stored = [part.nbytes for part in {part for p in parameters for part in stored_tensors(p)}]
+    stored += [p.numel() * p.itemsize for p in parameters if is_gathered(p)]
+    return sum(block_bytes(size, stage.device) for size in stored)
 
 
 def buffer_bytes(stage: Stage) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast.devices import devices_differ, made_current
 from gpipe_fast.layers.batchnorm import deferring
 from gpipe_fast.layers.quantized import is_quantized, parts_of, stand_in
-from gpipe_fast.layers.sharded import is_sharded
+from gpipe_fast.layers.sharded import is_gathered, is_sharded
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, tuple_structure
 from gpipe_fast.randomness.random import UnkeyedRandomOp
 from gpipe_fast.strides import bits_of, empty_like, with_bits
@@ -291,13 +291,13 @@ class _Constants:
 
 
 def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: TraceMode) -> None:
-    """Replaces parameters and buffers on other devices by fake ones on the device."""
+    """Replaces parameters and buffers on other devices by fake ones on the device, and rows by whole ones."""
     replaced: dict[Tensor, Tensor] = {}
     for module in (module for layer in layers for module in layer.modules()):
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
             for name, tensor in table.items():
-                if tensor is None or not devices_differ(tensor.device, device):
+                if tensor is None or not (devices_differ(tensor.device, device) or is_gathered(tensor)):
                     continue
                 if tensor not in replaced:
                     replaced[tensor] = stand_in(tensor, lambda each: mode.empty(each, device, False))

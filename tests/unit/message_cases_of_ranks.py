@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_mod
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from gpipe_fast import GPipe, _extension, tune
+from gpipe_fast import GPipe, _extension, shard, tune
 from gpipe_fast.distributed import torchrun
 from gpipe_fast.distributed.mesh import (
     check_one_column,
@@ -133,7 +133,7 @@ def check_layer(layer: nn.Module, ranks: list[int], device: str = "cpu", partial
         if partial:
             terms = DTensor.from_local(torch.ones(4, 6), layer.weight.device_mesh, [Partial()])  # type: ignore[arg-type, union-attr]
             layer.weight = nn.Parameter(terms)
-        check_shards([layer], ranks, torch.device(device))
+        check_shards([layer], ranks, ranks, torch.device(device))
 
 
 def returned() -> None:
@@ -187,6 +187,22 @@ def tied_shards() -> None:
 def foreign_group() -> None:
     with group_of_one():
         Ranks(0, 1, dist.HashStore(), 0.2, names=[3]).own_group(0, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+def in_rows(name: str = "fsdp", again: bool = False, replicas: Any = (0,), lost: bool = False) -> None:
+    """Divides a layer over rank 0, which has one replica of several."""
+    with group_of_one():
+        dimension = init_device_mesh("cpu", (1,), mesh_dim_names=(name,))
+        layers = shard(nn.Sequential(nn.Linear(6, 4)), dimension)
+        if again:
+            shard(layers, dimension)
+        check_shards(layers, [0], replicas, torch.device("cpu"))
+        own = Ranks(0, 1, dist.HashStore(), 0.2, num_replicas=2)
+        own._replica_group = mock.Mock(
+            **{"size.return_value": 2, "_allgather_base.side_effect": RuntimeError}
+        )
+        if lost:
+            own.with_whole([*layers.parameters()], [*layers.parameters()])
 
 
 def replicated_terms() -> None:
@@ -340,16 +356,21 @@ OF_RANKS = [
     case("got str", "pass init_device_mesh(", pipe, mesh="pp"),
     case("('dp_replicate',) of sizes (2,)", "pass mesh_dim_names=", pipe, mesh=mesh("dp_replicate")),
     case("{'cp': 2}", "make a mesh of these", pipe, mesh=mesh("dp_replicate", "cp", "pp")),
+    case("whole in each replica or divided", "pass one of", pipe, mesh=mesh("dp_replicate", "fsdp")),
+    case("over the dimension 'fsdp' alone, got ", "pass mesh['fsdp']", in_rows, "tp"),
+    case("the parameter '0.weight' is a DTensor already", "without DTensors", in_rows, again=True),
+    case("(Shard(dim=0),) over the ranks [0]", "got mesh['fsdp']", in_rows, replicas=[0, 1]),
+    case("gathers parameters from ranks [1] along 'fsdp'", "a larger timeout", in_rows, lost=True),
     case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
     case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
     case("tied copies of 'weight' of layer 0 (Linear) differ on ranks 0 and 1", "the same seed", other_tie),
-    case("layer 0 (FSDPLinear) is sharded by fully_shard", "'dp_replicate'", sharded, fully_shard),
+    case("layer 0 (FSDPLinear) is sharded by fully_shard", "gpipe_fast.shard(", sharded, fully_shard),
     case("layer 0 (Linear) has the DTensor 'weight'", "pass GPipe mesh=", sharded, distribute),
     case("has the buffer 'running_mean'", "full_tensor()", check_layer, nn.BatchNorm1d(6), [0]),
     case("over the ranks [0]", "pass GPipe mesh=", check_layer, nn.Linear(6, 4), [3]),
     case("(Partial(sum),)", "Replicate()", check_layer, nn.Linear(6, 4), [0], partial=True),
     case("got cpu for a stage on cuda:0", "'cpu', ", check_layer, nn.Linear(6, 4), [0], "cuda:0"),
-    case("2 processes along 'tp'", "first call parallelize_module", check_shards, [], [0, 1], None),
+    case("2 processes along 'tp'", "first call parallelize_module", check_shards, [], [0, 1], [], None),
     case("the stage returns a DTensor", "use_local_output=True", returned),
     case("draws random numbers for a DTensor", "to_local()", dropping),
     case("got a model with DTensors", "bfloat16", scaled),
@@ -362,7 +383,6 @@ OF_RANKS = [
     case("ranks [1] along 'tp'", "a larger timeout", lambda: SHARDS.fail("gloo/transport/tcp/pair.cc")),
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
-    case("balance has 4 stages", "pass 2 numbers", pipe, balance=[1, 1, 1, 2], mesh=REPLICAS),
     case("3 stages, but mesh has 2", "one stage for each", pipe, balance=[1, 1, 3]),
     case("has 3 devices, but mesh has 2", "such as devices='cuda'", own_device, ["cpu"] * 3, "cpu", 0, 2),
     case("backend='eager'", "pass backend='auto'", pipe, backend="eager"),

@@ -57,6 +57,7 @@ gpipe_fast
   is_recomputing()
   keyed_rng(module, key=None)
   replicate(value)
+  shard(layers, mesh)
   simulate(schedule='gpipe', num_stages=1, num_microbatches=1, *, forward=1.0, backward=2.0, weights=None,
       recompute=None, checkpoint='except_last', transfer=0.0, latency=0.0, bandwidth=inf, boundary_bytes=0.0,
       activation_bytes=0.0, num_devices=1)

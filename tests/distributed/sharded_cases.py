@@ -1,0 +1,284 @@
+"""What the ranks of the tests of sharded parameters run: stages along 'pp', rows along 'fsdp'."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from gpipe_fast import GPipe, shard
+from gpipe_fast.container import runner_of
+from gpipe_fast.distributed import ranks
+from tests.distributed.cases import TIMEOUT, _error_of
+from tests.distributed.tensor_cases import MODELS, Case, batch, loss_of, own_optimizer, square_of, whole
+
+
+def sharded(layers: nn.Sequential, stages: int, balance: tuple[int, ...], **options: Any) -> GPipe:
+    shape = stages, dist.get_world_size() // stages
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp"))
+    options = {"chunks": 4, "schedule": "1f1b", "timeout": TIMEOUT} | options
+    return GPipe(shard(layers, mesh["fsdp"]), balance, mesh=mesh, **options)
+
+
+def made(name: str, stages: int, balance: tuple[int, ...] = (3, 3), **options: Any) -> GPipe:
+    return sharded(MODELS[name](), stages, balance, **options)
+
+
+def shares(pipe: GPipe, *tensors: Tensor) -> list[list[Tensor]]:
+    """Returns the samples of each replica, the own ones first."""
+    processes = runner_of(pipe).processes
+    each = [
+        list(parts) for parts in zip(*(t.tensor_split(processes.num_replicas) for t in tensors), strict=True)
+    ]
+    return [each[processes.replica], *each]
+
+
+def plain_gradients(
+    layers: nn.Sequential, x: Tensor, y: Tensor, pipe: GPipe, count: float, loss: Any = loss_of
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of a plain loop over micro-batches, and the gradients, of one replica."""
+    parts = zip(x.chunk(pipe.chunks), y.chunk(pipe.chunks), strict=True)  # type: ignore[arg-type]
+    losses = [loss(layers(a), b) / count for a, b in parts]
+    total = functools.reduce(torch.add, losses)
+    for each in [total] if pipe.schedule == "gpipe" else losses:
+        each.backward()
+    found = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+    layers.zero_grad()
+    return total.detach(), found
+
+
+def added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def differences(pipe: nn.Module, expected: dict[str, Tensor]) -> list[str]:
+    """Returns the gradients that differ in a bit; of sums of gloo over three and more, in rounding."""
+    found = []
+    for name, parameter in pipe.named_parameters():
+        if parameter.is_meta:
+            continue
+        if parameter.grad is None or name not in expected:
+            found += [name] if (parameter.grad is None) == (name in expected) else []
+            continue
+        assert type(parameter.grad) is type(parameter.detach())
+        gradient = whole(parameter.grad)
+        few = runner_of(pipe).processes.num_replicas == 2  # type: ignore[arg-type]
+        same = torch.equal if few or isinstance(parameter, DTensor) else torch.allclose
+        if not same(gradient, expected[name]):
+            found.append(f"{name} differs by {(gradient - expected[name]).abs().max()}")
+    return found
+
+
+def generated(seeds: list[int]) -> list[str]:
+    """Compares steps and backwards of random cases with the plain loops of all replicas, added up."""
+    warnings.simplefilter("ignore")
+    found = []
+    for seed in seeds:
+        case = Case.of_seed(seed, dist.get_world_size())
+        options: dict[str, Any] = {
+            "chunks": case.chunks,
+            "checkpoint": case.checkpoint,
+            "schedule": case.schedule,
+        }
+        pipe, single = made(case.model, case.stages, case.balance, **options), MODELS[case.model]()
+        for step in range(2):
+            number = case.samples * dist.get_world_size() // case.stages
+            (x, y), *every = shares(pipe, batch(number, step), batch(number, step + 7))
+            loss = pipe.step(x, target=y, loss_fn=loss_of, normalizer=len(x))
+            losses, gradients = zip(
+                *(plain_gradients(single, a, b, pipe, number) for a, b in every), strict=True
+            )
+            assert torch.equal(loss, functools.reduce(torch.add, losses))
+            found += [f"{case}, step {step}: {each}" for each in differences(pipe, added(list(gradients)))]
+            pipe.zero_grad()
+            pipe.schedule = single.schedule = "gpipe"  # type: ignore[assignment]
+            average(pipe, x, y)
+            gradients = [plain_gradients(single, a, b, pipe, len(a) * len(every))[1] for a, b in every]
+            expected = added([{k: v.clone() for k, v in each.items()} for each in gradients])
+            for name, parameter in pipe.named_parameters():
+                if not parameter.is_meta:
+                    torch.testing.assert_close(whole(parameter.grad), expected[name], msg=f"{case}: {name}")  # type: ignore[arg-type]
+            pipe.schedule = case.schedule
+            pipe.zero_grad()
+    return found
+
+
+def average(pipe: GPipe, x: Tensor, y: Tensor) -> None:
+    """Runs the backward of a loss of this replica's samples, which averages gradients."""
+    output = pipe(x)
+    if runner_of(pipe).processes.has_last_stage:
+        output = loss_of(output, y) / len(x)
+    output.backward()
+
+
+class Mixed(nn.Module):
+    """Parameters of few and odd numbers of rows, without dimensions, frozen, tied, and of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.one = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(1, 4))
+        self.scale, self.frozen = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(4), False)
+        self.low, self.tied = nn.Parameter(torch.randn(7, 5).bfloat16()), self.odd
+        self.cube, self.unused = nn.Parameter(torch.randn(3, 2, 2)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x * self.frozen + self.one) @ self.odd.T * self.scale
+        x = x @ self.low.float().T @ torch.ones(7, 4)
+        return x + torch.tanh(x @ self.tied.T).mean() + self.cube.flatten()[:4]
+
+
+def mixed(checkpoint: Any) -> list[str]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    layers = nn.Sequential(Mixed(), Mixed(), Mixed(), nn.Linear(4, 2))
+    torch.manual_seed(0)
+    single = nn.Sequential(Mixed(), Mixed(), Mixed(), nn.Linear(4, 2))
+    pipe, found = sharded(layers, 1, (2, 2), checkpoint=checkpoint, chunks=2, schedule="gpipe"), []
+    assert isinstance(pipe[0].odd, DTensor)
+    assert pipe[0].tied is pipe[0].odd
+    assert type(pipe[0].scale) is nn.Parameter
+    for step in range(2):
+        (x, y), *every = shares(pipe, torch.randn(8, 4), torch.randn(8, 2))
+        pipe.step(x, target=y, loss_fn=square_of, normalizer=len(x))
+        gradients = [plain_gradients(single, a, b, pipe, 8, square_of)[1] for a, b in every]
+        found += [f"step {step}: {each}" for each in differences(pipe, added(gradients))]
+        with torch.no_grad():  # in place: the next step gathers them again
+            for own, other in zip(pipe.parameters(), single.parameters(), strict=True):
+                own.mul_(0.5), other.mul_(0.5)
+        pipe.zero_grad()
+    return found
+
+
+def counted(stages: int, balance: tuple[int, ...], checkpoint: Any, chunks: int) -> tuple[int, int, int]:
+    """Returns the collectives of a step, of which some gather, and of an evaluation, as gloo counts them."""
+    warnings.simplefilter("ignore")
+    pipe, x, y = made("gpt", stages, balance, checkpoint=checkpoint, chunks=chunks), batch(8), batch(8, 2)
+
+    def number() -> int:
+        group = runner_of(pipe).processes._replica_group  # type: ignore[attr-defined]
+        found: int = group._get_sequence_number_for_group()
+        return found
+
+    def step() -> None:
+        pipe.step(x, target=y, loss_fn=loss_of, normalizer=8)
+
+    step()
+    before = number()
+    group = runner_of(pipe).processes._replica_group  # type: ignore[attr-defined]
+    with mock.patch.object(ranks, "gather_rows", wraps=ranks.gather_rows) as gather:
+        step()
+    after = number()
+    pipe.evaluate(x, target=y, loss_fn=loss_of, normalizer=8)
+    assert runner_of(pipe).processes._replica_group is group  # type: ignore[attr-defined]
+    return after - before, gather.call_count, number() - after
+
+
+def train(pipe: GPipe, steps: range, single: nn.Sequential | None = None) -> list[float]:
+    """Trains with clipping, and compares with one process; returns the losses."""
+    optimizer, other = own_optimizer(pipe), None if single is None else own_optimizer(single)
+    losses = []
+    for step in steps:
+        x, y = batch(8, step), batch(8, step + 50)
+        (a, b), *_ = shares(pipe, x, y)
+        optimizer.zero_grad()
+        options: dict[str, Any] = {"optimizer": optimizer, "max_norm": 0.5}
+        losses.append(pipe.step(a, target=b, loss_fn=loss_of, normalizer=len(a), **options).item())
+        if single is not None and other is not None:
+            other.zero_grad()
+            expected = loss_of(single(x), y) / 8
+            expected.backward()
+            nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+            other.step()
+            assert abs(losses[-1] - expected.item()) < 1e-3
+    return losses
+
+
+def trained(name: str, stages: int, folder: Path) -> tuple[list[float], list[float]]:
+    """Trains as one process does, saves, and goes on; returns the losses and those after the save."""
+    warnings.simplefilter("ignore")
+    single, pipe = MODELS[name](), made(name, stages)
+    losses, named = train(pipe, range(10), single), dict(single.named_parameters())
+    assert pipe.state_dict().keys() <= single.state_dict().keys()
+    for key, parameter in pipe.named_parameters():
+        if not parameter.is_meta:
+            torch.testing.assert_close(whole(parameter.detach()), named[key].detach(), rtol=1e-3, atol=1e-4)
+    dcp.save({"model": get_model_state_dict(pipe)}, checkpoint_id=folder)
+    return losses, train(pipe, range(10, 13))
+
+
+def loaded(name: str, stages: int, folder: Path) -> list[float]:
+    """Loads what another number of processes has saved; returns the losses of the steps that follow.
+
+    A single process loads a plain model.
+    """
+    warnings.simplefilter("ignore")
+    if dist.get_world_size() == 1:
+        single = MODELS[name]()
+        state: dict[str, Any] = {"model": single.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        single.load_state_dict(state["model"])
+        return train(GPipe(single, [3, 3], chunks=4, schedule="1f1b"), range(10, 13))
+    pipe = made(name, stages, (2, 4))
+    state = {"model": get_model_state_dict(pipe)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(pipe, state["model"])
+    return train(pipe, range(10, 13))
+
+
+def failing(how: str, stages: int) -> str:
+    """Returns the error of a step in which the last rank fails before it gathers parameters."""
+    warnings.simplefilter("ignore")
+    pipe = made("llama", stages, timeout=10.0)
+
+    def step() -> float:
+        (x, y), *_ = shares(pipe, batch(8), batch(8, 2))
+        loss: float = pipe.step(x, target=y, loss_fn=loss_of, normalizer=len(x)).item()
+        pipe.zero_grad()
+        return loss
+
+    def fail(*args: Any) -> None:
+        if how == "ValueError":
+            raise ValueError("injected")
+        os.kill(os.getpid(), getattr(signal, how))
+
+    first = step()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with mock.patch.object(ranks, "gather_rows", fail):
+            error = _error_of(step)
+    else:
+        error = _error_of(step)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    if how == "ValueError":
+        dist.barrier()
+        assert step() == first
+    return error
+
+
+def changed() -> str:
+    """Returns the error of a backward before which a parameter was changed."""
+    warnings.simplefilter("ignore")
+    pipe = made("gpt", 1)
+    output = pipe(batch(8))
+    with torch.no_grad():
+        next(pipe.parameters()).mul_(2)
+    return _error_of(lambda: output.sum().backward())
+
+
+def memory() -> tuple[int, int, int]:
+    """Returns the bytes that the report counts for parameters, of the rows here, and of whole ones."""
+    pipe, plain = made("gpt", 1, (6,)), MODELS["gpt"]()
+    own = sum(p.to_local().nbytes for p in pipe.parameters())  # type: ignore[operator]
+    found = pipe.memory(batch(8))
+    return sum(stage.parameters for stage in found.stages), own, sum(p.nbytes for p in plain.parameters())

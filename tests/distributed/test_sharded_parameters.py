@@ -1,0 +1,79 @@
+"""Stages whose parameters are divided along the dimension 'fsdp' of a mesh, in two and four processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import sharded_cases as cases
+from tests.distributed.launch import needs_gloo, run_ranks
+from tests.distributed.test_tensor_parallel import ERRORS, NUM_SEEDS, PER_TEST
+
+pytestmark = needs_gloo
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "first",
+    [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(PER_TEST, NUM_SEEDS, PER_TEST))],
+)
+def test_generated_cases_have_the_sums_of_plain_loops(size: int, first: int) -> None:
+    """Models, stages, schedules, checkpoint modes, numbers and sizes of micro-batches are drawn."""
+    seeds = list(range(first, first + PER_TEST))
+    assert run_ranks(size, cases.generated, seeds) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_parameters_of_all_kinds(size: int, checkpoint: str) -> None:
+    assert run_ranks(size, cases.mixed, checkpoint) == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "stages", "balance"), [(2, 1, (6,)), (2, 1, (3, 3)), (4, 2, (3, 3))])
+@pytest.mark.parametrize(("checkpoint", "chunks"), [("never", 8), ("always", 2)])
+def test_a_step_gathers_once_and_sums_once(
+    size: int, stages: int, balance: tuple[int, ...], checkpoint: Any, chunks: int
+) -> None:
+    """A process gathers the parameters of its stages together, and sums the gradients of each."""
+    own = len(balance) // stages
+    assert run_ranks(size, cases.counted, stages, balance, checkpoint, chunks) == [(1 + own, 1, 1)] * size
+
+
+@pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
+def test_training_with_clipping_saved_and_loaded_elsewhere(
+    name: str, size: int, stages: int, tmp_path: Path
+) -> None:
+    found = run_ranks(size, cases.trained, name, stages, tmp_path)
+    losses, later = found[0]
+    assert found == [(losses, later)] * size
+    assert losses[-1] < losses[0]
+    for other, number in [(1, 1), (4, 2)] if size == 2 else [(1, 1), (2, 1)]:
+        # The optimizer begins anew, as it did not in the processes that went on.
+        first, *_ = run_ranks(other, cases.loaded, name, number, tmp_path)
+        assert first[0] == pytest.approx(later[0], rel=1e-5)
+
+
+@pytest.mark.xdist_group("faults")
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("how", ["ValueError", "SIGKILL", "SIGSTOP"])
+def test_a_rank_that_fails_before_it_gathers(how: str, size: int, stages: int) -> None:
+    hangs = [size - 1] if how == "SIGSTOP" else []
+    *others, last = run_ranks(size, cases.failing, how, stages, hangs=hangs)
+    for error in others:
+        assert any(re.search(each, error) for each in (*ERRORS, rf"from ranks \[{size - 1}\] along")), error
+    if how == "ValueError":
+        assert "injected" in last
+
+
+def test_a_parameter_that_changes_before_the_backward() -> None:
+    for error in run_ranks(2, cases.changed):
+        assert "modified by an inplace operation" in error
+
+
+def test_memory_counts_rows_and_whole_parameters() -> None:
+    for counted, own, whole in run_ranks(2, cases.memory):
+        assert counted == own + whole
+        assert own == pytest.approx(whole / 2, rel=0.01)
