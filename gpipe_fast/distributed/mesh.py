@@ -149,8 +149,8 @@ def check_replicas(num_replicas: int, device: torch.device) -> None:
     """
     if num_replicas > 1 and device.type != "cpu":
         raise ValueError(
-            f"replicas along 'dp_replicate' run on the CPU so far, got {num_replicas} on {device}; pass "
-            "mesh['pp'], and average gradients over the other dimension after the backward"
+            f"replicas along 'dp_replicate' or 'fsdp' run on the CPU so far, got {num_replicas} on {device}; "
+            "pass mesh['pp'], and average gradients over the other dimension after the backward"
         )
 
 
@@ -235,8 +235,8 @@ def check_one_column(num_replicas: int, num_shards: int) -> None:
         )
     if num_replicas > 1:
         raise ValueError(
-            f"from_model has no replicas along 'dp_replicate' so far, got {num_replicas}; pass mesh['pp'], "
-            "and average gradients over the other dimension after the backward"
+            f"from_model has no replicas along 'dp_replicate' or 'fsdp' so far, got {num_replicas}; pass "
+            "mesh['pp'], and average gradients over the other dimension after the backward"
         )
 
 

@@ -164,6 +164,17 @@ def _check_versions(versions: Sequence[tuple[Tensor, int]], gradients: object) -
             )
 
 
+def divided_like(target: Any, tensor: Tensor) -> Tensor:
+    """Returns a tensor that all processes have, divided as another one is; if that is whole, the tensor."""
+    if not is_sharded(target) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, tensor = target.device_mesh, tensor.to(target.device_mesh.device_type)
+    found: Tensor = distribute_tensor(tensor, mesh, target.placements, src_data_rank=None)
+    return found
+
+
 def whole_tensor(tensor: Any) -> Tensor:
     """Returns a tensor, gathered from all processes of its mesh if it is sharded; all of them call this."""
     found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gpipe_fast.layers.sharded import divided_like, is_sharded
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import make_subclass, swap_tensor_impl
 from gpipe_fast.torch_private.modes import DisableTorchFunctionSubclass
@@ -63,14 +64,14 @@ class Targets:
         if not self.is_trial:
             device = self.devices.get(id(target)) if target.is_meta else None
             if device is None:
-                target.copy_(read())
+                target.copy_(divided_like(target, read()))
             elif id(target) in self.quantizers:
                 with making_data():
                     self.quantizers[id(target)](read, device)
             elif device.type != "meta":  # tensors of stages in other processes are not even read
                 with making_data():
                     data = torch.empty_like(target, device=device)
-                    data.copy_(read())
+                    data.copy_(divided_like(target, read()))
                     replace(target, data)
         self.copied.add(id(target))
 
@@ -102,6 +103,10 @@ def replace(target: Tensor, data: Tensor) -> None:
     last step of `torch.utils.swap_tensors`, which refuses tensors with weak references, as those of recurrent
     layers, or that a graph holds. Here, such references follow the object, and no graph has used the data.
     """
+    if is_sharded(target):
+        swap_tensor_impl(target, nn.Parameter(data, target.requires_grad))
+        target._local_tensor = data._local_tensor  # type: ignore[attr-defined]
+        return
     other: Tensor = make_subclass(type(target), data, target.requires_grad)
     swap_tensor_impl(target, other)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +22,7 @@ from gpipe_fast import GPipe, shard
 from gpipe_fast.container import runner_of
 from gpipe_fast.distributed import ranks
 from tests.distributed.cases import TIMEOUT, _error_of
+from tests.distributed.checkpoint_cases import FLAT
 from tests.distributed.tensor_cases import MODELS, Case, batch, loss_of, own_optimizer, square_of, whole
 
 
@@ -185,9 +186,11 @@ def counted(stages: int, balance: tuple[int, ...], checkpoint: Any, chunks: int)
     return after - before, gather.call_count, number() - after
 
 
-def train(pipe: GPipe, steps: range, single: nn.Sequential | None = None) -> list[float]:
+def train(
+    pipe: GPipe, optimizer: torch.optim.Optimizer, steps: range, single: nn.Sequential | None = None
+) -> list[float]:
     """Trains with clipping, and compares with one process; returns the losses."""
-    optimizer, other = own_optimizer(pipe), None if single is None else own_optimizer(single)
+    other = None if single is None else own_optimizer(single)
     losses = []
     for step in steps:
         x, y = batch(8, step), batch(8, step + 50)
@@ -205,17 +208,22 @@ def train(pipe: GPipe, steps: range, single: nn.Sequential | None = None) -> lis
     return losses
 
 
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=FLAT), strict=True))
+
+
 def trained(name: str, stages: int, folder: Path) -> tuple[list[float], list[float]]:
     """Trains as one process does, saves, and goes on; returns the losses and those after the save."""
     warnings.simplefilter("ignore")
     single, pipe = MODELS[name](), made(name, stages)
-    losses, named = train(pipe, range(10), single), dict(single.named_parameters())
+    optimizer = own_optimizer(pipe)
+    losses, named = train(pipe, optimizer, range(10), single), dict(single.named_parameters())
     assert pipe.state_dict().keys() <= single.state_dict().keys()
     for key, parameter in pipe.named_parameters():
         if not parameter.is_meta:
             torch.testing.assert_close(whole(parameter.detach()), named[key].detach(), rtol=1e-3, atol=1e-4)
-    dcp.save({"model": get_model_state_dict(pipe)}, checkpoint_id=folder)
-    return losses, train(pipe, range(10, 13))
+    dcp.save(state_of(pipe, optimizer), checkpoint_id=folder)
+    return losses, train(pipe, optimizer, range(10, 13))
 
 
 def loaded(name: str, stages: int, folder: Path) -> list[float]:
@@ -224,17 +232,31 @@ def loaded(name: str, stages: int, folder: Path) -> list[float]:
     A single process loads a plain model.
     """
     warnings.simplefilter("ignore")
-    if dist.get_world_size() == 1:
-        single = MODELS[name]()
-        state: dict[str, Any] = {"model": single.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        single.load_state_dict(state["model"])
-        return train(GPipe(single, [3, 3], chunks=4, schedule="1f1b"), range(10, 13))
-    pipe = made(name, stages, (2, 4))
-    state = {"model": get_model_state_dict(pipe)}
+    alone, single = dist.get_world_size() == 1, MODELS[name]()
+    pipe = GPipe(single, [3, 3], chunks=4, schedule="1f1b") if alone else made(name, stages, (2, 4))
+    model = single if alone else pipe
+    optimizer = own_optimizer(model)
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(pipe, state["model"])
-    return train(pipe, range(10, 13))
+    found = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **found, options=FLAT)
+    return train(pipe, optimizer, range(10, 13))
+
+
+def loaded_whole() -> list[float]:
+    """Loads the weights of a plain model, on the meta device and not; returns the differences of a call."""
+    warnings.simplefilter("ignore")
+    plain, found, x = MODELS["gpt"](), [], batch(8)
+    with torch.device("meta"):
+        empty = MODELS["gpt"]()
+    for layers in empty, MODELS["gpt"]():
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.add_(1)
+        pipe = sharded(layers, 1, (3, 3))
+        pipe.load_weights(plain.state_dict())
+        found.append(float((pipe(x) - plain(x)).abs().max()))
+    return found
 
 
 def failing(how: str, stages: int) -> str:
@@ -280,5 +302,7 @@ def memory() -> tuple[int, int, int]:
     """Returns the bytes that the report counts for parameters, of the rows here, and of whole ones."""
     pipe, plain = made("gpt", 1, (6,)), MODELS["gpt"]()
     own = sum(p.to_local().nbytes for p in pipe.parameters())  # type: ignore[operator]
-    found = pipe.memory(batch(8))
-    return sum(stage.parameters for stage in found.stages), own, sum(p.nbytes for p in plain.parameters())
+    found = pipe.memory(batch(8), optimizer=torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9))
+    assert sum(found.optimizer) == own
+    assert found.stages[0] is not None
+    return found.stages[0].parameters, own, sum(p.nbytes for p in plain.parameters())
