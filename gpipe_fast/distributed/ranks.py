@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 
 # What gloo says in a collective if another process has ended, or does not answer. Errors of transfers between
 # stages, which quote it, say so.
-_LOST = re.compile("(?!.*in another process).*gloo/transport", re.DOTALL)
+_LOST = re.compile("(?!.*(in another process|along 'fsdp')).*gloo/transport", re.DOTALL)
 _DONE, _UNSET = "done", "unset"
 # Seconds between two looks at the outcome in a wait for another key; and the maximum from one look at the
 # key to the next, which is a tenth of the time waited: a wait of the store itself cannot be ended early, and

@@ -23,7 +23,7 @@ from gpipe_fast.container import runner_of
 from gpipe_fast.distributed import ranks
 from tests.distributed.cases import TIMEOUT, _error_of
 from tests.distributed.checkpoint_cases import FLAT
-from tests.distributed.tensor_cases import MODELS, Case, batch, loss_of, own_optimizer, square_of, whole
+from tests.distributed.tensor_cases import MODELS, Case, batch, gpt, loss_of, own_optimizer, square_of, whole
 
 
 def sharded(layers: nn.Sequential, stages: int, balance: tuple[int, ...], **options: Any) -> GPipe:
@@ -162,6 +162,21 @@ def mixed(checkpoint: Any) -> list[str]:
     return found
 
 
+def beside_tensor_parallelism() -> float:
+    """Returns the largest difference from the plain loops if blocks are divided along 'tp'."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    layers, single = gpt(mesh["tp"]), gpt()
+    others = [each for each in layers if not any(isinstance(p, DTensor) for p in each.parameters())]
+    assert len([shard(each, mesh["fsdp"]) for each in others]) == 2
+    pipe = GPipe(layers, [6], mesh=mesh, chunks=2, timeout=TIMEOUT)
+    (x, y), *every = shares(pipe, batch(8), batch(8, 2))
+    pipe.step(x, target=y, loss_fn=loss_of, normalizer=len(x))
+    expected = added([plain_gradients(single, a, b, pipe, 8)[1] for a, b in every])
+    found = {name: whole(p.grad) for name, p in pipe.named_parameters()}  # type: ignore[arg-type]
+    return max(float((found[name] - expected[name]).abs().max()) for name in found)
+
+
 def counted(stages: int, balance: tuple[int, ...], checkpoint: Any, chunks: int) -> tuple[int, int, int]:
     """Returns the collectives of a step, of which some gather, and of an evaluation, as gloo counts them."""
     warnings.simplefilter("ignore")
@@ -259,8 +274,8 @@ def loaded_whole() -> list[float]:
     return found
 
 
-def failing(how: str, stages: int) -> str:
-    """Returns the error of a step in which the last rank fails before it gathers parameters."""
+def failing(how: str, stages: int, place: str) -> str:
+    """Returns the error of a step in which the last rank fails before it gathers, or in an action."""
     warnings.simplefilter("ignore")
     pipe = made("llama", stages, timeout=10.0)
 
@@ -276,11 +291,15 @@ def failing(how: str, stages: int) -> str:
         os.kill(os.getpid(), getattr(signal, how))
 
     first = step()
+    native, found = runner_of(pipe).pipeline, ranks.gather_rows
     if dist.get_rank() == dist.get_world_size() - 1:
-        with mock.patch.object(ranks, "gather_rows", fail):
-            error = _error_of(step)
-    else:
+        if place == "gather":
+            found = fail  # type: ignore[assignment]
+        else:
+            native.inject_faults(faults=[(place, 0, how)])
+    with mock.patch.object(ranks, "gather_rows", found):
         error = _error_of(step)
+    native.inject_faults()
     assert all(parameter.grad is None for parameter in pipe.parameters())
     if how == "ValueError":
         dist.barrier()

@@ -61,15 +61,21 @@ def test_weights_of_a_plain_model_are_loaded() -> None:
 
 
 @pytest.mark.xdist_group("faults")
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "stages", "place"), [(2, 1, "gather"), (4, 2, "gather"), (2, 1, "0B3"), (4, 2, "1W3")]
+)
 @pytest.mark.parametrize("how", ["ValueError", "SIGKILL", "SIGSTOP"])
-def test_a_rank_that_fails_before_it_gathers(how: str, size: int, stages: int) -> None:
+def test_a_rank_fails_before_it_gathers_or_sums(how: str, size: int, stages: int, place: str) -> None:
     hangs = [size - 1] if how == "SIGSTOP" else []
-    *others, last = run_ranks(size, cases.failing, how, stages, hangs=hangs)
+    *others, last = run_ranks(size, cases.failing, how, stages, place, hangs=hangs)
     for error in others:
         assert any(re.search(each, error) for each in (*ERRORS, rf"from ranks \[{size - 1}\] along")), error
     if how == "ValueError":
         assert "injected" in last
+
+
+def test_layers_beside_those_of_tensor_parallelism() -> None:
+    assert max(run_ranks(4, cases.beside_tensor_parallelism)) < 1e-5
 
 
 def test_a_parameter_that_changes_before_the_backward() -> None:
