@@ -17,7 +17,7 @@ from textwrap import indent
 
 # The modules that make tables, by name; words in names are joined by hyphens.
 _OF_PACKAGES = {
-    "bench.micro": "ahead-of-time denoising draws engine execution first-call inference-stream interpreted "
+    "bench.micro": "denoising draws engine execution first-call inference-stream interpreted "
     "lengths schedules signature",
     "bench.compare": "distributed frontier memory overhead qlora step training-step within-memory",
     "bench.gpu": "cuda kernels levers where",
