@@ -1,6 +1,6 @@
 """`python -m bench NAME ...` makes tables: measures, prints and writes them to bench/results.
 
-A benchmark's arguments follow its name: `python -m bench kernels rotary`. `pytest bench` measures with
+A benchmark's arguments follow its name: `python -m bench cuda gpt-8`. `pytest bench` measures with
 pytest-benchmark instead.
 """
 
@@ -20,8 +20,8 @@ _OF_PACKAGES = {
     "bench.micro": "denoising draws engine execution first-call inference-stream interpreted "
     "lengths schedules signature",
     "bench.compare": "distributed frontier memory overhead qlora step training-step within-memory",
-    "bench.gpu": "cuda kernels levers where",
-    "tools": "census compiled explain fusion largest ledger policies published regions reruns traffic",
+    "bench.gpu": "cuda levers where",
+    "tools": "census compiled explain fusion largest ledger policies published regions reruns",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

@@ -22,7 +22,7 @@ from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import RESULTS, ROOT, commit, uncommitted
 
 ROUND_SECONDS = 10
-NEED_A_GPU = {"cuda", "kernels", "levers", "where"}
+NEED_A_GPU = {"cuda", "levers", "where"}
 # What only a machine with a GPU can write; the rest of the tree may be newer.
 GPU_FILES = ("gpu-*.md", "nvidia-*.md")
 _OLDER = "**Older than this tree: measured at commit"

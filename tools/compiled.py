@@ -19,9 +19,9 @@ from typing import TypeVar
 import triton
 from triton.compiler import CompiledKernel
 
-from bench.gpu.variants import Variant, all_variants
 from gpipe_fast.fuse.cubin import compile_kernel
 from gpipe_fast.lower.launch import KernelSource
+from tools.variants import Variant, all_variants
 
 CAPABILITIES = (80, 90)
 # The newest and the oldest supported version of Triton; the table has the numbers of both.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from bench.gpu.timing import ENQUEUE_CYCLES
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy
 from gpipe_fast.lower.operator_examples import CANNOT_RUN, Spec, as_in_a_program
@@ -32,6 +31,8 @@ from gpipe_fast.strides import span
 Programs = Sequence[tuple[ProgramIR, int]]
 # Calls between two events, and repetitions, of which the median counts.
 CALLS, REPETITIONS = 20, 3
+# GPU cycles (about a millisecond) in which the CPU enqueues the calls, so that they run without gaps.
+ENQUEUE_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)

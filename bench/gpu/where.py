@@ -32,7 +32,6 @@ from bench.gpu.bare import (
     programs_of,
     work_of,
 )
-from bench.gpu.kernels import copy
 from bench.gpu.rows import RowBenchmark
 from bench.gpu.subjects import OURS, PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized, unsupported
 from bench.measure import Table
@@ -119,7 +118,9 @@ class Steps:
 def copy_rate(device: str) -> float:
     """Returns the bytes that a copy within the device reads and writes in a microsecond."""
     size = COPIED_BYTES if device.startswith("cuda") else SMALL_COPIED_BYTES
-    return size / microseconds(copy(size, device).run, device)
+    source = torch.empty(size // 2, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return size / microseconds(lambda: target.copy_(source), device)
 
 
 def step_rows(steps: Steps) -> tuple[list[list[object]], dict[str, list[shares.Interval]]]:

@@ -82,7 +82,7 @@ def test_the_cuda_benchmark_measures_a_small_model_on_the_cpu(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
-@pytest.mark.parametrize("name", ["cuda", "kernels"])
+@pytest.mark.parametrize("name", ["cuda", "levers"])
 def test_without_a_gpu_no_results_are_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,6 @@
     levers       each mechanism beside the step without it                   ...-levers.md
     more         the other settings and models, copies                       ...-more.md
     more-where   where their time is                                         ...-more-where.md
-    kernels      compared with eager PyTorch and Inductor                    kernels.md
 
 Names of other phases select these alone. A failed phase does not stop the later ones. Each phase has a share
 of the time; unused time goes to the next phase. The output of COMMAND is written to `gpu-COMMAND.txt`, and
@@ -167,7 +166,6 @@ def commands() -> dict[str, list[Phase]]:
             rows("levers", 140, "bench.gpu.levers", suffix="levers"),
             rows("more", 165, cuda, *MORE_ROWS, "copies", suffix="more"),
             rows("more-where", 100, where, *MORE_WHERE, suffix="more-where"),
-            Phase("kernels", {"kernels": module("bench.gpu.kernels")}, 60, files=["kernels.md"]),
         ],
     }
 

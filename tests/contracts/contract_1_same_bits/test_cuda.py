@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.gpu.accuracy import error_ratio
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from tests.fake_cuda.train_models import layers_of
@@ -23,6 +22,7 @@ from tests.fake_cuda.train_models import unequal as unequal_after_training
 from tests.internals import pipeline_of
 from tests.models import MODELS, uneven_balance
 from tests.reference import Result, loop_step, pipeline_step, unequal
+from tests.unit.kernels.accuracy import error_ratio
 
 # cuBLAS reads this before the process's first matrix product on a stream.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

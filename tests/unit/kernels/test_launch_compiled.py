@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import triton
 
-from bench.gpu.variants import all_variants
 from tests.sampling import sample, seed
 from tools import regions
 from tools.compiled import CAPABILITIES, TRITON_VERSIONS, measure, read_table
+from tools.variants import all_variants
 
 NAMES = list(all_variants())
 SAMPLED = sample(NAMES, 16, salt="compiled kernels")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.accuracy import Results, check, to_float64
 from gpipe_fast.kernels.launch import INTERPRETED
+from tests.unit.kernels.accuracy import Results, check, to_float64
 
 __all__ = [
     "DEVICE",

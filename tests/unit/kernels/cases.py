@@ -1,29 +1,30 @@
-"""The cases of the kernel families for benchmarks and tests: a `KernelCase` for each function with a row.
+"""The cases of the kernel families: a `KernelCase` for each function, compared with PyTorch's operators.
 
-The names of cases begin with the family's word, like the names of its variants. `tools.traffic` counts the
-bytes of the cases, `bench.gpu.kernels` measures them on a GPU, tests/bench/test_bench_kernels.py compares
-them with PyTorch on the CPU, and tests/unit/kernels/test_cuda.py on a GPU. Incoming gradients of losses are
-1, so the kernel that scales precomputed gradients reads only them, and has no row of its own.
+The names of cases begin with the family's word, like the names of its variants (tools/variants.py). Incoming
+gradients of losses are 1, so the kernel that scales precomputed gradients reads only them, and has no case
+of its own. All compared results have the same form: the outputs of a function, then the gradients of its
+differentiated inputs. This is the backward of a recomputed segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.case import KernelCase
 from bench.models.llama import rotate
-from gpipe_fast.kernels.cross_entropy import launch_cross_entropy
-from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, cdiv, kernels_available
-from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows, chunked_loss_and_gradients
-from gpipe_fast.kernels.losses import reduce_losses, reduction_scale
+from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, kernels_available
+from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows
 from gpipe_fast.kernels.mean_loss import launch_loss
 from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
 from gpipe_fast.kernels.rotate_half import launch_rotate_half
+from tests.unit.kernels.accuracy import error_ratio, to_float64
 
+Function = Callable[..., Any]
 IGNORED = -100
 HEADS = 16
 ROTARY_HEAD_DIM, ROTARY_MAX_LENGTH = 128, 2048
@@ -74,35 +75,6 @@ def _ours_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> tuple[
     for gradient in made:
         torch.ops.gpipe_fast.scale_precomputed_gradient_(gradient, g)
     return loss, *made
-
-
-def _launched_loss(logits: Tensor, target: Tensor, g: Tensor) -> None:
-    losses = launch_cross_entropy(
-        logits, logits, target, reduction_scale(target, IGNORED, "mean"), IGNORED, 0.0
-    )
-    reduce_losses(losses, target, IGNORED, "mean")
-
-
-def _launched_linear(x: Tensor, weight: Tensor, target: Tensor, g: Tensor) -> None:
-    chunk_rows = choose_chunk_rows(target.numel(), *weight.shape)
-    chunked_loss_and_gradients(x, weight, target, None, IGNORED, 0.0, "mean", chunk_rows, (True, True, False))
-
-
-def _moved_linear(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> int:
-    """Computes the bytes moved on a GPU; meta tensors take the CPU's path, which casts half precision."""
-    x, weight, target = inputs
-    rows, size, weights = target.numel(), x.itemsize, weight.numel()
-    chunks = cdiv(rows, choose_chunk_rows(rows, *weight.shape))
-    # Logits: written by the product, read and overwritten by the loss, read by two products. x: read by two
-    # products; its gradient is written.
-    moved = (5 * rows * weight.shape[0] + 3 * x.numel()) * size
-    # Each chunk reads the weight twice. The first chunk writes the weight's gradient, the others add to it.
-    moved += chunks * 2 * size * weights
-    if chunks == 1:
-        return moved + size * weights
-    # Several chunks accumulate in fp32; half precision adds a cast.
-    moved += (2 * chunks - 1) * 4 * weights
-    return moved if size == 4 else moved + (4 + size) * weights
 
 
 def mean_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -174,53 +146,68 @@ def _launched_rotary(
     return [*launch_rotate_half(q, k, cos, sin), *launch_rotate_half(dq, dk, cos, sin, True)]
 
 
-CASES = [
-    KernelCase(
-        "cross_entropy mean",
-        logits_inputs,
-        differentiated=(0,),
-        baseline=_loss,
-        ours=_ours_loss,
-        launched=_launched_loss,
-        overwritten=(0,),
-    ),
-    KernelCase(
-        "cross_entropy mean, with the linear layer",
-        linear_inputs,
-        differentiated=(0, 1),
-        baseline=_linear_loss,
-        ours=_ours_linear,
-        launched=_launched_linear,
-        moved=_moved_linear,
-        memory_bound=False,
-    ),
-    KernelCase(
-        "mean_loss",
-        mean_inputs,
-        differentiated=(),
-        baseline=_plain_mean,
-        ours=_ours_mean,
-        launched=_launched_mean,
-    ),
-    KernelCase(
-        "partial sums",
-        sums_inputs,
-        differentiated=(),
-        baseline=_plain_sums,
-        ours=_ours_sums,
-        launched=_launched_sums,
-    ),
-    KernelCase(
-        "rotary",
-        rotary_inputs,
-        differentiated=(0, 1),
-        baseline=rotate,
-        ours=_ours_rotary,
-        launched=_launched_rotary,
-    ),
-]
+@dataclass(frozen=True)
+class KernelCase:
+    """One function of a kernel family.
+
+    Attributes:
+        inputs: makes input tensors from the approximate number of elements, a dtype, and a device.
+        differentiated: the indices of the inputs with gradients; empty if the function is not differentiable.
+        baseline: the function in the PyTorch operators that run on a GPU.
+        ours: computes outputs and gradients from inputs and output gradients, which it may overwrite.
+    """
+
+    inputs: Callable[[int, torch.dtype, str], list[Tensor]]
+    differentiated: Sequence[int]
+    baseline: Function
+    ours: Function
+
+    def gradients(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns random gradients of the outputs; the gradient of a scalar output (a loss) is 1."""
+        if not self.differentiated:
+            return []
+        outputs = _as_list(self.baseline(*(t.to("meta") for t in inputs)))
+        random = (torch.randn if out.dim() else torch.ones for out in outputs)
+        return [
+            make(out.shape, dtype=out.dtype, device=inputs[0].device)
+            for make, out in zip(random, outputs, strict=True)
+        ]
+
+    def unfused(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Returns outputs and gradients by autograd."""
+        leaves = [t.detach().clone().requires_grad_(i in self.differentiated) for i, t in enumerate(inputs)]
+        outputs = _as_list(self.baseline(*leaves))
+        found: Sequence[Tensor] = ()
+        if self.differentiated:
+            found = torch.autograd.grad(outputs, [leaves[i] for i in self.differentiated], gradients)
+        return [t.detach() for t in (*outputs, *found)]
+
+    def fused(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], ours: Function | None = None
+    ) -> list[Tensor | None]:
+        """Returns outputs and gradients by our kernels, or by another form of them, from copies."""
+        return _as_list((ours or self.ours)(*(t.clone() for t in (*inputs, *gradients))))
+
+    def check(self, elements: int, dtype: torch.dtype, device: str) -> None:
+        """Asserts that the errors against float64 are at most twice PyTorch's, or one rounding."""
+        inputs = self.inputs(elements, dtype, device)
+        gradients = self.gradients(inputs)
+        given, incoming = ([t for t in to_float64(each) if t is not None] for each in (inputs, gradients))
+        exact = self.unfused(given, incoming)
+        shares = error_ratio(self.fused(inputs, gradients), self.unfused(inputs, gradients), exact)
+        assert max(shares, default=0.0) <= 1, shares
 
 
-def all_cases() -> dict[str, KernelCase]:
-    """Returns the cases of all families, by name."""
-    return {case.name: case for case in CASES}
+def _as_list(found: Any) -> list[Any]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+CASES = {
+    "cross_entropy mean": KernelCase(logits_inputs, (0,), _loss, _ours_loss),
+    "cross_entropy mean, with the linear layer": KernelCase(
+        linear_inputs, (0, 1), _linear_loss, _ours_linear
+    ),
+    "mean_loss": KernelCase(mean_inputs, (), _plain_mean, _ours_mean),
+    "partial sums": KernelCase(sums_inputs, (), _plain_sums, _ours_sums),
+    "rotary": KernelCase(rotary_inputs, (0, 1), rotate, _ours_rotary),
+}
