@@ -21,7 +21,7 @@ _OF_PACKAGES = {
     "lengths schedules signature",
     "bench.compare": "distributed frontier memory overhead qlora step training-step within-memory",
     "bench.gpu": "cuda levers where",
-    "tools": "census compiled explain fusion largest ledger policies published regions reruns",
+    "tools": "census compiled explain fusion ledger policies regions reruns",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

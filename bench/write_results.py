@@ -3,7 +3,6 @@
 Each table is made in a process of its own: first what is counted, on all cores, then what is timed, one after
 another. The rounds of a comparison take at most `ROUND_SECONDS`, which each table says. A table that cannot
 be made does not stop the others. Files that were written on a GPU with an older tree get a line that says so.
-The figures of README and docs follow.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tabulate import tabulate
 
-from bench import figures
 from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import RESULTS, ROOT, commit, uncommitted
 
@@ -92,7 +90,6 @@ def main() -> None:
         rows.append(make(name, every[name], GPIPE_FAST_ROUND_SECONDS=str(ROUND_SECONDS)))
         done += WEIGHTS.get(name, 1)
     mark_gpu_files()
-    figures.main()
     print(tabulate(rows, headers=["table", "seconds", ""], tablefmt="github"))
     print(f"\n{(time.monotonic() - begin) / 60:.0f} minutes")
     sys.exit(any("FAILED" in row[-1] for row in rows))

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from bench import process, resident
-from bench.figures import cells
 from bench.measure import RESULTS, ROOT, Ratio, Table, commit, report
 from bench.progress import shown
 
@@ -218,7 +217,8 @@ def shown_on_gpus() -> Iterator[list[object]]:
     """Yields a row for each model that was measured on a GPU with and without all fused kernels."""
     for path in sorted(RESULTS.glob("nvidia-*.md")):
         for part in path.read_text().split("\n## ")[1:]:
-            rows = {row[0]: row[1:] for row in map(cells, part.splitlines()) if len(row) > 1}
+            found = ([cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines())
+            rows = {line[0]: line[1:] for line in found if line}
             with_all, without = rows.get("gpipe_fast, captured"), rows.get("gpipe_fast, no fused kernels")
             if with_all and without:
                 speedup, peaks = rows["candidate"].index("speedup of gpipe_fast"), [without[3], with_all[3]]

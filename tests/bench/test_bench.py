@@ -14,9 +14,7 @@ from bench.__main__ import BENCHMARKS, TOOLS, run, summary
 from bench.comparison import Comparison, compare, is_right, rows
 from bench.gpu import cuda
 from bench.micro import engine
-from bench.models.gpt import gpt
 from bench.peers import Step
-from tools import largest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,13 +97,3 @@ def test_every_name_is_a_module_with_a_summary() -> None:
     for words in ([], ["nothing"], ["draws", "signature", "--flag"]):
         with pytest.raises(SystemExit, match="draws"):
             run(BENCHMARKS, words)
-
-
-@pytest.mark.extended
-def test_the_needs_of_a_large_model_are_known_without_its_weights() -> None:
-    with torch.device("meta"):
-        layers, tokens = gpt(3, 32, 2, 256, 16), torch.zeros(64, 16, dtype=torch.long)
-    naive = largest.need(layers, [len(layers)], tokens, tokens, naive=True)
-    found = largest.need(layers, [2, len(layers) - 2], tokens, tokens, naive=False)
-    assert sum(found.parameters) == sum(naive.parameters) == sum(p.numel() for p in layers.parameters())
-    assert sum(found.activations) < naive.activations[0]

@@ -85,7 +85,6 @@ def test_a_table_that_fails_does_not_stop_the_others(
     with pytest.raises(SystemExit, match=r"commit these changes first[^\n]*\n M setup.py"):
         write_results.main()
     monkeypatch.setattr(write_results, "uncommitted", lambda: "")
-    monkeypatch.setattr(write_results.figures, "main", lambda: None)
     monkeypatch.setattr(write_results, "commands", lambda: commands)
     with pytest.raises(SystemExit):
         write_results.main()
