@@ -23,8 +23,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # latency; 32 warps that load two tensors of bf16, 8 elements a thread, have 32 KB. Partial sums of fewer
 # rows than this would be a large part of the bytes, so programs for few rows are fewer.
 WARPS_PER_MULTIPROCESSOR, ROWS_PER_PARTIAL_SUM = 32, 16
-# For benchmarks: programs for each multiprocessor, whatever their warps.
-PROGRAMS_PER_MULTIPROCESSOR = int(os.environ.get("GPIPE_FAST_PROGRAMS_PER_SM", "0"))
 # The multiprocessors of an H100, assumed where bytes are counted with meta tensors; and those of the
 # interpreter, where each operation of each program takes as long.
 DEFAULT_MULTIPROCESSORS, INTERPRETER_MULTIPROCESSORS = 132, 4
@@ -138,7 +136,7 @@ def num_partial_sums(num_rows: int, col_blocks: int, num_warps: int, device: tor
         device: the device of the rows.
     """
     multiprocessors = num_multiprocessors(device)
-    most = PROGRAMS_PER_MULTIPROCESSOR or max(1, WARPS_PER_MULTIPROCESSOR // num_warps)
+    most = max(1, WARPS_PER_MULTIPROCESSOR // num_warps)
     worthwhile = round(num_rows * col_blocks / (ROWS_PER_PARTIAL_SUM * multiprocessors))
     return max(1, min(most, max(1, worthwhile)) * multiprocessors // col_blocks)
 

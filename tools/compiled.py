@@ -1,17 +1,14 @@
-"""Compiles kernels for GPUs without a GPU: table of registers, shared memory, spills, 16-byte accesses."""
+"""Compiles kernels for GPUs without a GPU: table of registers, shared memory and spills."""
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -27,31 +24,9 @@ CAPABILITIES = (80, 90)
 # The newest and the oldest supported version of Triton; the table has the numbers of both.
 TRITON_VERSIONS = ("3.8.0", "3.6.0")
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.md"
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# nvdisasm's names of the architectures that Triton compiles for.
-_ARCHITECTURES = {80: "SM80", 90: "SM90a"}
-_INSTRUCTION_BYTES = 16
-# Variants per task of a worker process, which compiles them and disassembles them together.
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Variants per task of a worker process.
 _CHUNK = 26
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The resource usage of a compiled kernel, read from its cubin.
-
-    Attributes:
-        registers: registers per thread.
-        shared_bytes: shared memory per program.
-        spilled_bytes: bytes of registers that each thread spills to memory.
-        accesses: instructions that read or write global memory.
-        wide_accesses: the accesses with 16 bytes per thread.
-    """
-
-    registers: int
-    shared_bytes: int
-    spilled_bytes: int
-    accesses: int
-    wide_accesses: int
 
 
 def compile_variant(variant: Variant, capability: int) -> CompiledKernel:
@@ -74,27 +49,20 @@ def kernel_source(variant: Variant) -> KernelSource:
 
 
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 # The numbers of a table row, as texts.
 Numbers = tuple[str, ...]
 # By a kernel's name and a GPU's compute capability.
 Measured = dict[tuple[str, int], Numbers]
 
 
-def measure(names: Iterable[str]) -> Measured:
-    """Compiles variants with the installed Triton for all `CAPABILITIES`."""
-    names = list(names)
-    return {
-        (name, capability): _numbers(found)
-        for capability in CAPABILITIES
-        for name, found in _measure(names, capability).items()
-    }
-
-
-def _numbers(c: Compiled) -> Numbers:
-    counts = (c.registers, c.shared_bytes, c.spilled_bytes)
-    return (*map(str, counts), f"{c.wide_accesses} of {c.accesses}")
+def measure(names: Sequence[str]) -> Measured:
+    """Compiles variants with the installed Triton for all `CAPABILITIES`: registers, bytes, spilled bytes."""
+    found: Measured = {}
+    for name, capability in itertools.product(names, CAPABILITIES):
+        compiled = compile_variant(all_variants()[name], capability)
+        registers, spilled = resource_usage(compiled.asm["cubin"])
+        found[name, capability] = (str(registers), str(compiled.metadata.shared), str(spilled))
+    return found
 
 
 def read_table(
@@ -129,29 +97,22 @@ def of_both_versions(
     items: Sequence[T],
     chunk: int,
 ) -> dict[str, Measured]:
-    """Returns the numbers of both versions: those of the installed one are measured, in processes."""
+    """Returns the numbers of both versions; those of the installed one are measured, in processes.
+
+    Args:
+        read: returns what the table has of a version.
+        measure: takes some of the items; a function of a module.
+        items: what is compiled.
+        chunk: how many items a process gets at once.
+    """
     if triton.__version__ not in TRITON_VERSIONS:
         sys.exit(f"the table has Triton {' and '.join(TRITON_VERSIONS)}, this is {triton.__version__}")
-    return {**{v: read(v) for v in TRITON_VERSIONS}, triton.__version__: in_processes(measure, items, chunk)}
-
-
-def _measure(names: Sequence[str], capability: int) -> dict[str, Compiled]:
-    made = [compile_variant(all_variants()[name], capability) for name in names]
-    cubins = [kernel.asm["cubin"] for kernel in made]
-    found = {}
-    for name, kernel, cubin, assembly in zip(
-        names, made, cubins, disassemble(cubins, capability), strict=True
-    ):
-        registers, spilled = resource_usage(cubin)
-        accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[\w.]*", assembly)
-        found[name] = Compiled(
-            registers,
-            kernel.metadata.shared,
-            spilled,
-            len(accesses),
-            sum(".128" in access for access in accesses),
-        )
-    return found
+    chunks = [items[start : start + chunk] for start in range(0, len(items), chunk)]
+    found: Measured = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for each in pool.map(measure, chunks):
+            found |= each
+    return {**{version: read(version) for version in TRITON_VERSIONS}, triton.__version__: found}
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
@@ -159,58 +120,10 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output("cuobjdump", "-res-usage", file.name)
+        command = [str(_CUOBJDUMP), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilled = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
     return int(re.findall(r"REG:(\d+)", usage)[-1]), sum(map(int, spilled))
-
-
-def disassemble(cubins: Sequence[bytes], capability: int) -> list[str]:
-    """Returns the instructions of each cubin. Runs nvdisasm once for all: it takes half a second to start."""
-    codes = [_code(cubin) for cubin in cubins]
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"".join(codes))
-        file.flush()
-        listing = _output("nvdisasm", "--binary", _ARCHITECTURES[capability], file.name)
-    ends = list(itertools.accumulate(map(len, codes)))
-    lines: list[list[str]] = [[] for _ in codes]
-    for line in listing.splitlines():
-        if address := re.match(r"\s*/\*([0-9a-f]{4,})\*/", line):
-            lines[bisect.bisect(ends, int(address[1], 16))].append(line)
-    assert all(len(own) == len(code) // _INSTRUCTION_BYTES for own, code in zip(lines, codes, strict=True))
-    return ["\n".join(own) for own in lines]
-
-
-def _code(cubin: bytes) -> bytes:
-    """Returns the .text section of the only kernel in a cubin (a 64-bit ELF file)."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    # A section header has name, type, flags, address, offset and length.
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
-    names = sections[names_index][4]
-    found = [s for s in sections if cubin.startswith(b".text.", names + s[0])]
-    assert len(found) == 1, f"a cubin has {len(found)} kernels, not one"
-    *_, offset, length = found[0]
-    return cubin[offset : offset + length]
-
-
-def _output(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def in_processes(measure: Callable[[Sequence[T]], dict[K, V]], items: Sequence[T], chunk: int) -> dict[K, V]:
-    """Returns what a function measures of items, in one process per processor.
-
-    Args:
-        measure: takes some of the items; a function of a module.
-        items: the items.
-        chunk: how many items a process gets at once.
-    """
-    chunks = [items[start : start + chunk] for start in range(0, len(items), chunk)]
-    found: dict[K, V] = {}
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for each in pool.map(measure, chunks):
-            found |= each
-    return found
 
 
 def table(measured: Mapping[str, Measured]) -> str:
@@ -221,15 +134,13 @@ def table(measured: Mapping[str, Measured]) -> str:
         "",
         f"By Triton {newest} and {oldest}, without a GPU. `python -m tools compiled` compiles with the",
         "installed version and keeps the other's numbers. Where they differ, a cell has both, the number of",
-        f"{newest} first. Registers and spilled bytes are per thread, shared memory is per program. The last",
-        "column counts instructions that access global memory: those with 16 bytes per thread, of all.",
+        f"{newest} first. Registers and spilled bytes are per thread, shared memory is per program.",
         "",
-        "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes "
-        "| 16-byte accesses |",
-        "|---|---|---|---|---|---|",
+        "| kernel, dtype, configuration | for | registers | shared bytes | spilled bytes |",
+        "|---|---|---|---|---|",
     ]
     for name, capability in itertools.product(all_variants(), CAPABILITIES):
-        lines.append(f"| {name} | sm_{capability} | {cells(measured, (name, capability), 4)} |")
+        lines.append(f"| {name} | sm_{capability} | {cells(measured, (name, capability), 3)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -27,7 +27,6 @@ from bench.gpu.subjects import (
     Row,
     errors_of,
     steps_of,
-    unsupported,
 )
 
 # Seconds of the rounds of one row, and its time limit in all; an H200 took 56 for a GPT with all kernels in
@@ -69,10 +68,8 @@ def outcomes(row: Row) -> dict[str, Outcome]:
     return measured(row, "cuda:0")[1]
 
 
-def rows_of(row: Row, device: str) -> list[list[object]] | str:
+def rows_of(row: Row, device: str) -> list[list[object]]:
     """Returns a row of the table for each candidate; one that raises, or is wrong, has no times."""
-    if reason := unsupported(row.full.checkpoint):
-        return reason
     texts, found = measured(row, device)
     subject, table = row.full if device.startswith("cuda") else row.small, list[list[object]]()
     for name, text in texts.items():

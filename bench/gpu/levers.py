@@ -1,8 +1,7 @@
 """Each mechanism beside the step without it, on one GPU: what makes a step faster, turned off by turns.
 
-`python -m bench levers [lever ...]` measures the GPT of `python -m bench cuda gpt-8`. A mechanism with a
-switch among the arguments of `GPipe` takes turns with its old way in one process. One with an environment
-variable is measured in two processes, one after the other.
+`python -m bench levers [lever ...]` measures the GPT of `python -m bench cuda gpt-8`. Each mechanism
+has a switch among the arguments of `GPipe`, and takes turns with its old way in one process.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench import measure, process
+from bench import measure
 from bench.gpu.rows import RowBenchmark
 from bench.gpu.subjects import EXCEPT_ATTENTION, ROWS, WARM_UP, Synchronized
-from bench.gpu.where import PROGRAMS_VARIABLE
 
 ROW, ROUNDS, ROUND_SECONDS, LEVER_SECONDS = "gpt-8", 10, 15.0, 150.0
 HEADERS = ["lever", "with: ms, median [p20, p80]", "without: ms", "without / with"]
@@ -29,15 +27,11 @@ class Lever:
         title: what is compared with what.
         off: arguments of `GPipe` without it.
         on: arguments of `GPipe` with it.
-        off_variables: environment variables without it; measured in processes if there are any.
-        on_variables: environment variables with it.
     """
 
     title: str
     off: Mapping[str, Any] = field(default_factory=dict)
     on: Mapping[str, Any] = field(default_factory=dict)
-    off_variables: Mapping[str, str] = field(default_factory=dict)
-    on_variables: Mapping[str, str] = field(default_factory=dict)
 
 
 LEVERS = {
@@ -48,11 +42,6 @@ LEVERS = {
     "capture": Lever("CUDA graphs", {"capture": False}, {"capture": True}),
     "where-it-pays": Lever("CUDA graphs only where launches do not hide", {"capture": True}),
     "attention": Lever("attention saved", on={"checkpoint": EXCEPT_ATTENTION}),
-    "programs": Lever(
-        "4 programs for each multiprocessor instead of 2",
-        off_variables={PROGRAMS_VARIABLE: "2"},
-        on_variables={PROGRAMS_VARIABLE: "4"},
-    ),
 }
 
 
@@ -72,15 +61,8 @@ def times(options: Sequence[Mapping[str, Any]], device: str) -> list[list[float]
 def measured(name: str, device: str) -> list[object]:
     """Returns the row of a lever."""
     lever = LEVERS[name]
-    if lever.on_variables or lever.off_variables:
-        with_it, without = (
-            process.call("bench.gpu.levers:times", [options], device, environment=variables)[0]
-            for options, variables in ((lever.on, lever.on_variables), (lever.off, lever.off_variables))
-        )
-        ratio = f"{measure.timing(without).median / measure.timing(with_it).median:.3f}, not paired"
-    else:
-        with_it, without = times([lever.on, lever.off], device)
-        ratio = str(measure.Ratio.of(without, with_it))
+    with_it, without = times([lever.on, lever.off], device)
+    ratio = str(measure.Ratio.of(without, with_it))
     return [lever.title, measure.timing(with_it).ms(), measure.timing(without).ms(), ratio]
 
 

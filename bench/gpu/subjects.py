@@ -246,15 +246,6 @@ ROWS = {
 }
 
 
-def unsupported(checkpoint: str | float) -> str:
-    """Returns why `GPipe` has no such checkpoint mode; an empty string if it has."""
-    try:
-        GPipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], checkpoint=checkpoint)
-    except ValueError as error:
-        return f"not measured, because this gpipe_fast has no checkpoint {checkpoint!r}: {error}"
-    return ""
-
-
 def _as_one_iteration(forward: Forward) -> Forward:
     """Returns a forward that begins an iteration: until the next, CUDA graphs of Inductor keep their results.
 

@@ -1,9 +1,7 @@
 """Where the time of our steps on one GPU is: by kinds of kernels, beside what bare calls of libraries need.
 
 `python -m bench where [row ...]` measures rows of `python -m bench cuda`, each in a process of its own, and
-writes after each. The row `programs-per-sm` compares the generated kernels with two and four programs for
-each multiprocessor, each in a further process. With `--device cpu` it measures small models, without a
-profile.
+writes after each. With `--device cpu` it measures small models, without a profile.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench import measure, process
+from bench import measure
 from bench.gpu import children, shares
 from bench.gpu.bare import (
     Programs,
@@ -33,18 +31,15 @@ from bench.gpu.bare import (
     work_of,
 )
 from bench.gpu.rows import RowBenchmark
-from bench.gpu.subjects import OURS, PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized, unsupported
+from bench.gpu.subjects import OURS, PIPELINES, ROWS, UNCAPTURED, WARM_UP, Subject, Synchronized
 from bench.measure import Table
 from bench.peers import Step
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
 from gpipe_fast.lower.work import Work
 
-KERNELS, PROGRAMS_VARIABLE, PROGRAMS = "programs-per-sm", "GPIPE_FAST_PROGRAMS_PER_SM", (2, 4)
-# The row whose generated kernels are compared.
-KERNELS_OF = "gpt-8"
 ORDER = (
-    "gpt-8", "gpt-8-except-attention", "gpt-8-never", KERNELS, "tiny-never", "tiny-always", "gpt-wide",
+    "gpt-8", "gpt-8-except-attention", "gpt-8-never", "tiny-never", "tiny-always", "gpt-wide",
     "llama", "resnet", "gpt-8-0.06", "gpt-8-0.5", "gpt-4", "gpt-32", "gpt-wide-never", "unet",
 )  # fmt: skip
 COPIED_BYTES, SMALL_COPIED_BYTES = 2 << 30, 1 << 20
@@ -233,10 +228,8 @@ def sums_text(step_ms: Mapping[str, float], bare_ms: float, work: Work, copied: 
     )
 
 
-def analysed(row: str, device: str) -> dict[str, Any] | str:
+def analysed(row: str, device: str) -> dict[str, Any]:
     """Returns the rows of the tables of a row, by table, and their note; a table that fails says why."""
-    if reason := unsupported(ROWS[row].full.checkpoint):
-        return reason
     # Tiny stages were slower with fused kernels than without.
     names = tuple(PIPELINES) if row.startswith("tiny") else (OURS, UNCAPTURED)
     steps, found = Steps.of(row, device, names), dict[str, Any]()
@@ -285,38 +278,11 @@ def attention_text(kernels: Sequence[shares.Interval]) -> str:
     )
 
 
-def kernel_rates(device: str) -> dict[str, list[float]]:
-    """Returns `generated_times` of an uncaptured step, and those of a copy of a gigabyte; for `process`."""
-    steps = Steps.of(KERNELS_OF, device, (UNCAPTURED,))
-    found = shares.profiled(steps.timed()[UNCAPTURED])
-    return {"copy": [0, 1e9 / copy_rate(device), 10**9], **generated_times(steps, found.intervals)}
-
-
-def compared_kernels(device: str) -> list[list[object]]:
-    """Returns a row for each generated kernel with each number of programs for a multiprocessor."""
-    rates = [
-        process.call("bench.gpu.where:kernel_rates", device, environment={PROGRAMS_VARIABLE: str(number)})
-        for number in PROGRAMS
-    ]
-    names = list(dict.fromkeys(name for each in rates for name in each))
-    rows = []
-    for name in names:
-        cells = list[object]()
-        for number, taken, size in (each.get(name, (0, 0.0, 0)) for each in rates):
-            cells += [f"{taken / 1e3:.2f}", f"{size / taken / 1e3:.0f}" if taken else "-"]
-            launches = number
-        rows.append([name, int(launches), *cells])
-    return rows
-
-
 def tables_of(row: str, found: Any) -> list[Table]:
     """Returns the tables of one row, or a table that says why there are none."""
-    title = f"{KERNELS_OF}: generated kernels by {PROGRAMS_VARIABLE}" if row == KERNELS else ROWS[row].title
+    title = ROWS[row].title
     if isinstance(found, str):
         return [Table(title, ["result"], [[found]])]
-    if row == KERNELS:
-        pairs = [f"{what} with {number}" for number in PROGRAMS for what in ("ms", "GB/s")]
-        return [Table(title, ["kernel", "in a step", *pairs], found)]
     notes = {"step": f"`{row}`. {found['note']}\n"}
     return [
         Table(f"{title}: {what}", headers, found[table], notes.get(table, ""))
@@ -325,13 +291,8 @@ def tables_of(row: str, found: Any) -> list[Table]:
     ]
 
 
-def measured(row: str, device: str) -> Any:
-    """Measures a row in this process."""
-    return compared_kernels(device) if row == KERNELS else analysed(row, device)
-
-
 BENCHMARK = RowBenchmark(
-    "bench.gpu.where", "Where the time is", NOTE, ORDER, measured, tables_of, ROW_SECONDS, "where"
+    "bench.gpu.where", "Where the time is", NOTE, ORDER, analysed, tables_of, ROW_SECONDS, "where"
 )
 main = BENCHMARK.main
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from bench import measure, process
+from bench import measure
 from bench.gpu import bare, levers, shares, where
 from bench.gpu.shares import ATTENTION, COPY, GENERATED, IDLE, OTHER, PRODUCT, Interval
-from bench.gpu.subjects import ROWS, unsupported
+from bench.gpu.subjects import ROWS
 from bench.peers import Step
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
@@ -171,36 +171,13 @@ def test_the_order_of_candidates_is_rotated() -> None:
 
 
 def test_every_row_and_lever_has_its_place() -> None:
-    assert set(where.ORDER) <= ROWS.keys() | {where.KERNELS}
+    assert set(where.ORDER) <= ROWS.keys()
     for row in ROWS.values():
         assert row.full.names == row.small.names or row.title.startswith("ResNet"), row.title
         assert set(row.untimed) <= set(row.full.names)
     # Programs and kernels are those of uncaptured steps.
-    assert all("gpipe_fast, not captured" in ROWS[r].full.names for r in where.ORDER if r != where.KERNELS)
-    assert all(
-        (each.off == each.on) != (each.off_variables == each.on_variables) for each in levers.LEVERS.values()
-    )
-
-
-def test_a_checkpoint_mode_that_gpipe_lacks_is_said_and_not_measured() -> None:
-    assert unsupported("always") == unsupported(0.5) == ""
-    assert "has no checkpoint 'except_nothing'" in unsupported("except_nothing")
-    (table,) = where.tables_of("gpt-8", unsupported("except_nothing"))
-    assert table.rows == [[unsupported("except_nothing")]]
-
-
-def test_kernels_are_compared_by_name_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"2": {"copy": [0, 500.0, 10**9], "mine": [3, 10.0, 10**7]}, "4": {"mine": [3, 5.0, 10**7]}}
-
-    def call(function: str, device: str, environment: dict[str, str]) -> dict[str, list[float]]:
-        assert (function, device) == ("bench.gpu.where:kernel_rates", "cuda:0")
-        return rates[environment[where.PROGRAMS_VARIABLE]]
-
-    monkeypatch.setattr(process, "call", call)
-    assert where.compared_kernels("cuda:0") == [
-        ["copy", 0, "0.50", "2000", "0.00", "-"],
-        ["mine", 3, "0.01", "1000", "0.01", "2000"],
-    ]
+    assert all("gpipe_fast, not captured" in ROWS[r].full.names for r in where.ORDER)
+    assert all(each.off != each.on for each in levers.LEVERS.values())
 
 
 @pytest.mark.extended
@@ -216,10 +193,8 @@ def test_all_tables_are_written_for_a_small_model(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.extended
-def test_levers_take_turns_in_one_process_or_run_in_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    assert levers.main(["fuse", "programs", "--device=cpu", "--seconds=300"])
+    assert levers.main(["fuse", "--device=cpu", "--seconds=300"])
     (path,) = tmp_path.glob("cpu-*-levers.md")
-    assert path.read_text().count("not paired") == 1
+    assert path.read_text().count("fused kernels, captured") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
 
 
 def test_the_first_command_is_the_default_and_phases_have_names() -> None:
-    order = ["gpt", "steps", "where", "programs", "tiny", "tiny-where"]
+    order = ["gpt", "steps", "where", "tiny", "tiny-where"]
     assert [phase.name for phase in on_gpu.phases()] == order
     assert [phase.name for phase in on_gpu.phases(["steps", "correct"])] == ["steps", "correct"]
     with pytest.raises(SystemExit, match="unknown phase: speed; choose from first, correct, levers, gpt"):
@@ -126,56 +125,40 @@ def test_compiled_kernels_are_found_where_the_tree_is(
     assert os.environ["GPIPE_FAST_CACHE"] == "given"
 
 
-# A stand-in for setup.py: "builds" an extension whose text is TEXT, in place or below --build-lib.
+# A stand-in for setup.py: "builds" an extension whose text is TEXT, in place.
 SETUP = """
 import os, pathlib, sys
-text = {text!r}
-if text == "no nvcc":
-    if os.environ.get("GPIPE_FAST_CUDA") == "1":
-        sys.exit("needs a toolkit")
-    text = "print('imports'); raise SystemExit('built without CUDA')"
-lib = sys.argv[sys.argv.index("--build-lib") + 1] if "--build-lib" in sys.argv else "."
-path = pathlib.Path(lib, "gpipe_fast", {name!r})
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(text)
+assert os.environ["GPIPE_FAST_CUDA"] == "1" and "--inplace" in sys.argv
+if {text!r} == "no nvcc":
+    sys.exit("needs a toolkit")
+pathlib.Path("extension").write_text({text!r})
 """
-EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-WORKS = "print('imports'); print('has CUDA code'); print('runs')"
-NO_STEP = "print('imports'); print('has CUDA code', flush=True); raise SystemExit('no step')"
+WORKS = "print('imports')"
+NO_STEP = "print('imports', flush=True); raise SystemExit('no step')"
 NO_IMPORT = "raise SystemExit('another torch')"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "used", "summary"),
+    ("old", "new", "imports", "summary"),
     [
-        (WORKS, "never built", WORKS, "existing build used; it runs on the device"),
-        (NO_IMPORT, WORKS, WORKS, "because: another torch; it runs on the device"),
-        (NO_STEP, NO_STEP, NO_STEP, "the new build is no better (no step), existing build used"),
-        (NO_IMPORT, "no nvcc", None, "BUILD FAILED (1), existing build used; check failed: another torch"),
+        (WORKS, "never built", True, "existing build used; it runs on the device"),
+        (NO_IMPORT, WORKS, True, "because: another torch; it runs on the device"),
+        (NO_STEP, NO_STEP, True, "because: no step; check failed: no step"),
+        (NO_IMPORT, "no nvcc", False, "because: another torch; check failed: another torch"),
     ],
 )
-def test_the_better_of_the_existing_and_the_new_extension_is_used(
-    old: str | None,
-    new: str,
-    used: str | None,
-    summary: str,
-    results_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_extension_that_does_not_work_is_built_again(
+    old: str, new: str, imports: bool, summary: str, results_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a tree with stand-ins for setup.py and the extension, whose text the check executes."""
-    extension = results_folder / "gpipe_fast" / EXTENSION
-    extension.parent.mkdir()
-    if old:
-        extension.write_text(old)
-    (results_folder / "setup.py").write_text(SETUP.format(text=new, name=EXTENSION))
+    (results_folder / "extension").write_text(old)
+    (results_folder / "setup.py").write_text(SETUP.format(text=new))
     (results_folder / "tools" / "on_gpu").mkdir(parents=True)
     for name in ("__init__", "on_gpu/__init__", "on_gpu/machine"):
         (results_folder / "tools" / f"{name}.py").touch()
     monkeypatch.setattr(on_gpu, "ROOT", results_folder)
-    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", f"exec(open('gpipe_fast/{EXTENSION}').read())")
-    monkeypatch.setattr(on_gpu, "CHECK_SECONDS", 5)
-    assert on_gpu.prepare_extension(60, on_gpu.Summary([])) is (used is not None)
-    assert extension.read_text() == (used or old)
+    monkeypatch.setattr(on_gpu, "EXTENSION_CHECK", "exec(open('extension').read())")
+    assert on_gpu.prepare_extension(60, on_gpu.Summary([])) is imports
     assert summary in (results_folder / "gpu-machine.txt").read_text().splitlines()[-1]
 
 

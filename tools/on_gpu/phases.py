@@ -8,8 +8,6 @@
                  recomputed; compiled stages and models
     where        bare products and attention, a profiled step by kinds of    ...-where.md
                  kernels, the halves of a captured step
-    programs     the rates of generated kernels, with two and four           ...-programs.md
-                 programs for each multiprocessor
     tiny         steps of tiny stages                                        ...-tiny.md
     tiny-where   where their time is                                         ...-tiny-where.md
 
@@ -39,11 +37,9 @@ import importlib.util
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,15 +68,13 @@ MORE_WHERE = ("gpt-wide", "llama", "resnet", "gpt-32", "gpt-4", "gpt-8-0.5")
 # Kernels that were compiled elsewhere.
 KERNELS = ROOT / "build" / "gpu" / "triton"
 
-# Checks the extension of the package in the current folder; prints a line for each thing that works.
+# Checks the extension; prints a line if it can be imported.
 EXTENSION_CHECK = """
 import torch, gpipe_fast
 print("imports", flush=True)
 assert gpipe_fast.built_with_cuda(), "built without CUDA"
-print("has CUDA code", flush=True)
 pipe = gpipe_fast.GPipe(torch.nn.Sequential(torch.nn.Linear(4, 4)), [1], devices=["cuda:0"])
 assert pipe(torch.ones(2, 4, device="cuda:0")).shape == (2, 4)
-print("runs on the device")
 """
 
 
@@ -157,7 +151,6 @@ def commands() -> dict[str, list[Phase]]:
             Phase("gpt", {"gpt": gpt}, 50, DETERMINISTIC, ["gpu-gpt.md"]),
             rows("steps", 200, cuda, *FIRST_ROWS),
             rows("where", 110, where, *FIRST_ROWS[:3], suffix="where"),
-            rows("programs", 50, where, "programs-per-sm", suffix="programs"),
             rows("tiny", 25, cuda, *tiny, suffix="tiny"),
             rows("tiny-where", 20, where, *tiny, suffix="tiny-where"),
         ],
@@ -185,73 +178,41 @@ def phases(names: Sequence[str] = ()) -> list[Phase]:
     return [phase for name in names or [next(iter(every))] for phase in known[name]]
 
 
-@dataclass(frozen=True)
-class Extension:
-    """The result of checking an extension.
-
-    Attributes:
-        score: how many lines the check printed; 0 if the extension does not even import.
-        problem: why it does not work, or an empty string.
-    """
-
-    score: int
-    problem: str
-
-
 def prepare_extension(seconds: float, summary: Summary) -> bool:
     """Returns whether an extension can be imported; records the machine.
 
-    If the existing extension does not work, another one is built beside it, with CUDA or not at all, and
-    replaces it if it is better.
+    If the existing extension does not work, one is built in its place; a failed build leaves it.
     """
-    begin, extension = time.monotonic(), check_extension(ROOT)
-    took, reason = "existing build used", extension.problem
-    commands = {"machine": [sys.executable, "-m", "tools.on_gpu.machine"]}
-    package = ROOT / "build" / "gpu" / "package"
-    if reason:
-        print(f"build: {reason}", flush=True)
-        setup = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(package)]
-        commands["build"] = [*setup, "--build-temp", str(package.with_name("objects"))]
+    begin, (imports, problem) = time.monotonic(), check_extension()
+    commands, took = {"machine": module("tools.on_gpu.machine")}, "existing build used"
+    if problem:
+        print(f"build: {problem}", flush=True)
+        setup = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        commands["build"] = [*setup, "--build-temp", str(ROOT / "build" / "gpu" / "objects")]
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), "GPIPE_FAST_CUDA": "1"}
     phase = Phase("machine", commands, seconds, environment=environment)
     codes = run_commands(phase, seconds)
-    if reason and codes["build"]:
-        took = f"BUILD FAILED ({codes['build']}), {took}"
-    elif reason:
-        new = check_extension(package)
-        if new.score > extension.score:
-            extension = new
-            replace_extension(package)
-            took = f"rebuilt in {time.monotonic() - begin:.0f} s, because: {reason}"
-        else:
-            took = f"the new build is no better ({new.problem}), {took}"
-    problem = extension.problem
+    if problem:
+        how = f"BUILD FAILED ({codes['build']})" if codes["build"] else "rebuilt"
+        took = f"{how} in {time.monotonic() - begin:.0f} s, because: {problem}"
+        imports, problem = check_extension()
     line = f"extension: {took}; {f'check failed: {problem}' if problem else 'it runs on the device'}"
     print(line, flush=True)
     with (RESULTS / "gpu-machine.txt").open("a") as file:
         file.write(f"{line}\n")
     summary.keep(phase, codes)
-    return extension.score > 0
+    return imports
 
 
-def check_extension(folder: Path) -> Extension:
-    """Checks the extension of the package in a folder."""
+def check_extension() -> tuple[bool, str]:
+    """Returns whether the extension can be imported, and why it does not run on the device, if so."""
     command = [sys.executable, "-c", EXTENSION_CHECK]
     try:
-        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=CHECK_SECONDS)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired as error:
-        lines = (error.stdout or b"").splitlines()  # bytes, in spite of text=True
-        return Extension(len(lines), f"the first step took longer than {CHECK_SECONDS:g} s")
+        return bool(error.stdout), f"the first step took longer than {CHECK_SECONDS:g} s"
     problem = "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["?"])[-1]
-    return Extension(len(process.stdout.splitlines()), problem)
-
-
-def replace_extension(package: Path) -> None:
-    """Replaces the extension of the tree by that of another folder, at once, so that there is always one."""
-    name = f"gpipe_fast/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    copied = (ROOT / name).with_suffix(".new")
-    shutil.copyfile(package / name, copied)
-    os.replace(copied, ROOT / name)
+    return bool(process.stdout), problem
 
 
 def run_commands(phase: Phase, seconds: float) -> dict[str, int | str]:

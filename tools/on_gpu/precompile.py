@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from bench.gpu.bare import programs_of
-from bench.gpu.subjects import ROWS, STAGES, Subject, unsupported
+from bench.gpu.subjects import ROWS, STAGES, Subject
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
 from gpipe_fast.fuse.cubin import FOLDER_VARIABLE
@@ -58,9 +58,6 @@ def main(names: Sequence[str] = ()) -> bool:
     good, every = True, subjects()
     for name in names or every:
         begin, own = time.monotonic(), every[name]
-        if reason := unsupported(own[0].checkpoint):
-            print(f"{name}: {reason}", flush=True)
-            continue
         found = [launch for subject in own for launch in launches(subject)]
         unique = {launch.specialization: launch for launch in found}.values()
         made = cubins([source for launch in unique for source in sources_of(launch)], CAPABILITY)

@@ -78,10 +78,5 @@ def test_programs_with_partial_sums_fill_the_multiprocessors(
     assert num_partial_sums(rows, col_blocks, warps, torch.device("meta")) == programs
 
 
-def test_a_benchmark_may_choose_the_programs_of_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "PROGRAMS_PER_MULTIPROCESSOR", 2)
-    assert num_partial_sums(1 << 20, 1, 4, torch.device("meta")) == 2 * 132
-
-
 def test_a_gpu_that_the_machine_lacks_has_the_assumed_multiprocessors() -> None:
     assert num_multiprocessors(torch.device("cuda", 63)) == 132
