@@ -399,18 +399,16 @@ def improvements(
 
     if any(action.kind is Kind.R for action in costs.seconds):
         add("keep all activations, if memory suffices", {"checkpoint": "never"}, Costs.without_recompute)
-    if schedule is not None and costs.has_backward and costs.num_stages > 1:
-        for name in _SCHEDULES:
-            if name != schedule:
-                phases = phases_for(name, costs, costs.num_microbatches, checkpoint, is_step=True)
-                add("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
+    has_choice = schedule is not None and costs.has_backward and costs.num_stages > 1
+    for name in [each for each in _SCHEDULES if has_choice and each != schedule]:
+        phases = phases_for(name, costs, costs.num_microbatches, checkpoint, is_step=True)
+        add("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
     layers = measured.layers()
     if layers is not None and costs.num_stages > 1:
         balance, _ = best_balance(costs, *layers)
         if balance != list(layers[1]):
-            what = "another balance"
-            if sum(layers[0].crossing(balance)) < sum(layers[0].crossing(layers[1])):
-                what = "another balance, where less crosses between stages"
+            crossing, before = (sum(layers[0].crossing(each)) for each in (balance, layers[1]))
+            what = "another balance" + ", where less crosses between stages" * (crossing < before)
 
             def moved(own: Costs) -> float:
                 return own.with_balance(own.as_recorded(*layers), layers[1], balance)
@@ -430,8 +428,7 @@ def improvements(
         if best is not None:
             fewer = best[0] < costs.num_microbatches
             what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
-            if batch_norm:
-                what += f"; {SMALLER_BATCHES}"
+            what += f"; {SMALLER_BATCHES}" if batch_norm else ""
             add_measured(what, {"chunks": best[0]}, best[1])
     return sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE]
 

@@ -319,37 +319,57 @@ def _checked_joint(
     return check_constants(joint, layers) or joint
 
 
-def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> JointGraph:
-    """Reads an exported graph: translates PyTorch's descriptors of placeholders and results into ports."""
-    names = nn.Module()
-    names.layers = nn.ModuleList(layers)
-    parameter_index = {id(p): i for i, p in enumerate(parameters_of(layers))}
-    buffer_index = {id(b): i for i, b in enumerate(buffers_of(layers))}
-    parameters = {n: parameter_index[id(p)] for n, p in names.named_parameters(remove_duplicate=False)}
-    buffers = {n: buffer_index[id(b)] for n, b in names.named_buffers(remove_duplicate=False)}
-    # How the function names the parts of parameters; those of wrappers are named by the trace.
-    buffers |= {f"part_{i}": buffer_index[id(b)] for i, b in enumerate(attribute_parts(layers))}
+class _Ports:
+    """Translates PyTorch's descriptors of a graph's placeholders and results into ports."""
 
-    def tensor(desc: object) -> Tensor:
+    def __init__(self, module: fx.GraphModule, layers: Sequence[nn.Module]) -> None:
+        self._names, self._module = nn.Module(), module
+        self._names.layers = nn.ModuleList(layers)
+        index = {id(p): i for i, p in enumerate(parameters_of(layers))}
+        self._buffer_index = {id(b): i for i, b in enumerate(buffers_of(layers))}
+        named = self._names.named_parameters(remove_duplicate=False)
+        self._parameters = {name: index[id(p)] for name, p in named}
+        buffers = self._names.named_buffers(remove_duplicate=False)
+        self._buffers = {name: self._buffer_index[id(b)] for name, b in buffers}
+        # How the function names the parts of parameters; those of wrappers are named by the trace.
+        parts = enumerate(attribute_parts(layers))
+        self._buffers |= {f"part_{i}": self._buffer_index[id(part)] for i, part in parts}
+
+    def quantized(self, layers: Sequence[nn.Module]) -> set[GraphPort]:
+        """Returns the ports of quantized parameters, and of the parts of parameters."""
+        parameters = parameters_of(layers)
+        parts = {id(part) for p in parameters for part in parts_of(p).values()}
+        found = {GraphPort(GraphRole.BUFFER, i) for key, i in self._buffer_index.items() if key in parts}
+        return found | {
+            GraphPort(GraphRole.PARAMETER, i) for i, p in enumerate(parameters) if is_quantized(p)
+        }
+
+    def _tensor(self, desc: object) -> Tensor:
         match desc:
             case aot.SubclassGetAttrAOTInput():
-                found: Tensor = getattr(tensor(desc.base), desc.attr)
+                found: Tensor = getattr(self._tensor(desc.base), desc.attr)
             case aot.ParamAOTInput():
-                found = names.get_parameter(desc.target)
+                found = self._names.get_parameter(desc.target)
         return found
 
-    def port(desc: object) -> GraphPort:
+    def of(self, desc: object) -> GraphPort:
+        """Returns the port that a descriptor describes.
+
+        Raises:
+            InputMutated: it is the new value of an input.
+            UntraceableError: there is none.
+        """
         match desc:
             case aot.ParamAOTInput():
-                return GraphPort(GraphRole.PARAMETER, parameters[desc.target])
+                return GraphPort(GraphRole.PARAMETER, self._parameters[desc.target])
             case aot.BufferAOTInput():
-                return GraphPort(GraphRole.BUFFER, buffers[desc.target])
+                return GraphPort(GraphRole.BUFFER, self._buffers[desc.target])
             case aot.SubclassGetAttrAOTInput(base=aot.ParamAOTInput() as parameter) if is_sharded(
-                names.get_parameter(parameter.target)
+                self._names.get_parameter(parameter.target)
             ):
-                return GraphPort(GraphRole.PARAMETER, parameters[parameter.target])
+                return GraphPort(GraphRole.PARAMETER, self._parameters[parameter.target])
             case aot.SubclassGetAttrAOTInput():
-                return GraphPort(GraphRole.BUFFER, buffer_index[id(tensor(desc))])
+                return GraphPort(GraphRole.BUFFER, self._buffer_index[id(self._tensor(desc))])
             case aot.PlainAOTInput():
                 return GraphPort(GraphRole.INPUT, desc.idx - 1) if desc.idx else GraphPort(GraphRole.KEY, 0)
             case aot.TangentAOTInput(output=aot.PlainAOTOutput() as output):
@@ -364,14 +384,14 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput() as buffer) if (
                 "." in buffer.target  # else, part of a quantized parameter
             ):
-                return GraphPort(GraphRole.BUFFER, buffers[buffer.target])
+                return GraphPort(GraphRole.BUFFER, self._buffers[buffer.target])
             case aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter):
-                return GraphPort(GraphRole.PARAMETER_GRADIENT, parameters[parameter.target])
+                return GraphPort(GraphRole.PARAMETER_GRADIENT, self._parameters[parameter.target])
             case aot.SubclassGetAttrAOTOutput(
                 base=aot.GradAOTOutput(grad_of=aot.ParamAOTInput() as parameter)
             ):
-                index = parameters[parameter.target]
-                placements = module.meta[PLACEMENTS][parameter.target]
+                index = self._parameters[parameter.target]
+                placements = self._module.meta[PLACEMENTS][parameter.target]
                 return GraphPort(GraphRole.PARAMETER_GRADIENT, index, placements=placements)
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return GraphPort(GraphRole.INPUT_GRADIENT, plain.idx - 1)
@@ -379,6 +399,10 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
             f"the trace has {desc}, which is not a parameter, buffer, input, output or gradient"
         )
 
+
+def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> JointGraph:
+    """Reads an exported graph."""
+    ports = _Ports(module, layers)
     for tangent in module.graph.find_nodes(op="placeholder"):
         remove_arrive(tangent)
     _remove_whole_slices(module.graph)
@@ -387,16 +411,12 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     assert isinstance(results, (list, tuple))
     descriptors = result.meta["desc"]
     placeholders = [n for n in module.graph.find_nodes(op="placeholder") if not _is_mesh(n.meta["desc"])]
-    inputs = [PortNode(port(n.meta["desc"]), n) for n in placeholders]
-    parts = {id(part) for p in parameters_of(layers) for part in parts_of(p).values()}
-    quantized = {GraphPort(GraphRole.BUFFER, i) for key, i in buffer_index.items() if key in parts}
-    quantized |= {
-        GraphPort(GraphRole.PARAMETER, i) for i, p in enumerate(parameters_of(layers)) if is_quantized(p)
-    }
+    inputs = [PortNode(ports.of(n.meta["desc"]), n) for n in placeholders]
+    quantized = ports.quantized(layers)
     for each in inputs:
         each.node.meta[IS_QUANTIZED] = each.port in quantized
     outputs = [
-        PortNode(replace(port(d), keeps_version=_keeps_version(n)), n)
+        PortNode(replace(ports.of(d), keeps_version=_keeps_version(n)), n)
         for n, d in zip(results, descriptors, strict=True)
         if isinstance(n, fx.Node)
     ]

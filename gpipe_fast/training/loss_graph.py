@@ -266,39 +266,14 @@ class _Splitter:
 
     def split(self, divides: bool) -> SplitLoss:
         self._batch = expression(self._batch_size)  # which running the graph may have made a number
-        nodes = list(self._module.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        for node, each in zip(placeholders, self._inputs, strict=True):
-            if each.is_size:
-                self._kinds[node] = _SIZE
-                continue
-            self._copies[node] = self._new.placeholder(node.name)
-            is_of_samples = self._batch in _symbols(each.value.shape)
-            self._kinds[node] = _OF_SAMPLES if is_of_samples else _WHOLE
-            if each.is_output or each.value.requires_grad:
-                self._reads.add(node)
-            if each.why is not None:
-                self._refused[node] = MixesSamples(each.why)
+        *inner, output = self._module.graph.nodes
+        placeholders = [node for node in inner if node.op == "placeholder"]
+        inputs = list(zip(placeholders, self._inputs, strict=True))
+        for node, each in inputs:
+            self._add_input(node, each)
         self._vector = self._new.placeholder("measures")
-        symbols: dict[Any, tuple[fx.Node, int]] = {}
-        for node, each in zip(placeholders, self._inputs, strict=True):
-            for dim, size in enumerate(() if each.is_size else each.value.shape):
-                if isinstance(expression(size), sympy.Symbol):
-                    symbols.setdefault(expression(size), (self._copies[node], dim))
-        self._sizes = {symbol: self._new.call_method("size", found) for symbol, found in symbols.items()}
-        self._constant_sizes = self._sizes.keys() - {self._batch}
-        targets = [each.value.shape for each in self._inputs if not each.is_output and not each.is_size]
-        self._output_sizes = self._constant_sizes - _symbols(size for shape in targets for size in shape)
-        if self._batch not in self._sizes:
-            raise MixesSamples("it needs the number of samples as a constant, as torch.linspace does")
-        numbers = {
-            symbol: hint(each.value.shape[dim])
-            for each in self._inputs
-            for dim, symbol in enumerate(map(expression, () if each.is_size else each.value.shape))
-            if symbol in self._constant_sizes
-        }
-        self._check = SampleCheck(self._batch, numbers, self._device)
-        for node, each in zip(placeholders, self._inputs, strict=True):
+        self._check = SampleCheck(self._batch, self._find_sizes(inputs), self._device)
+        for node, each in inputs:
             if each.is_size:
                 self._copies[node] = self._number(expression(each.value))
             elif self._kinds[node] == _OF_SAMPLES:
@@ -306,13 +281,43 @@ class _Splitter:
                     self._check.add_input(node)
                 except Mixed as mixed:
                     self._refused[node] = MixesSamples(str(mixed))
-        *inner, output = nodes
         for new in self._new.nodes:
             new.meta["origin"] = None
         for node in inner:
             if node.op != "placeholder":
                 self._try(node)
         return self._finish(pytree.tree_leaves(output.args), divides)
+
+    def _add_input(self, node: fx.Node, given: Input) -> None:
+        if given.is_size:
+            self._kinds[node] = _SIZE
+            return
+        self._copies[node] = self._new.placeholder(node.name)
+        is_of_samples = self._batch in _symbols(given.value.shape)
+        self._kinds[node] = _OF_SAMPLES if is_of_samples else _WHOLE
+        if given.is_output or given.value.requires_grad:
+            self._reads.add(node)
+        if given.why is not None:
+            self._refused[node] = MixesSamples(given.why)
+
+    def _find_sizes(self, inputs: Sequence[tuple[fx.Node, Input]]) -> dict[Any, int]:
+        """Finds the symbols of the sizes of inputs; returns those but the batch size with their numbers."""
+        tensors = [(node, each) for node, each in inputs if not each.is_size]
+        found: dict[Any, tuple[fx.Node, int, int]] = {}
+        for node, each in tensors:
+            for dim, size in enumerate(each.value.shape):
+                if isinstance(expression(size), sympy.Symbol):
+                    found.setdefault(expression(size), (node, dim, hint(size)))
+        if self._batch not in found:
+            raise MixesSamples("it needs the number of samples as a constant, as torch.linspace does")
+        self._sizes = {
+            symbol: self._new.call_method("size", (self._copies[node], dim))
+            for symbol, (node, dim, _) in found.items()
+        }
+        self._constant_sizes = self._sizes.keys() - {self._batch}
+        targets = [each.value.shape for _, each in tensors if not each.is_output]
+        self._output_sizes = self._constant_sizes - _symbols(size for shape in targets for size in shape)
+        return {symbol: found[symbol][2] for symbol in self._constant_sizes}
 
     def _finish(self, losses: Sequence[Any], divides: bool) -> SplitLoss:
         nodes = [each if isinstance(each, fx.Node) else None for each in losses]
