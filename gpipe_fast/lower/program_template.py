@@ -2,7 +2,7 @@
 
 The graph of a template is split and lowered with formulas in place of sizes. Every decision that depends on
 sizes is recorded as a condition (gpipe_fast/trace/formulas.py), so that for another length there is nothing
-left to decide::
+left to decide. The example of gpipe_fast/trace/symbolic.py goes on::
 
     template     (4, s0, 64)   lowered at s0 = 31: program with formulas, conditions
     s0 = 31                    lowered concretely, too: the two programs must be equal

@@ -2,10 +2,11 @@
 
 Code that computes with formulas as it would with integers takes its decisions at one length. Each comparison
 of formulas records its outcome as a condition; where all conditions hold, the code would take the same
-decisions, so that its results need only be evaluated::
+decisions, so that its results need only be evaluated. In the example of gpipe_fast/trace/symbolic.py::
 
-    at s0 = 17      a = 64 * s0, b = 1088      a == b  is True, and is recorded
-    at s0 = 23                                 a == b  does not hold: the code must run again
+    at s0 = 31      a == b  for a = 64 * s0, b = 4096 is False, and is recorded
+    at s0 = 45              is False, too: the results are evaluated
+    at s0 = 64              is True: the code must run again
 
 All conditions and numbers are evaluated together by one generated function.
 """
