@@ -35,7 +35,7 @@ class Launch final : public Operator {
     }
   }
 
-  void call(std::vector<at::Tensor>&) override {
+  void call(std::vector<at::Tensor>&, CancellationToken*) override {
     if (std::find(grid_.begin(), grid_.end(), 0) != grid_.end()) return;
     std::uintptr_t aligned_addresses = 0;
     for (const auto& [tensor, position, aligned] : tensors_) {
@@ -68,7 +68,7 @@ class CheckUntilDone final : public Operator {
   CheckUntilDone(Check check, std::vector<at::Tensor*> inputs, std::vector<at::Tensor*> outputs)
       : check_(std::move(check)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
 
-  void call(std::vector<at::Tensor>&) override {
+  void call(std::vector<at::Tensor>&, CancellationToken*) override {
     if (!check_ || is_capturing(outputs_.front()->device())) return;
     if (check_(aliases(inputs_), aliases(outputs_))) check_ = nullptr;
   }

@@ -14,7 +14,7 @@ class BoxedOperator final : public Operator {
       optional_list_.push_back(is_optional_list(argument.type()));
   }
 
-  void call(std::vector<at::Tensor>& results) override {
+  void call(std::vector<at::Tensor>& results, CancellationToken*) override {
     stack_.clear();
     for (size_t i = 0; i < arguments_.size(); ++i) push(i);
     try {

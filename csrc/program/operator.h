@@ -1,6 +1,8 @@
 // One operator call of a program, with arguments bound when the program is built.
 #pragma once
 
+#include "engine/cancellation_token.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -18,8 +20,9 @@ using Argument = std::variant<c10::IValue, at::Tensor*, std::vector<at::Tensor*>
 class Operator {
  public:
   virtual ~Operator() = default;
-  // Calls the operator and appends its results, with lists flattened; an out variant appends nothing.
-  virtual void call(std::vector<at::Tensor>& results) = 0;
+  // Calls the operator and appends its results, with lists flattened; an out variant appends nothing. One that waits for
+  // other processes checks the token, if it is not null, meanwhile.
+  virtual void call(std::vector<at::Tensor>& results, CancellationToken* token) = 0;
 };
 
 // Returns a call through the boxed dispatcher, which supports every operator.

@@ -383,7 +383,7 @@ void Program::Run::execute(Part part, CancellationToken* token) {
        it != steps.end() && (*it)->part == part; ++it) {
     try {
       if (token != nullptr) token->check();
-      program_.execute(**it);
+      program_.execute(**it, token);
     } catch (...) {
       if (token != nullptr && (*it)->layer != nullptr) token->set_layer_title(*(*it)->layer);
       throw;
@@ -436,13 +436,13 @@ void Program::point_into_arena() {
   }
 }
 
-void Program::execute(const Step& step) {
+void Program::execute(const Step& step, CancellationToken* token) {
   switch (step.kind) {
     case Step::Kind::call:
     case Step::Kind::call_returning: {
       std::optional<CachingAllocator::Scope> allocator_scope;
       if (!step.escapes) allocator_scope.emplace(arena_->allocator());
-      step.op->call(call_results_);
+      step.op->call(call_results_, token);
       for (size_t i = 0; i < step.slots.size(); ++i) {
         if (step.slots[i]) set_in_any_layout(*step.slots[i], unaliased(std::move(call_results_.at(i))));
       }

@@ -148,9 +148,9 @@ class Program {
   // at a time.
   //
   // `accumulators` is indexed as in add_accumulator() and must outlive the run: if `first`, the run allocates this
-  // program's accumulators, otherwise it adds to them. `token`, if not null, is checked before every step and
-  // receives the layer of a step that throws. A run that throws, or that is never finished, leaves the accumulators
-  // undefined; the program can be run again.
+  // program's accumulators, otherwise it adds to them. `token`, if not null, is checked before every step, and
+  // while a step waits for other processes, and receives the layer of a step that throws. A run that throws, or that is
+  // never finished, leaves the accumulators undefined; the program can be run again.
   class Run {
    public:
     Run(Program& program, std::vector<at::Tensor>& accumulators, bool first);
@@ -228,7 +228,7 @@ class Program {
   void add_step(Step step, ActiveRuns when);
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
   void point_into_arena();
-  void execute(const Step& step);
+  void execute(const Step& step, CancellationToken* token);
   void accumulate_all(const Step& step);
 
   at::Tensor make_placeholder(const Layout& layout) const;  // has sizes and strides, but no memory

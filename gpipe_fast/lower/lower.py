@@ -39,7 +39,6 @@ from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref
 from gpipe_fast.lower.values import GraphValues
 from gpipe_fast.strides import bits_of, contiguous
-from gpipe_fast.trace.collectives import starts, wait_operator
 from gpipe_fast.trace.joint_graph import GraphRole
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.traceability import layer_of
@@ -145,8 +144,6 @@ class _Lowering:
             if slots[0] is not None and may_stand_for_change(node):
                 self.values.keep_traced_layout(slots[0])
             self._append(call, tuple(slots), node)
-            if starts(node):
-                self._append(OperatorCall(wait_operator(), (node,), None), (None,), node)
             return
         self._append(call, self._add_outputs(node, bases), node)
 

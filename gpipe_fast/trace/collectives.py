@@ -5,8 +5,8 @@ A functional collective only starts; `wait_tensor`, which follows, returns its r
     all_reduce = all_reduce(mm, 'sum', group)       started: nothing may read the result, or write mm
     wait       = wait_tensor(all_reduce)            a view of all_reduce: the same values, now complete
 
-Programs wait where they start: `gpipe_fast.lower.lower` adds the wait behind each collective, and takes
-`wait_tensor` for a view. So no graph is split between the two, and the argument's memory is not used again.
+A step of a program starts one and waits (csrc/program/collective.h), and `wait_tensor` is taken for a view.
+So no graph is split between the two, and the argument's memory is not used again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import fx
 
 from gpipe_fast.torch_private.collectives import GROUP, NAMESPACE
@@ -24,11 +23,6 @@ from gpipe_fast.torch_private.operators import OpOverload
 SUPPORTED = frozenset(
     {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"}
 )
-
-
-def wait_operator() -> OpOverload[Any, Any]:
-    """Returns the operator that waits for a result."""
-    return getattr(torch.ops, NAMESPACE).wait_tensor.default  # type: ignore[no-any-return]
 
 
 @functools.cache

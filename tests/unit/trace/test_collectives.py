@@ -52,15 +52,13 @@ COLLECTIVES: dict[str, Callable[[Tensor, str], Any]] = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_program_waits_where_a_collective_starts(name: str, group: str) -> None:
-    """Later, another operator could write to the memory of its argument."""
+def test_a_step_of_a_program_starts_a_collective_and_waits(name: str, group: str) -> None:
+    """If it waited later, another operator could write to the memory of its argument."""
     joint = traced(lambda x: ops.wait_tensor(COLLECTIVES[name](x, group)))
     assert isinstance(joint, JointGraph)
     program = lower(split(joint, 0.0).forward)
     names = [step.op._schema.name for step in program.steps if isinstance(step, Call)]
-    (position,) = [i for i, each in enumerate(names) if each == f"_c10d_functional::{name}"]
-    assert names.count("_c10d_functional::wait_tensor") == 1
-    assert names[position + 1] == "_c10d_functional::wait_tensor"
+    assert [each for each in names if "c10d" in each] == [f"_c10d_functional::{name}"]
 
 
 def test_results_that_nothing_waits_for_are_refused(group: str) -> None:
