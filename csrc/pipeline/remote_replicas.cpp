@@ -59,10 +59,13 @@ std::vector<Bucket> buckets_of(const Tensors& gradients, const std::vector<int64
   return buckets;
 }
 
-// Returns the part of a bucket for the gradient of a parameter. It has the parameter's strides, in all replicas.
-at::Tensor part_of(const at::Tensor& bucket, int64_t offset, const at::Tensor& parameter) {
-  const at::Tensor part = bucket.narrow(0, offset, parameter.numel());
-  if (!parameter.is_non_overlapping_and_dense()) return part.view(parameter.sizes());
+// Returns the part of a bucket for the gradient of a parameter. It has the same strides in all replicas: those of the
+// parameter, if this process has a gradient of the same shape, and not a term of the gradient of a larger parameter.
+at::Tensor part_of(const at::Tensor& bucket, int64_t offset, const at::Tensor& parameter,
+                   const at::Tensor& gradient) {
+  const at::Tensor part = bucket.narrow(0, offset, gradient.numel());
+  const bool alike = gradient.sizes() == parameter.sizes();
+  if (!alike || !parameter.is_non_overlapping_and_dense()) return part.view(gradient.sizes());
   return part.as_strided(parameter.sizes(), parameter.strides());
 }
 
@@ -111,7 +114,7 @@ void RemoteStages::begin_sums(StageState& stage,
     const at::Tensor all = at::empty({bucket.numel}, gradients[bucket.positions.front()].options());
     int64_t offset = 0;
     for (int64_t position : bucket.positions) {
-      at::Tensor part = part_of(all, offset, stage.parameters[position]);
+      at::Tensor part = part_of(all, offset, stage.parameters[position], gradients[position]);
       part.copy_(gradients[position]);
       gradients[position] = std::move(part);
       offset += gradients[position].numel();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,25 @@ def describe_code(plan: PlannedCall) -> Description:
     """Returns what the stages of a new plan compute, as far as traces of other sizes do not hide it."""
     operators = [stage.traced.operators() for stage in (plan.compiled or [()])[0]]
     return {f"the operators of stage {i}": digest_of(own) for i, own in enumerate(operators) if own}
+
+
+def describe_collectives(call: Call, plan: PlannedCall, own_stages: Iterable[int]) -> Description:
+    """Returns the collectives of each action, which all ranks of a group have to run in the same order.
+
+    The order of actions is that of the schedule, which is a part of `describe_inputs`.
+    """
+    found = {}
+    defers = plan.is_step and plan.schedule.defers_weights
+    for which, pipeline in zip(("first", "last"), plan.compiled or (), strict=False):
+        for index in own_stages:
+            for fraction in dict.fromkeys(call.saved_fractions[index]):
+                traced = pipeline[index].traced
+                for kind, program in zip("FBW", traced.lower(fraction, defers).all_programs(), strict=False):
+                    for number, text in enumerate(program.written().collectives()):
+                        where = f"{index}{kind}, {which} micro-batch, {fraction} saved"
+                        found[f"collective {number} of {where}"] = text
+                traced.drop_graph()
+    return found
 
 
 def digest_of(description: Any) -> str:

@@ -13,6 +13,7 @@ ranks that have one part each of all stages: there is one for each replica and s
     n/inputs/i  what the ranks of replica i find in the elements of inputs, if all of them read these
     n/done      the number of ranks that have succeeded
     n/outcome   'done', written by the last of them; or which rank failed first, and why
+    n/collectives/i/p  what the ranks of replica i with the stages of process p exchange in a new plan
     n/start/s   checksums of the parameters of stage s in the first replica, before groups are made; of each
                 shard, and of what all shards of a replica have
     n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early, and in
@@ -21,6 +22,7 @@ ranks that have one part each of all stages: there is one for each replica and s
     n/loss/c    the losses of a step of column c, from its last stage
     n/update/r  what the update of the step before needs from rank r
     n/share/r   what rank r shares with the others of its replica, in pieces: r/0, r/1 ...
+    n/here/r    set by rank r after another rank was lost
     n/work/r    counts while rank r compiles for long: ranks that wait for it go on waiting
     ended/r     the latest run for whose end rank r has waited, for error messages
 
@@ -58,6 +60,7 @@ from gpipe_fast.distributed.agreement import (
     Description,
     describe_call,
     describe_code,
+    describe_collectives,
     describe_inputs,
     describe_model,
     difference,
@@ -80,7 +83,7 @@ from gpipe_fast.distributed.mesh import (
 )
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.layers.quantized import stored_tensors
-from gpipe_fast.layers.sharded import gather_rows, is_gathered, is_sharded, local_tensor
+from gpipe_fast.layers.sharded import gather_rows, is_gathered, is_sharded
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.plan import PlannedCall
@@ -103,6 +106,8 @@ _DONE, _UNSET = "done", "unset"
 # key to the next, which is a tenth of the time waited: a wait of the store itself cannot be ended early, and
 # logs when it is over.
 _POLL_SECONDS, _MAX_SLEEP_SECONDS = 0.1, 0.002
+# The seconds after a rank has lost another one in which the others say that they are there.
+_GRACE_SECONDS = 2.0
 # The maximum number of blocks of a transfer's kernel, which by default depends on the links. NCCL has buffers
 # for each, of 4 MiB by default (NCCL_BUFFSIZE). The number has not been measured.
 _MAX_NCCL_BLOCKS = 4
@@ -158,6 +163,11 @@ def _warm_up(groups: Mapping[tuple[int, int], Any], own: Collection[int], device
     for (sender, _), group in groups.items():
         byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
         (group.send(byte, 1, 0) if sender in own else group.recv(byte, 0, 0)).wait()
+
+
+def _unregister(names: Iterable[str]) -> None:
+    for name in names:
+        unregister_group(name)
 
 
 def _nothing() -> None:
@@ -220,6 +230,7 @@ class Ranks(Processes):
         self._names: Sequence[int] = range(size * self._num_columns) if names is None else names
         # By the name that programs have: the stage, the name in its layers, and the group, if it is made.
         self._collectives: dict[str, tuple[int, str, Any]] = {}
+        weakref.finalize(self, _unregister, self._collectives)
         self._store = TimedStore(store, timeout)
         self.device, self.by_nccl = device, by_nccl
         # The ranks of a replica that have each parameter, in all pipelines.
@@ -384,12 +395,14 @@ class Ranks(Processes):
                 f"came first: they differ in {difference(own, theirs)}; make the same calls on "
                 "all ranks"
             )
+        if new and self.num_shards > 1:
+            self._check_collectives(call, plan)
         edges = edges_of(stages, self.size)
         if self._channels_of() is not pipeline or not edges <= self._edges:
             self._connect(pipeline, stages, edges)
         elif waits_for:
             self._wait_until_ready(waits_for)
-        self._connect_collectives(stages)
+        self._connect_collectives()
 
     def begin_backward(self, forward: int) -> None:
         """Prepares a run that is the backward of the run ``forward``.
@@ -436,8 +449,9 @@ class Ranks(Processes):
                     raise
                 outcome = _DONE
         if outcome != _DONE:
+            silent = self._silent(outcome)
             self._end()
-            self._raise(outcome)
+            self._raise(outcome, silent)
         if self.index == 0 and self._number > 0:  # all ranks have read these
             names = ["done", "outcome", "call"] if self._column == 0 else []
             names += [f"{name}/{self.replica}" for name in _OF_REPLICA if self._shard == 0]
@@ -471,12 +485,34 @@ class Ranks(Processes):
             own = self._store.compare_set(self._key("outcome"), "", own).decode()
         if own == _DONE:
             return False
+        silent = self._silent(own)
         self._end()
         if json.loads(own)["rank"] != self.rank:
-            self._raise(own)
-        if lost:
-            raise RuntimeError(error)
+            self._raise(own, silent)
+        if lost or silent:
+            raise RuntimeError(f"rank {silent} is lost: {error}" if silent else error)
         return True
+
+    def _silent(self, outcome: str) -> str:
+        """Returns the numbers of the ranks that are lost, if the outcome names others, too.
+
+        In a chain of ranks of which each waits for the next, any wait may be the first to be too long. So all
+        ranks that are not lost say so.
+        """
+        named = json.loads(outcome)["lost"].split(", ")
+        silent = [] if named == [""] else named
+        with contextlib.suppress(RuntimeError):
+            begin = time.monotonic()
+            if silent:
+                self._share(f"here/{self.rank}", "")
+            while silent and time.monotonic() - begin < _GRACE_SECONDS:
+                time.sleep(_MAX_SLEEP_SECONDS)
+                missing = [r for r in self._everyone() if self._read(f"here/{r}") == _UNSET]
+                silent = [*map(str, self._named(missing))]
+                if silent == named:
+                    break
+        found = [rank for rank in silent if rank in named] or silent
+        return "" if found == named else ", ".join(found)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -616,8 +652,8 @@ class Ranks(Processes):
 
     def _end(self) -> None:
         # Without references, groups close their connections: a collective that waits for this process fails.
+        _unregister(self._collectives)
         for own, (stage, name, _) in self._collectives.items():
-            unregister_group(own)
             self._collectives[own] = stage, name, None
         self._has_reported, self._channels_of = True, _nothing
         self._clock_group = self._replica_group = None
@@ -632,9 +668,9 @@ class Ranks(Processes):
         """Returns the numbers of ranks in torch.distributed."""
         return [self._names[rank] for rank in ranks]
 
-    def _raise(self, outcome: str) -> NoReturn:
+    def _raise(self, outcome: str, silent: str = "") -> NoReturn:
         found = json.loads(outcome)
-        failed, lost = self._names[found["rank"]], found["lost"]
+        failed, lost = self._names[found["rank"]], silent or found["lost"]
         what = f"rank {lost} is lost, as rank {failed} has found" if lost else f"rank {failed} has failed"
         raise RuntimeError(f"{what}, so no rank changed anything: {found['error']}")
 
@@ -763,7 +799,25 @@ class Ranks(Processes):
         self._collectives.setdefault(own, (stage, name, None))
         return own
 
-    def _connect_collectives(self, stages: Sequence[Stage]) -> None:
+    def _check_collectives(self, call: Call, plan: PlannedCall) -> None:
+        """Checks that the ranks with the stages of this rank run the same collectives, so that all end.
+
+        If each stage has the same actions in the same order on all of these ranks, and each action the same
+        collectives, then the ranks of a group wait for each other as if they were one; and of one rank for
+        each stage, the schedule is known not to deadlock.
+        """
+        own = describe_collectives(call, plan, self.stages_of(len(call.saved_fractions)))
+        key = self._key(f"collectives/{self.replica}/{self.index}")
+        text = self._store.compare_set(key, "", json.dumps([self._name, own])).decode()
+        self._gathered.append((self._number, key))
+        rank, theirs = json.loads(text)
+        if own != theirs:
+            raise RuntimeError(
+                f"the layers of rank {self._name} run other collectives than those of rank {rank}, which "
+                f"waits for them: they differ in {difference(own, theirs)}; let them do the same on both"
+            )
+
+    def _connect_collectives(self) -> None:
         """Makes the groups of collectives that are not made yet, in one order on all of their ranks."""
         missing = {own: each for own, each in self._collectives.items() if each[-1] is None}
         if missing:
@@ -776,24 +830,6 @@ class Ranks(Processes):
             position = f"collectives/{stage}/{'-'.join(map(str, names))}/{name}"
             group = self._joined(make, position, ranks.index(self.rank), len(ranks), others)
             self._collectives[own] = stage, name, group
-            self._check_gradients(stages[stage])
-
-    def _check_gradients(self, stage: Stage) -> None:
-        """Checks that replicas can sum the gradients of a stage.
-
-        Raises:
-            RuntimeError: a part of a gradient has another shape than that of its parameter.
-        """
-        parameters = parameters_of(stage.layers)
-        for index, part in stage.sharded_gradients.items() if self.num_replicas > 1 else ():
-            local = tuple(local_tensor(parameters[index]).shape)
-            if part.shape != local:
-                raise RuntimeError(
-                    f"the gradient of parameter {index} of the stage of layer {stage.first_layer} has parts "
-                    f"of shape {list(part.shape)} and the placements {part.placements}, and replicas sum "
-                    f"only gradients like the parameters, here of shape {list(local)}; use another "
-                    "placement, or a mesh without 'dp_replicate'"
-                )
 
     def _joined(
         self, make: Callable[..., Any], name: str, rank: int, size: int, others: Sequence[int]

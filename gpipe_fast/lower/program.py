@@ -117,6 +117,19 @@ class ProgramIR:
         """Returns the bytes of the program's constants."""
         return sum(value.constant.nbytes for value in self.values if value.constant is not None)
 
+    def collectives(self) -> list[str]:
+        """Returns what the program exchanges with other processes, in order, without names of groups."""
+        found = []
+        for step in self.steps:
+            position = group_position(step.op) if isinstance(step, Call) else None
+            if position is None or not isinstance(step, Call):
+                continue
+            given = self.values[step.arguments[0].value]
+            shared = "all_to_all_single" not in step.op.name()  # else each process has its own sizes
+            known = [*step.arguments[1:position], str(given.dtype), given.sizes] if shared else []
+            found.append(f"{step.op._schema.name} {known} {step.when.name}")
+        return found
+
     def placeable(self) -> list[bool]:
         """Returns, for each result, whether a run can write it into memory that it is given.
 

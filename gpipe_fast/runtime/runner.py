@@ -26,6 +26,7 @@ A step (gpipe_fast/training/step.py) calls `run` of the runner with the loss. `G
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -310,8 +311,10 @@ class Runner:
         )
         own = range(len(balance)) if is_absent else self.processes.stages_of(len(balance))
         stages = Placement(balance, devices, None).stages(self.layers, own, options, LayerStates())
+        # A weak reference: the processes keep plans, and those, in C++, their stages.
+        processes: Processes = weakref.proxy(self.processes)
         for index, stage in enumerate(stages):
-            stage.own_group = partial(self.processes.own_group, index)
+            stage.own_group = partial(_own_group, processes, index)
         return stages
 
     def planner_for(
@@ -702,3 +705,7 @@ class _LongerRunner(Runner):
 
     def _follow_layers(self) -> None:
         """Does nothing: the other runner has detected changes of its layers before."""
+
+
+def _own_group(processes: Processes, stage: int, name: str) -> str:
+    return processes.own_group(stage, name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +31,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from gpipe_fast import GPipe
+from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.container import runner_of
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.lower.program import ProgramIR
-from gpipe_fast.lower.steps import Call
+from gpipe_fast.lower.steps import Call, Step
+from gpipe_fast.schedule import Action, Kind, Schedule
 from gpipe_fast.trace.collectives import group_position
 from tests.distributed.cases import TIMEOUT, _error_of
 from tests.unit.csrc.test_no_interpreter import while_gil_is_held
@@ -425,8 +430,12 @@ def collectives(pipe: GPipe) -> dict[int, int]:
     return found
 
 
+def is_collective_step(step: Step) -> bool:
+    return isinstance(step, Call) and group_position(step.op) is not None
+
+
 def in_program(program: ProgramIR) -> int:
-    return sum(isinstance(step, Call) and group_position(step.op) is not None for step in program.steps)
+    return sum(map(is_collective_step, program.steps))
 
 
 def counted(name: str, checkpoint: Any) -> list[tuple[int, int, int, int]]:
@@ -494,11 +503,20 @@ def without_gil() -> bool:
 
 
 class Fault(NamedTuple):
-    """What happens to one rank in an action, after some operators of its program."""
+    """What happens to one rank in an action, after some steps of its program.
+
+    Attributes:
+        rank: the rank.
+        place: the action.
+        count: the number of steps; or, if ``inside``, which of the collectives has started and is waited for.
+        inside: whether it happens in the wait for a collective.
+        how: a signal, or 'ValueError'.
+    """
 
     rank: int
     place: str
     count: int
+    inside: bool
     how: str
 
     @classmethod
@@ -508,11 +526,29 @@ class Fault(NamedTuple):
         stage = draw.randrange(2) if stages == 1 else rank // (size // stages)
         kind = draw.choice(["F", "R", "B" if stage == 0 else draw.choice("IW")])
         place = f"{stage}{kind}{draw.randrange(3)}"
-        return cls(rank, place, draw.randrange(30), draw.choice(["SIGKILL", "SIGSTOP", "ValueError"]))
+        how = ("SIGKILL", "SIGSTOP", "ValueError")[seed // 2 % 3]
+        return cls(rank, place, draw.randrange(30), seed // 6 % 2 == 0, how)
+
+    def checks(self, program: ProgramIR, parts: tuple[int, int]) -> int:
+        """Returns how often the action looks for a cancellation before the fault: before each step, and once
+        a collective has started.
+        """
+        begin = {"F": 0, "R": 0, "B": parts[0], "I": parts[0], "W": parts[1]}[self.place[1]]
+        end = {"R": parts[0], "I": parts[1]}.get(self.place[1])
+        is_first = self.place.endswith("0")
+        skipped = ActiveRuns.LATER if is_first else ActiveRuns.FIRST
+        found = []
+        for step in program.steps[begin:end]:
+            if getattr(step, "when", None) is not skipped:
+                found += [False, True] if is_collective_step(step) else [False]
+        waits = [i for i, is_wait in enumerate(found) if is_wait]
+        return waits[self.count % len(waits)] if self.inside and waits else self.count
 
 
-def failing(fault: Fault, stages: int, timeout: float) -> tuple[str, bool]:
-    """Returns the error of a step with a fault, and whether the next step has the loss of the first one."""
+def failing(fault: Fault, stages: int, timeout: float) -> tuple[str, bool, float]:
+    """Returns the error of a step with a fault, whether the next step has the loss of the first one, and the
+    seconds until the error.
+    """
     warnings.simplefilter("ignore")
     pipe = made("llama", stages, timeout=timeout, checkpoint="always")
 
@@ -523,35 +559,114 @@ def failing(fault: Fault, stages: int, timeout: float) -> tuple[str, bool]:
 
     first, error, native = step(), "", runner_of(pipe).pipeline
     if dist.get_rank() == fault.rank:
-        native.inject_faults(faults=[(fault.place, fault.count, fault.how)])
+        ((longer, *_),) = runner_of(pipe).with_losses.values()
+        lowered = longer.planner.latest.compiled[0][int(fault.place[0])].traced.lower(0.0)
+        program = lowered.forward if fault.place[1] == "F" else lowered.backward
+        assert program is not None
+        native.inject_faults(faults=[(fault.place, fault.checks(program, program.parts), fault.how)])
+    begin = time.monotonic()
     try:
         step()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - begin
     native.inject_faults()
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    if fault.how == "ValueError":
-        # A rank may wait for the timeout if another one fails between the begin and the end of a collective.
-        dist.barrier()
-    return error, fault.how == "ValueError" and step() == first
+    return error, fault.how == "ValueError" and step() == first, seconds
 
 
-def replicated() -> str:
-    """Compares two replicas of two shards with one process that has the samples of both."""
+class Ordered(nn.Module):
+    """Two sums over processes, of different shapes, which a rank may compute in another order."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "order":
+            b = self.second(torch.stack([x, x])).sum(0)
+            return x + self.first(x) + b
+        a = self.first(x)
+        if self.how == "more":
+            a = self.first(a)
+        return x + a + self.second(torch.stack([x, x])).sum(0)
+
+
+def in_phases(num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns a schedule of all forwards, and then all backwards in the same order."""
+    kinds, numbers = (Kind.F, Kind.B), range(num_microbatches)
+    return Schedule.of([[Action(s, kind, m) for kind in kinds for m in numbers] for s in range(num_stages)])
+
+
+# In what a rank may differ from the others along 'tp': what its layers do, arguments of GPipe, and others.
+DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nothing": ("", {}),
+    "order": ("order", {}),
+    "more": ("more", {}),
+    "schedule": ("", {"schedule": "gpipe"}),
+    "actions": ("", {"schedule": in_phases}),
+    "chunks": ("", {"chunks": 2}),
+    "checkpoint": ("", {"checkpoint": "never"}),
+    "balance": ("", {"balance": [1, 3]}),
+    "samples": ("", {"samples": 12}),
+    "seed": ("dropout", {"seed": 1}),
+    "method": ("", {"method": "call"}),
+    "no_grad": ("calls", {"method": "no_grad"}),
+}
+
+
+def disagreeing(odd: int, stages: int) -> dict[str, tuple[str, bool, float]]:
+    """One rank differs from the others in one thing after the other: returns errors, whether a gradient has
+    changed, and seconds.
+    """
+    warnings.simplefilter("ignore")
+    mesh, found = mesh_of(stages), {}
+    for name, (how, options) in DIFFERENCES.items():
+        given = options if dist.get_rank() == odd else {}
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [Ordered(how if given is options else "") for _ in range(4)]
+        for layer in layers:
+            row = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(layer, mesh["tp"], {"first": row, "second": row})
+        if how == "dropout":
+            layers[3] = nn.Dropout(0.5)
+        given = {"balance": [2, 2], "schedule": "1f1b", "chunks": 4, "checkpoint": "always"} | given
+        samples, seed, method = (
+            given.pop("samples", 8),
+            given.pop("seed", 0),
+            given.pop("method", "call" if how == "calls" else "step"),
+        )
+        pipe, x = (
+            GPipe(nn.Sequential(*layers), mesh=mesh, timeout=6 * TIMEOUT, **given),
+            torch.ones(samples, WIDTH),
+        )
+        torch.manual_seed(seed)
+        begin = time.monotonic()
+        with torch.set_grad_enabled(method != "no_grad"):
+            if method == "step":
+                error = _error_of(functools.partial(pipe.step, x, target=x, loss_fn=square_of, normalizer=1))
+            else:
+                error = _error_of(functools.partial(pipe, x))
+        is_changed = any(p.grad is not None for p in pipe.parameters())
+        found[name] = error, is_changed, time.monotonic() - begin
+    return found
+
+
+def replicated(name: str) -> None:
+    """Compares two replicas of two shards with one process that has the samples of both.
+
+    In a Llama, the gradient of the embedding, whose rows are divided, is a sum over processes along 'tp'.
+    """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
-    single, replica = gpt(), mesh.get_local_rank("dp_replicate")
-    options: dict[str, Any] = {"chunks": 3, "schedule": "1f1b", "mesh": mesh, "timeout": TIMEOUT}
+    single, replica = MODELS[name](), mesh.get_local_rank("dp_replicate")
     x, y = batch(12), batch(12, 2)
     plain_step(single, x, y, 3, "gpipe")
-    pipe = GPipe(gpt(mesh["tp"]), [6], **options)
+    pipe = GPipe(MODELS[name](mesh["tp"]), [6], chunks=3, schedule="1f1b", mesh=mesh, timeout=TIMEOUT)
     own = slice(0, 7) if replica == 0 else slice(7, 12)
     pipe.step(x[own], target=y[own], loss_fn=functools.partial(mean_of, count=12))
-    for a, (name, b) in zip(pipe.parameters(), single.named_parameters(), strict=True):
-        torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-4, atol=1e-5, msg=name)  # type: ignore[arg-type]
-    # The gradient of an embedding with divided rows is a sum that replicas cannot add up.
-    pipe = GPipe(llama(mesh["tp"]), [6], **options)
-    return _error_of(lambda: pipe.step(x[own], target=y[own], loss_fn=loss_of, normalizer=1))
+    for a, (key, b) in zip(pipe.parameters(), single.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(a.grad), b.grad, rtol=1e-4, atol=1e-5, msg=key)  # type: ignore[arg-type]
 
 
 def mean_of(output: Tensor, target: Tensor, count: int) -> Tensor:
@@ -587,4 +702,17 @@ def refused() -> list[str]:
         next(p for p in pipe.parameters() if isinstance(p, DTensor)).mul_(2)
     attempt(lambda: output.sum().backward())
     found.append(str([name for name, p in pipe.named_parameters() if p.grad is not None]))
+    return found
+
+
+def constructed(number: int) -> list[tuple[int, int]]:
+    """Makes pipelines one after the other; returns the numbers of open files and threads after each."""
+    warnings.simplefilter("ignore")
+    mesh, found = mesh_of(1), []
+    for _ in range(number):
+        pipe = GPipe(gpt(mesh["tp"], 1), [1, 2], mesh=mesh, chunks=2, schedule="1f1b", timeout=TIMEOUT)
+        pipe.step(batch(4), target=batch(4, 2), loss_fn=loss_of, normalizer=8)
+        del pipe
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return found

@@ -205,10 +205,10 @@ def in_rows(name: str = "fsdp", again: bool = False, replicas: Any = (0,), lost:
             own.with_whole([*layers.parameters()], [*layers.parameters()])
 
 
-def replicated_terms() -> None:
-    stage = stages_of(pipe())[0]
-    stage.sharded_gradients[0] = GradientPart((Partial(),), (9, 6))
-    REPLICAS._check_gradients(stage)
+def other_collectives() -> None:
+    ranks = Ranks(0, 1, dist.HashStore(), 0.2, num_shards=2)
+    ranks._store.set("0/collectives/0/0", '[5, {"collective 0 of 0F": "all_reduce"}]')
+    ranks._check_collectives(mock.Mock(saved_fractions=[[1.0]]), mock.Mock(compiled=()))
 
 
 def other_start() -> None:
@@ -379,7 +379,7 @@ OF_RANKS = [
     case("stage 1 has a collective of the group 'g'", "pass GPipe mesh=", ONE_PROCESS.own_group, 1, "g"),
     case("stages [0, 1] share a DTensor of shape [4, 6]", "in one stage", tied_shards),
     case("of the ranks [0], which", "dimension 'tp' only", foreign_group),
-    case("parts of shape [9, 6]", "a mesh without", replicated_terms),
+    case("run other collectives than those of rank 5", "do the same on both", other_collectives),
     case("ranks [1] along 'tp'", "a larger timeout", lambda: SHARDS.fail("gloo/transport/tcp/pair.cc")),
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),
