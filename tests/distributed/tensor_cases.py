@@ -575,6 +575,25 @@ def failing(fault: Fault, stages: int, timeout: float) -> tuple[str, bool, float
     return error, fault.how == "ValueError" and step() == first, seconds
 
 
+def delayed(stages: int, schedule: str, seeds: int) -> list[int]:
+    """Returns the seeds with which steps differ whose actions are delayed by other times on each rank."""
+    warnings.simplefilter("ignore")
+    balance = (2, 1, 1, 2) if stages == 2 else (3, 3)
+    pipe, found = made("llama", stages, balance, schedule=schedule, checkpoint=0.5), []
+
+    def step() -> list[Tensor]:
+        pipe.zero_grad()
+        loss = pipe.step(batch(8), target=batch(8, 2), loss_fn=loss_of, normalizer=8)
+        return [loss, *(local(p.grad) for p in pipe.parameters() if p.grad is not None)]
+
+    expected = step()
+    for seed in range(seeds):
+        runner_of(pipe).pipeline.inject_faults(seed * 7 + dist.get_rank(), max_delay_us=3000)
+        if not all(map(torch.equal, step(), expected)):
+            found.append(seed)
+    return found
+
+
 class Ordered(nn.Module):
     """Two sums over processes, of different shapes, which a rank may compute in another order."""
 

@@ -65,6 +65,21 @@ def test_programs_run_the_collectives_of_the_plan(checkpoint: Any) -> None:
                 assert of_gloo == 4 * (forward + backward)
 
 
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [
+        (1, "1f1b"),
+        *(
+            pytest.param(*c, marks=pytest.mark.extended)
+            for c in ((1, "gpipe"), (1, "zb-h1"), (2, "interleaved"))
+        ),
+    ],
+)
+def test_two_stages_of_a_process_with_delays(stages: int, schedule: str) -> None:
+    """Threads of two stages start their collectives in any order; each stage has groups of its own."""
+    assert run_ranks(2 * stages, cases.delayed, stages, schedule, 20) == [[]] * 2 * stages
+
+
 def test_collectives_need_no_gil() -> None:
     assert run_ranks(2, cases.without_gil) == [True] * 2
 
