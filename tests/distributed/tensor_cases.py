@@ -331,7 +331,7 @@ def redistributed(mesh: DeviceMesh | None = None) -> nn.Sequential:
     return layers
 
 
-def redistributing() -> list[str]:
+def redistributing(length: int) -> list[str]:
     """Compares steps of layers that redistribute DTensors with the plain loop and with one process.
 
     PyTorch knows placements from the first trace, with a mesh equal to the second, but another object.
@@ -341,7 +341,7 @@ def redistributing() -> list[str]:
     for mesh in (mesh_of(1), mesh_of(1)):
         ours, plain, single = redistributed(mesh["tp"]), redistributed(mesh["tp"]), redistributed()
         pipe = GPipe(ours, [2, 2], mesh=mesh, chunks=2, schedule="1f1b", timeout=TIMEOUT)
-        x, y = torch.randn(2, 4, LENGTH, WIDTH).unbind()
+        x, y = torch.randn(2, 4, length, WIDTH).unbind()
         pipe.step(x, target=y, loss_fn=square_of, normalizer=len(x))
         for layers in plain, single:
             for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -715,6 +715,7 @@ def refused() -> list[str]:
         parallel(nn.Linear(8, 8), RowwiseParallel(input_layouts=Replicate())), nn.Linear(8, 8)
     )
     attempt(lambda: GPipe(layers, [1, 1], mesh=mesh, timeout=TIMEOUT)(x))
+    attempt(lambda: made("llama", 1)(batch(8)[:, :7]))  # which would end the processes of the plain layers
     pipe = made("gpt", 1)
     output = pipe(batch(8))
     with torch.no_grad():

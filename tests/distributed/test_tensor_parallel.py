@@ -33,8 +33,9 @@ def test_numbers_of_samples_that_change(name: str) -> None:
     assert run_ranks(2, cases.changing, name) == [[]] * 2
 
 
-def test_layers_that_redistribute() -> None:
-    assert run_ranks(2, cases.redistributing) == [[]] * 2
+@pytest.mark.parametrize("length", [8, pytest.param(7, marks=pytest.mark.extended)])
+def test_layers_that_redistribute(length: int) -> None:
+    assert run_ranks(2, cases.redistributing, length) == [[]] * 2
 
 
 @pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
@@ -155,10 +156,11 @@ def test_pipelines_leave_no_files_and_threads(number: int) -> None:
 
 def test_what_is_refused() -> None:
     for found in run_ranks(2, cases.refused):
-        returned, no_mesh, no_shard, start, changed, gradients = found
+        returned, no_mesh, no_shard, start, uneven, changed, gradients = found
         assert "returns a DTensor" in returned
         assert "pass GPipe mesh=" in no_mesh
         assert "no parameter of the layers is a DTensor" in no_shard
         assert "'weight' of layer 1 (Linear) differs between rank 0 and rank 1" in start
+        assert "all_gather_into_tensor [2, 'torch.float32', (2, 3, 16)]" in uneven
         assert "modified by an inplace operation" in changed
         assert gradients == "[]"
