@@ -3,7 +3,6 @@
 #include "bindings/python_workers.h"
 
 #include "check.h"
-#include "program/collective.h"
 #include "program/launch.h"
 #include "program/place.h"
 #include "program/program.h"
@@ -70,8 +69,7 @@ void add_operator(Program& program, const std::string& name, const std::string& 
   std::vector<Argument> converted;
   for (size_t i = 0; i < schema.size(); ++i)
     converted.push_back(to_argument(program, arguments[i], schema[i].type()));
-  auto call = name.rfind("_c10d_functional::", 0) == 0 ? make_collective(op, std::move(converted))
-                                                       : make_boxed(op, std::move(converted), !results);
+  auto call = make_boxed(op, std::move(converted), !results);
   if (results) {
     program.add_call_returning(std::move(call), *results, when);
   } else {

@@ -1,10 +1,14 @@
 // Operators called through the boxed dispatcher.
 #include "program/operator.h"
 
+#include "program/collective.h"
+
 #include <ATen/core/stack.h>
 
 namespace gpipe_fast {
 namespace {
+
+const std::string kCollectives = "_c10d_functional::";
 
 class BoxedOperator final : public Operator {
  public:
@@ -12,13 +16,19 @@ class BoxedOperator final : public Operator {
       : op_(std::move(op)), arguments_(std::move(arguments)), is_out_variant_(is_out_variant) {
     for (const auto& argument : op_.schema().arguments())
       optional_list_.push_back(is_optional_list(argument.type()));
+    const std::string& name = op_.schema().name();
+    if (name.rfind(kCollectives, 0) == 0) collective_ = name.substr(kCollectives.size());
   }
 
-  void call(std::vector<at::Tensor>& results, CancellationToken*) override {
+  void call(std::vector<at::Tensor>& results, CancellationToken* token) override {
     stack_.clear();
     for (size_t i = 0; i < arguments_.size(); ++i) push(i);
     try {
-      op_.callBoxed(stack_);
+      if (collective_.empty()) {
+        op_.callBoxed(stack_);
+      } else {
+        stack_ = {run_collective(collective_, stack_, token)};
+      }
     } catch (...) {
       stack_.clear();
       throw;
@@ -68,6 +78,7 @@ class BoxedOperator final : public Operator {
   std::vector<Argument> arguments_;
   bool is_out_variant_;
   std::vector<bool> optional_list_;
+  std::string collective_;  // the name of one; else empty
   torch::jit::Stack stack_;
 };
 

@@ -25,7 +25,8 @@ class Operator {
   virtual void call(std::vector<at::Tensor>& results, CancellationToken* token) = 0;
 };
 
-// Returns a call through the boxed dispatcher, which supports every operator.
+// Returns a call through the boxed dispatcher, which supports every operator; or, for a functional collective, one that
+// also waits for the result.
 std::unique_ptr<Operator> make_boxed(const c10::OperatorHandle& op, std::vector<Argument> arguments,
                                      bool is_out_variant);
 
