@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpipe_fast._extension import Arena, Layout, Program, Value
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Call
@@ -59,6 +60,20 @@ def test_a_step_of_a_program_starts_a_collective_and_waits(name: str, group: str
     program = lower(split(joint, 0.0).forward)
     names = [step.op._schema.name for step in program.steps if isinstance(step, Call)]
     assert [each for each in names if "c10d" in each] == [f"_c10d_functional::{name}"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_a_step_returns_what_other_processes_have_sent(dtype: torch.dtype, group: str) -> None:
+    arguments = {"all_gather_into_tensor": (1,), "reduce_scatter_tensor": ("sum", 1), "broadcast": (0,)}
+    arguments |= {"all_reduce": ("sum",), "all_to_all_single": ([2], [2])}
+    for name, own in arguments.items():
+        program, layout = Program(Arena(), torch.device("cpu")), Layout([2, 4], [4, 1], dtype)
+        given, result = program.add_input(layout), program.add_result(layout)
+        program.add_operator(f"_c10d_functional::{name}", "", [Value(given), *own, group], [result])
+        program.set_outputs([result])
+        x = torch.randn(2, 4, dtype=dtype)
+        (found,), _ = program.run([x], [], True)
+        assert torch.equal(found, x), name
 
 
 def test_results_that_nothing_waits_for_are_refused(group: str) -> None:
