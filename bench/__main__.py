@@ -19,7 +19,8 @@ from textwrap import indent
 _OF_PACKAGES = {
     "bench.micro": "denoising draws engine execution first-call inference-stream interpreted "
     "lengths schedules signature",
-    "bench.compare": "distributed frontier memory overhead qlora step training-step within-memory",
+    "bench.compare": "distributed frontier memory overhead qlora step tensor-parallel training-step "
+    "within-memory",
     "bench.gpu": "cuda levers where",
     "tools": "census compiled explain fusion ledger policies regions reruns",
 }

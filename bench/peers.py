@@ -103,11 +103,12 @@ class TorchPipelining:
         input: Tensor,
         gradient: Tensor,
         schedule: str = "gpipe",
+        group: Any = None,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         module = Checkpointed(stages[rank]) if recompute else stages[rank]
-        stage = PipelineStage(module, rank, len(stages), torch.device("cpu"))
+        stage = PipelineStage(module, rank, len(stages), torch.device("cpu"), group=group)
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
         self.schedule = kind(stage, chunks, loss_fn=weighted_sum, scale_grads=False)
         self.parameters = list(module.parameters())

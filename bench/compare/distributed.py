@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,17 +53,16 @@ LOOPBACK, SLOW = Link("loopback"), Link("2 ms, 1 Gbit/s", 0.002, 1000)
 class Ours:
     """One rank's part of a step of a GPipe with a mesh, in its own process."""
 
-    def __init__(self, case: Case, schedule: str) -> None:
+    def __init__(self, case: Case, schedule: str, stages: Sequence[nn.Sequential], mesh: Any) -> None:
         from gpipe_fast import GPipe
 
-        stages = case.stages()
         self.model = GPipe(
             nn.Sequential(*itertools.chain(*stages)),
             [len(stage) for stage in stages],
             chunks=case.chunks,
             checkpoint="always" if case.recompute else "never",
             schedule=schedule,
-            mesh=dist.group.WORLD,
+            mesh=mesh,
         )
         self.parameters = [p for p in self.model.parameters() if not p.is_meta]
         self.input, self.weights = case.data()
@@ -82,7 +82,7 @@ def make(number: int, name: str, port: int, case: Case, schedule: str, hosts: Se
         hosts[number].enter()
     join(port, number, STAGES, hosts[0].address if hosts else "127.0.0.1")
     if name == OURS:
-        return Ours(case, schedule)
+        return Ours(case, schedule, case.stages(), dist.group.WORLD)
     return TorchPipelining(number, case.stages(), case.recompute, case.chunks, *case.data(), schedule)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.compare import distributed, frontier, overhead, step
+from bench.compare import distributed, frontier, overhead, step, tensor_parallel
 from bench.comparison import Outcome
 
 COMPARISONS = [
@@ -10,6 +10,7 @@ COMPARISONS = [
     *step.COMPARISONS,
     *frontier.COMPARISONS,
     *distributed.COMPARISONS,
+    *tensor_parallel.COMPARISONS,
 ]
 
 
