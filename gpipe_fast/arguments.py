@@ -171,10 +171,21 @@ def check_inputs(inputs: Inputs, devices: Sequence[torch.device]) -> None:
         )
 
 
+_WHOLE_GRAPHS = "these cannot be split; pass whole graphs as samples, padded to one size"
 _EDGES = (
-    ", unless one numbers the samples of another, as the edge_index of a graph does its nodes: these cannot "
-    "be split; pass whole graphs as samples, padded to one size"
+    ", unless one numbers the samples of another, as the edge_index of a graph does its nodes: "
+    f"{_WHOLE_GRAPHS}"
 )
+
+
+def name_edges(error: IndexError, inputs: Inputs) -> None:
+    """Adds to an error of a layer that an input may number samples that are in other micro-batches."""
+    whole = (x for x, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True) if dim is None)
+    if any(map(_may_be_edges, whole)):
+        error.args = (
+            f"{error}; every micro-batch gets an input whole that looks like the edge_index of a graph, "
+            f"which numbers the nodes of the mini-batch: {_WHOLE_GRAPHS}",
+        )
 
 
 def _may_be_edges(tensor: Tensor) -> bool:

@@ -41,6 +41,7 @@ from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import (
     check_inputs,
     check_signature,
+    name_edges,
     warn_idle_stages,
     warn_sequence_first,
     warn_square_input,
@@ -459,6 +460,13 @@ class Runner:
 
     def run(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
+        try:
+            return self._run(inputs, training, given)
+        except IndexError as error:
+            name_edges(error, inputs)
+            raise
+
+    def _run(self, inputs: Inputs, training: bool, given: StepInputs | None) -> Any:
         call = self.prepare(inputs, training, given)
         plan, key = call.plan, call.key()
         seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, replicate
 from tests.models import features, mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +30,42 @@ def test_unsupported_inputs_are_refused() -> None:
     with pytest.raises(TypeError, match=r"model\(x=...\) passes its arguments to layer 0 \(Linear\)"):
         model(x=x)
     assert model(x).shape == (8, 4)
+
+
+class Sums(nn.Module):
+    """A layer of a graph: adds to each node what its edges bring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, edge_index[1], self.linear(x)[edge_index[0]])
+
+
+class Graph(nn.Module):
+    """A model of nodes and edges, as those of PyTorch Geometric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(Sums() for _ in range(2))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for each in self.convolutions:
+            x = each(x, edge_index)
+        return x
+
+
+@pytest.mark.parametrize("is_sequence", [True, False])
+@pytest.mark.filterwarnings("ignore:.*stages idle")
+def test_nodes_of_a_graph_cannot_be_split(is_sequence: bool) -> None:
+    """Also if the edges are passed whole, as the error of unequal sizes says of other inputs."""
+    x, edges = features(8), torch.tensor([[0, 1, 7], [1, 2, 0]])
+    with pytest.raises(IndexError, match=r"edge_index of a graph.*these cannot be split; pass whole graphs"):
+        if is_sequence:
+            GPipe(nn.Sequential(Sums()), [1], chunks=2)(x, replicate(edges))
+        else:
+            GPipe.from_model(Graph(), (x, edges), balance=[1, 1], devices=["cpu"] * 2, chunks=2)(x, edges)
 
 
 class TakesKeyword(nn.Module):
