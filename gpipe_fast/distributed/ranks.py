@@ -124,6 +124,8 @@ _SEED = "the mini-batch's seed (torch.manual_seed)"
 _NOTHING_ASKED: Mapping[str, str] = {}
 # The end of the digest of a run for whose plan all ranks wait.
 _NEW = " new"
+# The name under which the rank that comes first tells its number.
+_FIRST = "rank"
 # The maximum length of a value in the store, which refuses those of 8 MiB.
 _MAX_LENGTH = 2**22
 # The ranks of this process that are in use.
@@ -372,7 +374,7 @@ class Ranks(Processes):
                 own[_SEED] = str(seed)
             if new and not key.startswith("shards/"):  # whose parts may have other operators
                 own |= describe_code(plan)
-            text = f"{digest}{json.dumps(own)}{new}"
+            text = f"{digest}{json.dumps({**own, _FIRST: str(self._name)})}{new}"
             first = self._store.compare_set(self._key(key), "", text).decode()
             if first.startswith(_NO_CALL):
                 raise RuntimeError(
@@ -383,6 +385,7 @@ class Ranks(Processes):
             if first.endswith(_NEW):
                 waits_for.update(self._own_column() if key == f"call/{self._column}" else self._everyone())
             first, theirs = _parted(first.removesuffix(_NEW))
+            other = theirs.pop(_FIRST)
             if first != digest:
                 own, theirs = description, json.loads(self._store.get(f"plan/{first}"))
             else:
@@ -391,8 +394,8 @@ class Ranks(Processes):
             if own == theirs:
                 continue
             raise RuntimeError(
-                f"rank {self._name} calls the pipeline with other arguments than another rank, which "
-                f"came first: they differ in {difference(own, theirs)}; make the same calls on "
+                f"rank {self._name} calls the pipeline with other arguments than rank {other}, which came "
+                f"first: they differ in {difference(own, theirs)}; make the same calls on "
                 "all ranks"
             )
         if new and self.num_shards > 1:

@@ -267,7 +267,9 @@ def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
     is_odd, x = dist.get_rank() == odd_rank, features(9)
     target = torch.zeros(9, 2)
 
-    def run(layers: list[nn.Module], seed: int = 0, **options: Any) -> tuple[str, bool]:
+    def run(
+        layers: list[nn.Module], seed: int = 0, chunks: int = 3, samples: int = 9, **options: Any
+    ) -> tuple[str, bool]:
         torch.manual_seed(0)
         ends = [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)]
         sequential = nn.Sequential(*layers, *ends, nn.Linear(6, 2))
@@ -276,7 +278,7 @@ def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
             sequential,
             [len(sequential) + 1 - size, *[1] * (size - 1)],
             mesh=dist.group.WORLD,
-            chunks=3,
+            chunks=chunks,
             timeout=TIMEOUT,
         )
         own = [p for p in pipe.parameters() if not p.is_meta]
@@ -285,8 +287,8 @@ def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
         torch.manual_seed(seed)
         error = _error_of(
             lambda: pipe.step(
-                x,
-                target=target,
+                x[:samples],
+                target=target[:samples],
                 loss_fn=loss_of,
                 normalizer=9,
                 optimizer=None if optimizer is None else optimizer(own, lr=1.0),
@@ -307,6 +309,8 @@ def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
         "max_norm": run([Bent(0.1, False)], **other(max_norm=1.0)),
         "the scaler": run([Bent(0.1, False)], **other(scaler=torch.amp.GradScaler("cpu"))),
         "the seed": run([Bent(0.1, False)], **other(seed=1)),
+        "chunks": run([Bent(0.1, False)], **other(chunks=9)),
+        "the input": run([Bent(0.1, False)], **other(samples=6)),
         "an attribute": run([Bent(0.2 if is_odd else 0.1, False)]),
         "code": run([Bent(0.1, is_odd)]),
     }
@@ -327,11 +331,11 @@ def mean_of(output: Tensor, target: Tensor) -> Tensor:
     return output.sum() + target.sum()
 
 
-def losing_a_rank(how: str, num_stages: int) -> str:
-    """Rank 1 ends or stops in its second step: returns the error of the others; nothing changes on them."""
+def losing_a_rank(how: str, num_stages: int, rank: int) -> str:
+    """A rank ends or stops in its second step: returns the error of the others; nothing changes on them."""
     pipe, x = _pipe(num_stages, timeout=LOST), features(9)
     step(pipe, x)
-    if dist.get_rank() == 1:
+    if dist.get_rank() == rank:
         if how == "exit":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)

@@ -12,17 +12,22 @@ from tests.distributed.launch import needs_gloo, run_programs, run_ranks
 pytestmark = needs_gloo
 
 
+# All ranks of two, three and four, of which the latter have two stages and two replicas.
+RANKS = [(number, rank) for number in (2, 3, 4) for rank in range(number)]
+NUM_STAGES = {2: 2, 3: 3, 4: 2}
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "rank", "action"),
     [
         (2, 1, "1I2"),
         (4, 2, "0B0"),
-        *(pytest.param(*case, marks=pytest.mark.extended) for case in ((2, 0, "0F1"), (4, 3, "1F1"))),
+        *(pytest.param(n, rank, f"{rank % NUM_STAGES[n]}F1", marks=pytest.mark.soak) for n, rank in RANKS),
     ],
 )
 def test_an_action_fails(num_ranks: int, rank: int, action: str) -> None:
     """With replicas, the first stage of the other one waits for the sum when the last action fails."""
-    found = run_ranks(num_ranks, cases.failing, 2, rank, action)
+    found = run_ranks(num_ranks, cases.failing, NUM_STAGES[num_ranks], rank, action)
     place = rf"stage {action[0]}, layer \d \(\w+\), micro-batch {action[2]}"
     text = rf"injected ValueError \(in action {action}: {place}\)"
     for number, errors in enumerate(found):
@@ -56,22 +61,28 @@ def test_an_output_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "num_ranks"),
+    ("how", "num_ranks", "rank"),
     [
-        ("stop", 3),
-        ("exit", 4),
-        ("kill", 3),
-        *(pytest.param(*c, marks=pytest.mark.extended) for c in (("exit", 3), ("stop", 4))),
+        ("stop", 3, 1),
+        ("exit", 4, 1),
+        ("kill", 3, 1),
+        *(
+            pytest.param(how, *each, marks=pytest.mark.soak)
+            for how in ("stop", "exit", "kill")
+            for each in RANKS
+        ),
     ],
 )
-def test_a_rank_is_lost(how: str, num_ranks: int) -> None:
-    """Its connections close when it ends; if it stops, the timeout is over first. Four ranks are replicas."""
-    num_stages = {3: 3, 4: 2}[num_ranks]
-    first, _, *others = run_ranks(num_ranks, cases.losing_a_rank, how, num_stages, hangs=[1])
-    for error in (first, *others):
-        text = r"stage 1, in another process, failed|for ranks \[1\], which have ended or take longer"
-        assert re.search(text if num_ranks == 3 else f"{text}|has waited for .* ranks", error)
-        assert not re.search(r"rank [02] has failed", error), "the rank that is lost is named"
+def test_a_rank_is_lost(how: str, num_ranks: int, rank: int) -> None:
+    """Its connections close when it ends; if it stops, the timeout is over first."""
+    found = run_ranks(num_ranks, cases.losing_a_rank, how, NUM_STAGES[num_ranks], rank, hangs=[rank])
+    del found[rank]
+    place = f"stage {rank % NUM_STAGES[num_ranks]}, in another process, failed"
+    for error in found:
+        text = rf"{place}|for ranks \[{rank}\], which have ended or take longer"
+        assert re.search(text if num_ranks < 4 else f"{text}|has waited for .* ranks", error)
+        blamed = re.findall(r"rank (\d) (?:has failed|is lost)", error)
+        assert set(blamed) <= {str(rank)}, f"the rank that is lost is named, not those of {error!r}"
 
 
 @pytest.mark.parametrize(
@@ -124,15 +135,20 @@ def test_an_error_outside_of_calls(place: str, error: str) -> None:
     assert f"RuntimeError: {expected}: {error}\n" in other
 
 
-@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.extended)])
-def test_ranks_disagree(odd: int) -> None:
-    """Each rank that raises names what differs, and none has changed anything."""
-    found = run_ranks(2, cases.disagreeing, odd)
+@pytest.mark.parametrize(
+    ("num_ranks", "odd"),
+    [(2, 0), *(pytest.param(*each, marks=pytest.mark.soak) for each in RANKS if each != (2, 0))],
+)
+def test_ranks_disagree(num_ranks: int, odd: int) -> None:
+    """Each rank that raises names what differs, and who, and none has changed anything."""
+    found = run_ranks(num_ranks, cases.disagreeing, odd)
     names = {
         "the optimizer": "the argument optimizer",
         "max_norm": "the argument max_norm",
         "the scaler": "the argument scaler",
         "the seed": r"the mini-batch's seed \(torch.manual_seed\)",
+        "chunks": "chunks",
+        "the input": "input 0",
         "an attribute": "the operators of stage 0",
         "code": "the operators of stage 0",
     }
@@ -140,6 +156,9 @@ def test_ranks_disagree(odd: int) -> None:
         assert errors.pop("nothing") == ("", True)
         for name, (error, is_changed) in errors.items():
             assert re.search(f"they differ in {names[name]}: here .*, there ", error), name
+            ranks = re.search(r"rank (\d) calls the pipeline with other arguments than rank (\d)", error)
+            assert ranks is not None, error
+            assert str(odd) in ranks.groups(), error
             assert not is_changed
 
 
