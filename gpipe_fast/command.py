@@ -156,7 +156,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="files for the step: a page (.html), a picture (.svg, .png) or a trace for Perfetto (.json)",
+        help="files for the step: a page (.html), a picture (.svg) or a trace for Perfetto (.json)",
     )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
 from xml.sax.saxutils import escape
 
 from gpipe_fast.reports.blame import CAUSES
@@ -21,7 +18,6 @@ _TITLE_SIZE, _TEXT_SIZE, _NAME_SIZE = 13, 11, 10
 _LETTER_WIDTH = 0.62  # width of a letter in common monospaced fonts, relative to the font size
 _TICK_DISTANCE = 80  # the minimum
 _MAX_ARROWS = 200  # more of them hide the blocks
-_PNG_SCALE = 2
 
 # The pages have the same colours (page/page.css).
 BLOCK_COLOURS = {
@@ -43,27 +39,6 @@ _MEANINGS = {
 _TEXT_COLOUR, _LINE_COLOUR, _CRITICAL_COLOUR, _CURVE_COLOUR = "#222222", "#aaaaaa", "#a3174f", "#dcd7f0"
 
 
-class Canvas(Protocol):
-    """What a picture is drawn on. Coordinates are pixels from the top left corner."""
-
-    def rectangle(
-        self, left: float, top: float, right: float, bottom: float, fill: str, **notes: str
-    ) -> None:
-        """Draws a rectangle; with ``kind`` and ``tooltip``, which not every canvas can show."""
-
-    def hatch(self, left: float, top: float, right: float, bottom: float) -> None:
-        """Draws a hatched rectangle: the caller's loss."""
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str, kind: str = "") -> None:
-        """Draws a line."""
-
-    def text(self, x: float, y: float, text: str, size: int, *, centred: bool = False) -> None:
-        """Writes a line of text, vertically centred at ``y``."""
-
-    def group(self, name: str) -> None:
-        """Begins the group of a row, whose name is not empty, or ends it."""
-
-
 def svg(found: Timeline, lines: Sequence[str]) -> str:
     """Returns a picture as an SVG document.
 
@@ -72,22 +47,9 @@ def svg(found: Timeline, lines: Sequence[str]) -> str:
         lines: lines of text above it.
     """
     chart = _Chart(found, lines)
-    canvas = _SvgCanvas(chart.width, chart.height)
+    canvas = _Canvas(chart.width, chart.height)
     chart.draw(canvas)
     return canvas.document()
-
-
-def png(found: Timeline, lines: Sequence[str], path: str | os.PathLike[str]) -> None:
-    """Writes a picture as a PNG file.
-
-    Raises:
-        ImportError: Pillow is missing.
-        OSError: the file cannot be written.
-    """
-    chart = _Chart(found, lines)
-    canvas = _PngCanvas(chart.width, chart.height)
-    chart.draw(canvas)
-    canvas.image.save(path, format="PNG")
 
 
 class _Chart:
@@ -113,7 +75,7 @@ class _Chart:
         self._bottom = self._top + len(found.rows) * (self._row_height + _ROW_GAP) - _ROW_GAP
         self.height = math.ceil(self._bottom + 2 * _LINE_HEIGHT)
 
-    def draw(self, canvas: Canvas) -> None:
+    def draw(self, canvas: _Canvas) -> None:
         """Draws everything."""
         canvas.rectangle(0, 0, self.width, self.height, "#ffffff")
         for i, line in enumerate(self._lines):
@@ -169,13 +131,13 @@ class _Chart:
             yield x, y, fill, meaning
             x += width + 20
 
-    def _draw_legend(self, canvas: Canvas) -> None:
+    def _draw_legend(self, canvas: _Canvas) -> None:
         for x, y, fill, meaning in self._legend:
             half = 1 if fill == _CRITICAL_COLOUR else 5
             canvas.rectangle(x, y - half, x + 10, y + half, fill)
             canvas.text(x + 15, y, meaning, _TEXT_SIZE)
 
-    def _draw_row(self, canvas: Canvas, row: Row, top: float) -> None:
+    def _draw_row(self, canvas: _Canvas, row: Row, top: float) -> None:
         bottom = top + _ROW_HEIGHT
         canvas.text(_MARGIN, top + _ROW_HEIGHT / 2, row.title, _TEXT_SIZE)
         for cause, span in row.idle:
@@ -188,7 +150,7 @@ class _Chart:
         if row.memory:
             self._draw_curve(canvas, row.memory, bottom, bottom + _CURVE_HEIGHT)
 
-    def _draw_block(self, canvas: Canvas, action: Action, span: Span, top: float) -> None:
+    def _draw_block(self, canvas: _Canvas, action: Action, span: Span, top: float) -> None:
         left, right, bottom = self._x(span.begin), self._x(span.end), top + _ROW_HEIGHT
         tooltip = f"{action}: {(span.end - span.begin) * 1e3:.3f} ms, from {span.begin * 1e3:.3f} ms"
         fill = BLOCK_COLOURS[action.kind]
@@ -199,7 +161,7 @@ class _Chart:
             canvas.text((left + right) / 2, top + _ROW_HEIGHT / 2, _label(action), _NAME_SIZE, centred=True)
 
     def _draw_curve(
-        self, canvas: Canvas, memory: Sequence[tuple[float, int]], top: float, bottom: float
+        self, canvas: _Canvas, memory: Sequence[tuple[float, int]], top: float, bottom: float
     ) -> None:
         ends = [time for time, _ in memory[1:]] + [self._found.seconds]
         for (begin, kept), end in zip(memory, ends, strict=True):
@@ -211,7 +173,7 @@ class _Chart:
                     left, bottom - height, right, bottom, _CURVE_COLOUR, kind="memory", tooltip=tooltip
                 )
 
-    def _draw_arrows(self, canvas: Canvas) -> None:
+    def _draw_arrows(self, canvas: _Canvas) -> None:
         arrows = self._found.arrows
         for arrow in arrows if len(arrows) <= _MAX_ARROWS else []:
             down = arrow.receiver > arrow.sender
@@ -219,7 +181,7 @@ class _Chart:
             end = self._row_top(arrow.receiver) + (0 if down else _ROW_HEIGHT)
             canvas.line(self._x(arrow.begin), begin, self._x(arrow.end), end, _LINE_COLOUR, "arrow")
 
-    def _draw_axis(self, canvas: Canvas) -> None:
+    def _draw_axis(self, canvas: _Canvas) -> None:
         """Draws the time axis, in milliseconds since the first action began."""
         y = self._bottom + _ROW_GAP
         canvas.line(self._left, y, self._right, y, _LINE_COLOUR)
@@ -233,8 +195,8 @@ class _Chart:
                 canvas.text(x, y + 4 + _LINE_HEIGHT / 2, number, _TEXT_SIZE, centred=True)
 
 
-class _SvgCanvas:
-    """A canvas that becomes an SVG document."""
+class _Canvas:
+    """An SVG document. Coordinates are pixels from the top left corner."""
 
     def __init__(self, width: int, height: int) -> None:
         self._parts = [
@@ -277,56 +239,6 @@ class _SvgCanvas:
 
     def group(self, name: str) -> None:
         self._parts.append(f'<g class="stage" id="{escape(name.replace(" ", ""))}">' if name else "</g>")
-
-
-class _PngCanvas:
-    """A canvas that becomes a PNG file, drawn by Pillow."""
-
-    def __init__(self, width: int, height: int) -> None:
-        try:
-            image, draw, fonts = (
-                importlib.import_module(f"PIL.{name}") for name in ("Image", "ImageDraw", "ImageFont")
-            )
-        except ImportError as error:
-            raise ImportError(
-                "a picture in PNG needs Pillow, which is not installed: run 'pip install pillow', or save an "
-                ".svg or .html file"
-            ) from error
-        self.image = image.new("RGB", (width * _PNG_SCALE, height * _PNG_SCALE))
-        self._draw: Any = draw.Draw(self.image)
-        self._font: Any = fonts.load_default
-
-    def rectangle(
-        self, left: float, top: float, right: float, bottom: float, fill: str, **notes: str
-    ) -> None:
-        corners = self._scaled(left, top, right, bottom)
-        if corners[2] > corners[0] and corners[3] > corners[1]:
-            is_block = notes.get("kind") in {kind.value for kind in BLOCK_COLOURS}
-            self._draw.rectangle(corners, fill=fill, outline="#ffffff" if is_block else None)
-
-    def hatch(self, left: float, top: float, right: float, bottom: float) -> None:
-        self.rectangle(left, top, right, bottom, "#ffffff")
-        height = bottom - top
-        for start in range(math.floor(left - height), math.ceil(right), 8):  # lines from the bottom up
-            begin, end = max(start, left), min(start + height, right)
-            if end > begin:
-                self.line(begin, bottom - (begin - start), end, bottom - (end - start), _LINE_COLOUR)
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str, kind: str = "") -> None:
-        width = _PNG_SCALE * (2 if kind == "critical" else 1)
-        self._draw.line(self._scaled(x1, y1, x2, y2), fill=colour, width=width)
-
-    def text(self, x: float, y: float, text: str, size: int, *, centred: bool = False) -> None:
-        place = tuple(self._scaled(x, y))
-        font = self._font(size=size * _PNG_SCALE)
-        self._draw.text(place, text, fill=_TEXT_COLOUR, font=font, anchor="mm" if centred else "lm")
-
-    def group(self, name: str) -> None:
-        pass
-
-    @staticmethod
-    def _scaled(*numbers: float) -> list[float]:
-        return [number * _PNG_SCALE for number in numbers]
 
 
 def _label(action: Action) -> str:

@@ -37,7 +37,7 @@ from gpipe_fast.reports.timeline import Timeline, timeline, trace_events
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule, bubble
 from gpipe_fast.schedule.memory import peaks
 
-_FORMATS = (".html", ".svg", ".png", ".json")
+_FORMATS = (".html", ".svg", ".json")
 
 
 class StageTimes(NamedTuple):
@@ -228,7 +228,7 @@ class Report(Printed):
         """Writes the step to a file, whose name says what it becomes.
 
         - ``.html``: a page that needs no network: the timeline to zoom, and the tables.
-        - ``.svg`` or ``.png``: a picture of the timeline. A PNG needs Pillow.
+        - ``.svg``: a picture of the timeline.
         - ``.json``: a trace for ui.perfetto.dev and chrome://tracing: a thread for each stage, arrows from
           each SEND to its RECV, and a counter of the bytes that each stage keeps.
 
@@ -238,7 +238,6 @@ class Report(Printed):
 
         Raises:
             ValueError: the name has another ending.
-            ImportError: Pillow is missing.
             OSError: the file cannot be written.
         """
         suffix = format_of(path)
@@ -246,8 +245,6 @@ class Report(Printed):
         lines = [*([title] if title else []), self.headline()]
         if suffix == ".json":
             Path(path).write_text(json.dumps(trace_events(found)), encoding="utf-8")
-        elif suffix == ".png":
-            chart.png(found, lines, path)
         else:
             content = chart.svg(found, lines) if suffix == ".svg" else self._page(found, title)
             Path(path).write_text(content, encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import runpy
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -331,7 +330,6 @@ def recording_of(action: str) -> Recording:
     return recording
 
 
-NO_PILLOW = mock.patch.dict(sys.modules, {"PIL": None, "PIL.Image": None})
 ACTIONS = tuple(map(Action.parse, ("0F0", "0F1", "0F2")))
 OTHER_ORDER = "0F0,0SEND_F0,0F1,0SEND_F1", "1RECV_F1,1F1,1RECV_F0,1F0"
 WAITING = (
@@ -354,8 +352,7 @@ REPORTS = [
     case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
     case("got 0 stages", "at least one", bubble, 0, 1),
     case("not whole", "stage 0 does", recording_of("0F1").report),
-    case("got 'x.gif'", ".html, .svg, .png, .json", recording_of("0F0").report().save, "x.gif"),
-    case("needs Pillow", "pip install pillow", under, NO_PILLOW, recording_of("0F0").report().save, "x.png"),
+    case("got 'x.gif'", ".html, .svg, .json", recording_of("0F0").report().save, "x.gif"),
     case("got Linear", "wrap the model", tune, nn.Linear(1, 1)),
     case("got 0", "seconds must be a positive number", tune, pipe(), X, seconds=0),
     case("computes its own loss", "pass the model's labels", tune_a_model, loss_fn=torch.sum),

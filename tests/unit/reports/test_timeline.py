@@ -86,17 +86,12 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
 
 def test_pages_and_pictures_are_written(tmp_path: Path) -> None:
     report = report_of(GPipe(mlp(), [2, 3], chunks=4), features())
-    for name in ("step.html", "step.svg", "step.png"):
+    for name in ("step.html", "step.svg"):
         report.save(tmp_path / name, title="A <title>")
     assert "A &lt;title&gt;" in (tmp_path / "step.html").read_text()
     assert report.headline() in (tmp_path / "step.html").read_text()
     assert "A &lt;title&gt;" in (tmp_path / "step.svg").read_text()
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed").open(tmp_path / "step.png")
-    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
-    fill_and_drain = tuple(bytes.fromhex(CAUSE_COLOURS["fill and drain"][1:]))
-    assert fill_and_drain in colours
-    assert (0x9E, 0xCA, 0xE9) in colours  # a forward
-    assert image.width > 1600
+    assert CAUSE_COLOURS["fill and drain"] in (tmp_path / "step.svg").read_text()
 
 
 def test_the_page_has_the_colours_of_the_picture() -> None:
