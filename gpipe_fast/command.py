@@ -24,8 +24,7 @@ from gpipe_fast.distributed.mesh import checked_timeout
 from gpipe_fast.distributed.torchrun import Network, examine, is_launched
 from gpipe_fast.from_model.pipelined import Pipelined
 from gpipe_fast.gpipe import GPipe
-from gpipe_fast.reports.case_processes import connect_to_parent
-from gpipe_fast.reports.checkup import NUM_STAGES, check, run_here
+from gpipe_fast.reports.checkup import NUM_STAGES, check
 from gpipe_fast.reports.compare import Comparison, compare
 from gpipe_fast.reports.doctor import format_sections, sections
 from gpipe_fast.reports.report import Report, format_of
@@ -83,7 +82,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="under torchrun: the maximum time to wait for another rank (default: 60)",
     )
-    parser.add_argument("--here", nargs="+", help=argparse.SUPPRESS)  # cases for a child process of check()
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -95,12 +93,7 @@ def _doctor(options: argparse.Namespace) -> int:
         found = sections()
         print(json.dumps(dict(found), indent=2) if options.json else format_sections(found))
         return 0
-    if options.here:
-        send = connect_to_parent()
-        for message in run_here(GPipe, options.devices, options.here):
-            send(message)
-        return 0
-    checkup = check(options.devices, None if options.json else functools.partial(print, flush=True))
+    checkup = check(GPipe, options.devices, None if options.json else functools.partial(print, flush=True))
     if options.json:
         print(json.dumps(asdict(checkup) | {"ok": checkup.ok}, indent=2, default=str))
     return 0 if checkup else 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpipe_fast.reports.case_processes import CASE_SECONDS, ChildProcess, connect_to_parent, run_cases
+from bench.case_processes import CASE_SECONDS, ChildProcess, connect_to_parent, run_cases
 
 
 def run(

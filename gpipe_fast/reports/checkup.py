@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from gpipe_fast.fuse import left_out
 from gpipe_fast.fuse.accuracy import error_ratio
 from gpipe_fast.fuse.availability import why_unfused
 from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES
-from gpipe_fast.reports.case_processes import ChildProcess, Process, run_cases
 from gpipe_fast.reports.doctor import doctor, replaced_by_graph
 from gpipe_fast.reports.verify import Report, verify
 from gpipe_fast.runtime.settings import TRANSPORTS
@@ -32,10 +30,9 @@ from gpipe_fast.skip import pop, skippable, stash
 NUM_STAGES, CHUNKS, BATCH = 2, 4, 8
 # On GPUs, the third mini-batch is captured and the fourth is replayed.
 STEPS_ON_GPUS = 4
-# Time limits in seconds for all comparisons, and for the self-test of fused kernels, which compiles them.
-TIME_LIMIT_SECONDS, FUSED_SECONDS = 120.0, 120.0
+# The time in seconds after which no further comparison begins.
+TIME_LIMIT_SECONDS = 120.0
 MAX_MESSAGE_LENGTH = 160
-FUSED = "fused kernels"
 # The error of a step with fused kernels may be this many times that of one without, or this many roundings:
 # more than a single kernel's, since errors add up. A wrong kernel's error is many thousands of roundings.
 MAX_RATIO, MAX_ROUNDINGS = 4.0, 16.0
@@ -138,102 +135,46 @@ def _row(case: Case) -> str:
     return _line(case.model, case.transport, case.checkpoint, case.result)
 
 
-def check(devices: Iterable[Device] | None = None, show: Callable[[str], object] | None = None) -> Checkup:
-    """Compares small models with the plain loop, in every checkpoint mode and over every transport.
-
-    It takes about a minute, and four at most; the report lists the cases that this time limit skipped. The
-    cases run in a child process, on GPUs with ``torch.use_deterministic_algorithms``, without which equal
-    bits are not guaranteed. A case that fails, crashes its process or hangs does not end the check: a new
-    process continues with the next. Then one stage on the first GPU is trained with and without fused
-    kernels, and both are compared with float64::
-
-        python -m gpipe_fast.doctor --check
-
-    Args:
-        devices: one device for each stage, at least two; by default the first visible GPUs, or the CPU.
-        show: receives the report in parts as it grows: the machine, each case, and the result; for example
-            ``print``.
-
-    Raises:
-        TypeError: ``devices`` is not a list of devices.
-        ValueError: a device is neither a CPU nor a CUDA device.
-        IndexError: there are fewer than two devices.
-    """
+def check(
+    pipeline: Pipeline,
+    devices: Iterable[Device] | None = None,
+    show: Callable[[str], object] | None = None,
+) -> Checkup:
+    """As for `gpipe_fast.doctor.check`; ``pipeline`` is the class `GPipe`, which reports do not import."""
     begun, show = time.monotonic(), show or (lambda text: None)
     stage_devices = _stage_devices(devices)
     stages, machine = tuple(map(str, stage_devices)), doctor()
     show(_head(machine, stages))
+    on_gpus = any(device.type == "cuda" for device in stage_devices)
     transports, left_out = _transports(stage_devices)
-    keys, start = _keys(transports), functools.partial(_start, stages)
-    cases, fused = list[Case](), list[FusedCheck]()
-
-    def keep(name: str, found: Sequence[Any] | str, seconds: float) -> None:
-        result: Sequence[Any] = [False, found] if isinstance(found, str) else found
-        if name == FUSED:
-            fused.append(FusedCheck(*result))
-            return
-        transport, model, checkpoint = keys[name]
-        cases.append(Case(model, transport if _on_gpus(stages) else "hand-over", checkpoint, *result))
-        show(_row(cases[-1]))
-
-    not_run = run_cases(list(keys), TIME_LIMIT_SECONDS, start, keep)
-    left_out += [f"{name}: the time limit of {TIME_LIMIT_SECONDS:g} s was reached" for name in not_run]
-    if run_cases([FUSED], FUSED_SECONDS, start, keep, case_seconds=FUSED_SECONDS):
-        fused.append(FusedCheck(False, f"FAILED: it took longer than {FUSED_SECONDS:g} s"))
+    cases = list[Case]()
+    with _deterministic(on_gpus), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for transport, model, checkpoint in product(transports, MODELS, CHECKPOINT_MODES):
+            if time.monotonic() - begun > TIME_LIMIT_SECONDS:
+                reached = f"the time limit of {TIME_LIMIT_SECONDS:g} s was reached"
+                left_out.append(f"{model}, {transport}, {checkpoint}: {reached}")
+                continue
+            found = _compare(pipeline, MODELS[model], stage_devices, transport, checkpoint)
+            cases.append(Case(model, transport if on_gpus else "hand-over", checkpoint, *found))
+            show(_row(cases[-1]))
+        fused = _check_fused(pipeline, stage_devices)
     seconds = time.monotonic() - begun
-    checkup = Checkup(machine, stages, tuple(cases), fused[0], tuple(left_out), seconds)
+    checkup = Checkup(machine, stages, tuple(cases), fused, tuple(left_out), seconds)
     show(checkup._tail())
     return checkup
 
 
-def _keys(transports: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Returns transport, model and checkpoint mode of each case by its name."""
-    return {
-        f"{model}, {transport}, {checkpoint}": (transport, model, checkpoint)
-        for transport, model, checkpoint in product(transports, MODELS, CHECKPOINT_MODES)
-    }
-
-
-def _on_gpus(stages: Sequence[str]) -> bool:
-    return any(stage.startswith("cuda") for stage in stages)
-
-
-def _start(stages: Sequence[str], names: Sequence[str]) -> Process:
-    """Starts a process that runs cases and imports from the same folders as this one, not the current one."""
-    folders = [folder or os.getcwd() for folder in sys.path]
-    main = f"import sys; sys.path[:] = {folders!r}; from gpipe_fast.doctor.__main__ import main; main()"
-    command = [sys.executable, "-X", "faulthandler", "-c", main, "--check"]
-    command += ["--devices", *stages, "--here", *names]
-    return ChildProcess(command, {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
-
-
-def run_here(pipeline: Pipeline, stages: Sequence[str], names: Sequence[str]) -> Iterator[list[Any]]:
-    """Runs cases in this process and yields messages for `run_cases`; changes PyTorch's settings.
-
-    Args:
-        pipeline: the class `GPipe`, which reports do not import.
-        stages: the device of each stage.
-        names: the names of the cases.
-
-    Raises:
-        RuntimeError: the device has become unusable.
-    """
-    stage_devices = [torch.device(stage) for stage in stages]
+@contextlib.contextmanager
+def _deterministic(on_gpus: bool) -> Iterator[None]:
+    """Makes PyTorch's algorithms deterministic inside a block, if stages are on GPUs."""
+    before = torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    warnings.simplefilter("ignore")
-    keys = _keys(TRANSPORTS)
-    for name in names:
-        yield ["begin", name]
-        if name == FUSED:
-            fused = _check_fused(pipeline, stage_devices)
-            result: Sequence[Any] = (fused.ok, fused.result)
-        else:
-            torch.use_deterministic_algorithms(_on_gpus(stages))
-            transport, model, checkpoint = keys[name]
-            result = _compare(pipeline, MODELS[model], stage_devices, transport, checkpoint)
-        if _on_gpus(stages):
-            torch.cuda.synchronize()
-        yield ["end", name, *result]
+    torch.use_deterministic_algorithms(on_gpus or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _check_fused(pipeline: Pipeline, stage_devices: list[torch.device]) -> FusedCheck:

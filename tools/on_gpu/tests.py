@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.reports.case_processes import ChildProcess, connect_to_parent, run_cases
+from bench.case_processes import ChildProcess, connect_to_parent, run_cases
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "inf"))
 # One broken file must not stop the others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast.doctor import check
 from gpipe_fast.doctor.__main__ import main
 from gpipe_fast.reports import checkup as checkups
-from gpipe_fast.reports.checkup import FusedCheck, check
+from gpipe_fast.reports.checkup import FusedCheck
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,29 +32,15 @@ def broken() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), torch.ones(8, 4)
 
 
-class InThisProcess:
-    """Runs the cases of a child process in this process, where models can be replaced."""
-
-    def __init__(self, stages: Sequence[str], names: Sequence[str]) -> None:
-        self._messages = checkups.run_here(GPipe, stages, names)
-
-    def next(self, seconds: float) -> Sequence[Any] | None:
-        return next(self._messages, None)
-
-    def stop(self) -> str:
-        return "FAILED: stopped"
-
-
 @contextmanager
 def checked_models(**makers: object) -> Iterator[None]:
     with (
         mock.patch.object(checkups, "MODELS", makers),
-        mock.patch.object(checkups, "_start", InThisProcess),
         mock.patch.dict(os.environ),
         warnings.catch_warnings(),
     ):
         yield
-    torch.use_deterministic_algorithms(False)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_passing_check_reports_every_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +89,7 @@ def test_wrong_fused_kernels_fail_the_check(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates two GPUs. The cases run with deterministic settings, in another process."""
+    """Simulates two GPUs. The cases run with deterministic settings."""
     seen: list[tuple[str, bool, str | None]] = []
 
     def compare(cls: Any, make: Any, devices: Any, transport: str, checkpoint: str) -> tuple[bool, str]:
@@ -110,7 +97,6 @@ def test_every_transport_between_gpus_is_checked(monkeypatch: pytest.MonkeyPatch
         seen.append((transport, enabled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         return True, "equal"
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(checkups, "_compare", compare)
     monkeypatch.setattr(checkups, "check_fused", lambda *_, device: FusedCheck(True, f"on {device}"))
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.reports.case_processes import CASE_SECONDS, ChildProcess, run_cases
+from bench.case_processes import CASE_SECONDS, ChildProcess, run_cases
 
 # Messages of a scripted process, each with its delay in seconds.
 Script = Sequence[tuple[float, list[Any] | None]]
