@@ -18,7 +18,7 @@ from textwrap import indent
 # The modules that make tables, by name; words in names are joined by hyphens.
 _OF_PACKAGES = {
     "bench.micro": "denoising draws engine execution first-call inference-stream interpreted "
-    "lengths schedules signature",
+    "lengths planted schedules signature",
     "bench.compare": "distributed frontier memory overhead qlora step tensor-parallel training-step "
     "within-memory",
     "bench.gpu": "cuda levers where",

@@ -34,7 +34,6 @@ from gpipe_fast.layers.structure import (
 )
 from gpipe_fast.progress import working
 from gpipe_fast.skip import Key, declared, skip_scope
-from gpipe_fast.torch_private.modes import TorchDispatchMode
 
 __all__ = ["LayerProfile", "profile_layers", "table"]
 
@@ -192,23 +191,6 @@ def profile(
     ]
 
 
-def operator_seconds(module: LayerSequence, sample: Any, device: torch.device) -> list[float]:
-    """Returns the seconds that one forward of each layer spends in operators, not in the interpreter.
-
-    Args:
-        module: the layers.
-        sample: the first layer's argument: a micro-batch.
-        device: the device to measure on.
-
-    Raises:
-        RuntimeError: a layer fails; the message names the layer.
-    """
-    with _isolated_random_state(device), intra_op_threads(threads_of(module)):
-        rounds = _Rounds(_layers(module), first_microbatch(sample, 1, device), device, None, lambda *_: None)
-        runs = [rounds.run_round(LayerMeasurement.operator_seconds) for _ in range(MIN_ROUNDS)]
-    return [median(own) for own in zip(*runs, strict=True)]
-
-
 def table(profiles: Iterable[LayerProfile]) -> str:
     """Formats profiles as a table with one row per layer, and a line on the number of threads.
 
@@ -338,25 +320,6 @@ class _FlopCounter(FlopCounterMode):
     """A FLOP counter that counts a nested pipeline as zero, without a warning."""
 
 
-class _OperatorTimes(TorchDispatchMode):
-    """Adds up the time of the operators in a block.
-
-    Attributes:
-        seconds: the sum.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._clock = clock
-        self.seconds: float = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        begun = self._clock()
-        found = func(*args, **(kwargs or {}))
-        self.seconds += self._clock() - begun
-        return found
-
-
 class RunTimes(NamedTuple):
     """The time of one run, in seconds."""
 
@@ -448,18 +411,6 @@ class LayerMeasurement:
         while not found or perf_counter() - begun < seconds:
             found.append(self._time())
         return found
-
-    def operator_seconds(self) -> float:
-        """Runs the forward twice, and returns its time in operators; at most that of the plain forward.
-
-        The mode that measures operators makes each take longer.
-        """
-        seconds = self._time().forward
-        value, popped = self._inputs()
-        with skip_scope(popped), _OperatorTimes(self._clock) as times:
-            call_unpacked(self._layer, value)
-        own: float = min(seconds, times.seconds)
-        return own
 
     def _time(self) -> RunTimes:
         value, popped = self._inputs()

@@ -497,11 +497,8 @@ def steps_of_model(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, An
     def recording() -> Any:
         return model.pipeline.recording()
 
-    def python_stages() -> Any:
-        return model._calls.program.runner.stages_in_python()
-
     batch_size = model._calls.batch_size(model.plain(), args, kwargs)
-    return Steps(model, run, recording, batch_size, is_step, python_stages=python_stages)
+    return Steps(model, run, recording, batch_size, is_step)
 
 
 def _returns_a_loss(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -115,6 +115,10 @@ class KeyedRandomMode(TorchDispatchMode):
             its own generator if it has one, or else from a new one, seeded by key, layer and ordinal.
         on_gpu: whether tensors may be on a GPU although PyTorch sees none: those of a trace.
 
+    Attributes:
+        clock: if set, `seconds` adds up the time in operators by it.
+        seconds: as above.
+
     Raises:
         UnkeyedRandomOp: on a random op that can be drawn neither by key nor with ``generators``.
     """
@@ -126,6 +130,8 @@ class KeyedRandomMode(TorchDispatchMode):
         on_gpu: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.clock: Callable[[], float] | None = None
+        self.seconds = 0.0
         self._generators = generators
         # Only CUDA has fused attention with dropout. Elsewhere no function mode is entered, because any such
         # mode disables the fast path of Transformer layers in eval mode.
@@ -181,7 +187,12 @@ class KeyedRandomMode(TorchDispatchMode):
         if rule is None:
             if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
                 return self._draw_unkeyed(func, args, kwargs)
-            return func(*args, **kwargs)
+            if self.clock is None:
+                return func(*args, **kwargs)
+            begun = self.clock()
+            found = func(*args, **kwargs)
+            self.seconds += self.clock() - begun
+            return found
         if kwargs.get("generator") is not None:
             return self._draw_unkeyed(func, args, kwargs)
         kwargs.pop("generator", None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate, permutations, product
 from statistics import median
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.layers.batchnorm import SMALLER_BATCHES
 from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy
-from gpipe_fast.reports.events import Event
+from gpipe_fast.reports.events import Event, PythonTime
 from gpipe_fast.schedule import (
     TRANSFERS,
     Action,
@@ -27,6 +28,8 @@ from gpipe_fast.schedule import (
 
 # Changes that are predicted to gain a smaller share of the step are left out.
 LEAST_GAIN = 0.03
+# By how much predictions with parts of the measurements may differ, relative to the predicted time.
+_MAX_ERROR = 0.15
 _MAX_ADVICE = 3
 # A number of micro-batches further from the recorded one, by this factor, is not predicted.
 _FURTHEST = 4
@@ -42,18 +45,23 @@ class Advice:
     Attributes:
         what: what changes, in words.
         settings: the new values of attributes of the model; empty if the change is one of its layers.
-        predicted: the predicted seconds of a step.
+        predicted: the predicted seconds of a step; at most, if `settings` is empty: C++ also calls operators
+            and backwards in less time than Python.
         measured: the measured seconds of a step; None if it was not measured.
+        of_a_new: whether a new pipeline is needed, because those of this one cannot be set.
     """
 
     what: str
     settings: dict[str, Any]
     predicted: float
     measured: float | None = None
+    of_a_new: bool = False
 
     @property
     def code(self) -> str:
         """The change as a line of Python; empty if it is one of a layer."""
+        if self.of_a_new:
+            return f"GPipe(..., {', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
         return as_code(self.settings)
 
 
@@ -66,42 +74,62 @@ def as_code(settings: Mapping[str, Any]) -> str:
 class Costs:
     """The durations of a step's actions.
 
+    What else runs on the machine makes actions longer, never shorter, so each has the shortest of its
+    recorded durations.
+
     Attributes:
         phases: the schedule of each engine run.
         seconds: the duration of each action.
         transit: the seconds from the end of each SEND until the tensor has arrived; by default 0.
-        python_stages: the stages with layers that run in Python.
-        rounds: the durations in each recorded step, of which `seconds` are the medians.
+        python: the seconds of actions that the interpreter takes in layers in Python.
+        recomputed: the seconds of backwards in which such layers recompute, for which R takes no time.
+        python_layers: what these layers are called, by their indices.
+        rounds: the durations in each recorded step.
+        processors: the number of stages that can compute at the same time.
     """
 
     phases: Sequence[Schedule]
     seconds: Mapping[Action, float]
     transit: Mapping[Action, float] = field(default_factory=dict)
-    python_stages: Collection[int] = ()
+    python: Mapping[Action, float] = field(default_factory=dict)
+    recomputed: Mapping[Action, float] = field(default_factory=dict)
+    python_layers: Mapping[int, str] = field(default_factory=dict)
     rounds: Sequence[Mapping[Action, float]] = ()
+    processors: float = math.inf
 
     @classmethod
     def of(
         cls,
         phases: Sequence[Schedule],
         recorded: Sequence[Mapping[Action, Event]],
-        python_stages: Collection[int] = (),
+        python: Sequence[Sequence[PythonTime]] = (),
+        processors: float = math.inf,
     ) -> Costs:
-        """Makes the costs of steps with the same schedule: medians over the steps.
+        """Makes the costs of steps with the same schedule.
 
         Args:
             phases: the schedule of each engine run.
             recorded: the events of each step.
-            python_stages: the stages with layers that run in Python.
+            python: the times of layers in Python in each step.
+            processors: the number of stages that can compute at the same time.
         """
         rounds = [{a: event.end - event.begin for a, event in each.items()} for each in recorded]
-        seconds = {a: median(own[a] for own in rounds) for a in rounds[0]}
-        transit = {a: median(each[a].transit for each in recorded) for a in recorded[0]}
-        return cls(phases, seconds, {a: s for a, s in transit.items() if s > 0}, python_stages, rounds)
+        transit = _shortest([{a: event.transit for a, event in each.items()} for each in recorded])
+        return cls(
+            phases,
+            _shortest(rounds),
+            {a: s for a, s in transit.items() if s > 0},
+            _shortest([_sums(own, lambda each: each.seconds - each.operators) for own in python]),
+            _shortest([_sums(own, lambda each: each.recompute) for own in python]),
+            {each.layer: each.name for own in python for each in own},
+            rounds,
+            processors,
+        )
 
-    def each_round(self) -> list[Costs]:
-        """Returns the costs of each recorded step; these alone if their rounds are unknown."""
-        return [replace(self, seconds=own, rounds=()) for own in self.rounds] or [self]
+    def halves(self) -> list[Costs]:
+        """Returns the costs of every other recorded step, and of the rest; these alone without rounds."""
+        parts = [own for own in (self.rounds[::2], self.rounds[1::2]) if own]
+        return [replace(self, seconds=_shortest(own), rounds=()) for own in parts] or [self]
 
     @property
     def num_stages(self) -> int:
@@ -136,69 +164,23 @@ class Costs:
         def transit(send: Action) -> float:
             return change(send, self.transit.get(send, 0.0))
 
-        own = self.phases if phases is None else phases
-        return sum(max(phase.times(seconds, transit).values()) for phase in own)
+        def longest(phase: Schedule) -> float:
+            work = sum(seconds(action) for action in phase.order() if action.kind not in TRANSFERS)
+            return max(*phase.times(seconds, transit).values(), work / self.processors)
+
+        return sum(map(longest, self.phases if phases is None else phases))
 
     def without_recompute(self) -> float:
         """Returns the simulated seconds of a step whose recomputes take no time."""
 
         def change(action: Action, seconds: float) -> float:
-            return 0.0 if action.kind is Kind.R else max(0.0, seconds - self._hidden_recompute(action))
+            return 0.0 if action.kind is Kind.R else max(0.0, seconds - self.recomputed.get(action, 0.0))
 
         return self.time(change=change)
 
-    def _hidden_recompute(self, action: Action) -> float:
-        """Returns the seconds of the recompute in a backward of Python layers, whose R takes no time.
-
-        They are taken to be those of the forward.
-        """
-        if action.stage not in self.python_stages:
-            return 0.0
-        recompute = Action(action.stage, Kind.R, action.microbatch)
-        if action.kind not in (Kind.B, Kind.I) or recompute not in self.seconds:
-            return 0.0
-        forward = self.seconds.get(Action(action.stage, Kind.F, action.microbatch), 0.0)
-        return forward if self.seconds[recompute] < 0.1 * forward else 0.0
-
-    def in_python(self, layers: LayerCosts, present: Sequence[int]) -> dict[Action, float]:
-        """Returns the seconds of each action that layers in Python take beyond their operators.
-
-        That is what is recorded beyond the layers' own times. These are measured one by one, so they are
-        multiplied by what stages without Python take longer in the step.
-        """
-        ends = list(accumulate(present))
-        stages = [range(end - size, end) for size, end in zip(present, ends, strict=True)]
-        slower = [
-            (self.of_all_kinds(stage) - self.of_a_microbatch(Kind.R, stage))
-            / sum(layers.seconds[i] for i in own)
-            for stage, own in enumerate(stages)
-            if stage not in self.python_stages and sum(layers.seconds[i] for i in own) > 0
-        ]
-        factor = max(1.0, min(slower, default=1.0))
-        found: dict[Action, float] = {}
-        for action, seconds in self.seconds.items():
-            if action.kind in TRANSFERS or not any(i in layers.operators for i in stages[action.stage]):
-                continue
-            own = stages[action.stage]
-            forward = sum(layers.operators.get(i, layers.forward[i]) for i in own)
-            backward = sum(layers.seconds[i] - layers.forward[i] for i in own)
-            again = self._hidden_recompute(action) > 0
-            needed = forward if action.kind in (Kind.F, Kind.R) else backward + again * forward
-            found[action] = max(0.0, seconds - factor * needed)
-        return found
-
-    def without_python(self, python: Mapping[Action, float], stage: int | None = None) -> float:
-        """Returns the simulated seconds of a step whose layers spend no time in the interpreter.
-
-        Args:
-            python: what `in_python` returns.
-            stage: the stage without this time; None for all.
-        """
-
-        def change(action: Action, seconds: float) -> float:
-            return seconds - python.get(action, 0.0) if stage in (None, action.stage) else seconds
-
-        return self.time(change=change)
+    def without_python(self) -> float:
+        """Returns the simulated seconds of a step whose layers spend no time in the interpreter."""
+        return self.time(change=lambda action, seconds: max(0.0, seconds - self.python.get(action, 0.0)))
 
     def as_recorded(self, layers: LayerCosts, present: Sequence[int]) -> LayerCosts:
         """Returns the costs of layers with the seconds of each in the step: its share of what its stage took.
@@ -209,7 +191,7 @@ class Costs:
         for stage, (size, end) in enumerate(zip(present, accumulate(present), strict=True)):
             own = range(end - size, end)
             seconds = {i: max(1e-12, layers.seconds[i]) for i in own}
-            python = [i for i in own if i in layers.operators]
+            python = [i for i in own if i in self.python_layers]
             rest = self.of_all_kinds(stage) - sum(seconds[i] for i in own if i not in python)
             scaled = python if python and rest > sum(seconds[i] for i in python) else own
             whole = rest if scaled is python else self.of_all_kinds(stage)
@@ -267,13 +249,20 @@ class Costs:
         return median(own) if own else 0.0
 
     def of_a_microbatch(self, kind: Kind, stage: int) -> float:
-        """Returns the median duration of an action of a stage, in the fastest round; 0 if it has none.
+        """Returns the median duration of an action of a stage; 0 if it has none."""
+        own = [s for action, s in self.seconds.items() if action.kind is kind and action.stage == stage]
+        return median(own) if own else 0.0
 
-        What else runs on the machine makes actions longer, never shorter.
-        """
-        rounds = self.rounds or [self.seconds]
-        own = [[s for a, s in each.items() if a.kind is kind and a.stage == stage] for each in rounds]
-        return min(map(median, own)) if own[0] else 0.0
+
+def _sums(own: Sequence[PythonTime], value: Callable[[PythonTime], float]) -> dict[Action, float]:
+    found: dict[Action, float] = defaultdict(float)
+    for each in own:
+        found[each.action] += max(0.0, value(each))
+    return found
+
+
+def _shortest(rounds: Sequence[Mapping[Action, float]]) -> dict[Action, float]:
+    return {action: min(own.get(action, 0.0) for own in rounds) for action in (rounds[0] if rounds else ())}
 
 
 class LayerCosts(NamedTuple):
@@ -282,16 +271,10 @@ class LayerCosts(NamedTuple):
     Attributes:
         seconds: its forward and backward.
         boundary_bytes: what crosses to the next stage if it is the last of its stage.
-        forward: its forward alone.
-        operators: for each layer that runs in Python, the part of its forward in which operators run.
-        names: what these layers are called.
     """
 
     seconds: Sequence[float]
     boundary_bytes: Sequence[int]
-    forward: Sequence[float] = ()
-    operators: Mapping[int, float] = MappingProxyType({})
-    names: Mapping[int, str] = MappingProxyType({})
 
     def times(self, balance: Sequence[int]) -> list[float]:
         """Returns the seconds of each stage."""
@@ -345,22 +328,51 @@ def _neighbours(balance: Sequence[int]) -> list[tuple[int, ...]]:
 _MAX_BALANCES = 200
 
 
+class Alternative(NamedTuple):
+    """What steps with another value of a setting took, which ran in turn with the present one.
+
+    Attributes:
+        value: the value.
+        costs: their durations.
+        ratios: their seconds, relative to those of steps with the present value, in each turn.
+        is_expected: whether it should gain, though other programs may hide that.
+    """
+
+    value: int
+    costs: Costs
+    ratios: Sequence[float]
+    is_expected: bool = False
+
+
 class Measurements(NamedTuple):
     """What is measured if advice asks for it; each returns None if there is nothing to measure.
 
     Attributes:
-        chunks: the durations with another number of micro-batches.
-        threads: another number of intra-op threads, and the durations with it.
-        layers: the costs of the layers, and the present balance.
+        chunks: steps with a number of micro-batches, or with any other than the present one.
+        threads: steps with another number of intra-op threads.
+        layers: the costs of the layers, measured independently once or several times, and the balance.
     """
 
-    chunks: Callable[[], Costs | None] = lambda: None
-    threads: Callable[[], tuple[int, Costs] | None] = lambda: None
-    layers: Callable[[], tuple[LayerCosts, Sequence[int]] | None] = lambda: None
+    chunks: Callable[[int | None], Alternative | None] = lambda _: None
+    threads: Callable[[], Alternative | None] = lambda: None
+    layers: Callable[[], tuple[Sequence[LayerCosts], Sequence[int]] | None] = lambda: None
+
+
+class Found(NamedTuple):
+    """Advice, and what was not advised.
+
+    Attributes:
+        advice: the changes that gain most, the best first.
+        withheld: changes of which the measurements do not say whether, or how much, they gain.
+    """
+
+    advice: list[Advice]
+    withheld: list[str]
 
 
 def improvements(
-    steps: Sequence[float],
+    step: float,
+    shortest: float,
     costs: Costs,
     *,
     batch_size: int,
@@ -368,34 +380,43 @@ def improvements(
     checkpoint: CheckpointSetting,
     measured: Measurements,
     batch_norm: bool = False,
-) -> list[Advice]:
-    """Returns the changes that gain most, the best first.
+    layers_stay: bool = False,
+) -> Found:
+    """Returns the changes that gain most.
 
-    A change gains if it does with the durations of each recorded step but one. What other steps have measured
-    gains if it does by more than the recorded ones differ.
+    Each prediction is made with all measurements, and with each half of them. A change is advised if it gains
+    in all of these, by clearly more than they differ; and a simulated one, if the present steps take about
+    the time that is simulated for them, too.
 
     Args:
-        steps: the measured seconds of each recorded step.
-        costs: their durations.
+        step: the seconds of a step.
+        shortest: those of a step that little has disturbed.
+        costs: the durations of its actions.
         batch_size: the number of samples.
         schedule: the schedule of steps in one call; None if forward and backward are two calls.
         checkpoint: the checkpoint mode.
         measured: what is measured besides.
         batch_norm: whether micro-batches are normalised by their own statistics.
+        layers_stay: whether another balance needs a new pipeline.
     """
-    step, base, rounds = median(steps), costs.time(), costs.each_round()
-    middle = sorted(steps)[1:-1] if len(steps) > 3 else steps
-    spread = max(LEAST_GAIN, 1 - min(middle) / max(middle))
-    found: list[Advice] = []
+    base, halves = costs.time(), costs.halves()
+    found, withheld = list[Advice](), list[str]()
+
+    def offer(
+        what: str, settings: dict[str, Any], ratio: float, others: Sequence[float], simulated: bool = True
+    ) -> None:
+        least, most = min(ratio, *others), max(ratio, *others)
+        is_known = most - least <= min(_MAX_ERROR * ratio, (1 - ratio) / 2)
+        if simulated:
+            is_known &= shortest <= (1 + _MAX_ERROR) * base
+        if is_known and most < 1 - LEAST_GAIN:
+            of_a_new = layers_stay and "balance" in settings
+            found.append(Advice(what, settings, step * ratio, of_a_new=of_a_new))
+        elif least < 1 - 2 * LEAST_GAIN:
+            withheld.append(" ".join([what, *(f"(model.{name})" for name in settings)]))
 
     def add(what: str, settings: dict[str, Any], change: Callable[[Costs], float]) -> None:
-        shares = sorted(change(own) / own.time() for own in rounds)
-        if all(share < 1 - LEAST_GAIN for share in shares[: max(1, len(shares) - 1)]):
-            add_measured(what, settings, change(costs), LEAST_GAIN)
-
-    def add_measured(what: str, settings: dict[str, Any], seconds: float, least: float = spread) -> None:
-        if seconds < (1 - least) * base:
-            found.append(Advice(what, settings, step * seconds / base))
+        offer(what, settings, change(costs) / base, [change(own) / own.time() for own in halves])
 
     if any(action.kind is Kind.R for action in costs.seconds):
         add("keep all activations, if memory suffices", {"checkpoint": "never"}, Costs.without_recompute)
@@ -403,98 +424,119 @@ def improvements(
     for name in [each for each in _SCHEDULES if has_choice and each != schedule]:
         phases = phases_for(name, costs, costs.num_microbatches, checkpoint, is_step=True)
         add("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
-    layers = measured.layers()
-    if layers is not None and costs.num_stages > 1:
-        balance, _ = best_balance(costs, *layers)
-        if balance != list(layers[1]):
-            crossing, before = (sum(layers[0].crossing(each)) for each in (balance, layers[1]))
+    measured_layers = measured.layers()
+    if measured_layers is not None and costs.num_stages > 1:
+        each, present = measured_layers
+        seconds = [min(own) for own in zip(*(layers.seconds for layers in each), strict=True)]
+        layers = LayerCosts(seconds, each[0].boundary_bytes)
+        balance, _ = best_balance(costs, layers, present)
+        if balance != list(present):
+            crossing, before = (sum(layers.crossing(own)) for own in (balance, present))
             what = "another balance" + ", where less crosses between stages" * (crossing < before)
 
-            def moved(own: Costs) -> float:
-                return own.with_balance(own.as_recorded(*layers), layers[1], balance)
+            def moved(own: Costs, layers: LayerCosts) -> float:
+                recorded = own.as_recorded(layers, present)
+                return own.with_balance(recorded, present, balance) / own.time()
 
-            add(what, {"balance": balance}, moved)
-    if layers is not None and layers[0].operators:
-        names = ", ".join(name for _, name in sorted(layers[0].names.items()))
-        what = f"{names}: let C++ run what runs in Python"
-        add(what, {}, lambda own: own.without_python(own.in_python(*layers)))
-    threads = measured.threads()
+            others = [moved(own, layers) for own, layers in product(halves, each)]
+            offer(what, {"balance": balance}, moved(costs, layers), others)
+    if costs.python_layers:
+        names = ", ".join(name for _, name in sorted(costs.python_layers.items()))
+        add(f"{names}: let C++ run what runs in Python", {}, Costs.without_python)
+    threads, hides_others = measured.threads(), False
     if threads is not None:
-        what = "another number of intra-op threads"
-        add_measured(what, {"threads_per_stage": threads[0]}, threads[1].time())
-    if schedule is None or isinstance(schedule, str):
-        other = measured.chunks()
-        best = None if other is None else _best_chunks(costs, other, batch_size, schedule, checkpoint)
-        if best is not None:
-            fewer = best[0] < costs.num_microbatches
-            what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
-            what += f"; {SMALLER_BATCHES}" if batch_norm else ""
-            add_measured(what, {"chunks": best[0]}, best[1])
-    return sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE]
+        what, settings = "another number of intra-op threads", {"threads_per_stage": threads.value}
+        offer(what, settings, median(threads.ratios), threads.ratios, simulated=False)
+        hides_others = threads.is_expected and not any(advice.settings == settings for advice in found)
+        if hides_others:
+            withheld.append("fewer intra-op threads (model.threads_per_stage)")
+    named = schedule if isinstance(schedule, str) else None
+    trial = measured.chunks(None) if schedule == named else None
+    simulated = {} if trial is None else _times_by_chunks(costs, trial.costs, batch_size, named, checkpoint)
+    best = min(simulated, key=simulated.__getitem__, default=costs.num_microbatches)
+    if trial is not None and best not in (costs.num_microbatches, trial.value):
+        trial = measured.chunks(best)
+    if trial is not None and best == trial.value:
+        fewer = best < costs.num_microbatches
+        what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
+        what += f"; {SMALLER_BATCHES}" if batch_norm else ""
+        others = [simulated[best], *trial.ratios]
+        offer(what, {"chunks": best}, median(trial.ratios), others, simulated=False)
+    elif trial is not None and not simulated:
+        times = [own.time() for own in halves]
+        if shortest > (1 + _MAX_ERROR) * base or max(times) > (1 + LEAST_GAIN) * min(times):
+            withheld.append("another number of micro-batches (model.chunks)")
+    if hides_others:  # threads that wait for each other disturb all measurements
+        withheld += [advice.what for advice in found]
+        found = []
+    return Found(sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE], withheld)
 
 
-def _best_chunks(
-    costs: Costs, other: Costs, batch_size: int, schedule: str | None, checkpoint: CheckpointSetting
-) -> tuple[int, float] | None:
-    """Returns the fastest number of micro-batches, and the simulated seconds with it.
+def _times_by_chunks(
+    costs: Costs,
+    other: Costs,
+    batch_size: int,
+    schedule: str | None,
+    checkpoint: CheckpointSetting,
+) -> dict[int, float]:
+    """Returns the simulated seconds with other numbers of micro-batches, relative to the present number.
 
-    The duration of an action is taken as a constant plus a part for each sample, from two measurements. None
+    The duration of an action is taken as a constant plus a part for each sample, from two measurements. Empty
     if a stage did not clearly take longer for the larger micro-batches: then its part is unknown.
+
+    Args:
+        costs: the durations with the present number.
+        other: those with another number.
+        batch_size: as for `improvements`.
+        schedule: likewise.
+        checkpoint: likewise.
     """
-    sizes = [-(-batch_size // each.num_microbatches) for each in (costs, other)]
+    present, trial = costs.num_microbatches, other.num_microbatches
+    sizes = [-(-batch_size // each) for each in (present, trial)]
     small, large = sorted((costs, other), key=lambda each: -each.num_microbatches)
-    if sizes[0] == sizes[1] or not all(
-        _clearly_more(large, small, stage) for stage in range(costs.num_stages)
-    ):
-        return None
+    stages = range(costs.num_stages)
+    if sizes[0] == sizes[1] or not all(_clearly_more(large, small, stage) for stage in stages):
+        return {}
     fits = {}
-    for stage in range(costs.num_stages):
+    for stage in stages:
         for kind in _COMPUTATIONS:
             here, there = costs.of_a_microbatch(kind, stage), other.of_a_microbatch(kind, stage)
             slope = max(0.0, (here - there) / (sizes[0] - sizes[1]))
             fits[stage, kind] = max(0.0, here - slope * sizes[0]), slope
-    tried = {}
-    number = 1
-    while number <= batch_size:
-        size = -(-batch_size // number)
+    tried = dict(zip((present, trial), sizes, strict=True))
+    for size in (-(-batch_size // 2**power) for power in range(batch_size.bit_length())):
         count = -(-batch_size // size)
-        if 1 / _FURTHEST <= count / costs.num_microbatches <= _FURTHEST:
+        if 1 / _FURTHEST <= count / present <= _FURTHEST:
             tried[count] = size
-        number *= 2
     times = {}
     for count, size in tried.items():
         last = batch_size - size * (count - 1)
         lengths = {m: last if m == count - 1 else size for m in range(count)}
-        seconds = {
+        lengths_of = {
             Action(stage, kind, m): fits[stage, kind][0] + fits[stage, kind][1] * lengths[m]
-            for stage in range(costs.num_stages)
+            for stage in stages
             for kind in _COMPUTATIONS
             for m in range(count)
             if sum(fits[stage, kind])
         }
         transit = {  # in proportion to the size
             Action(stage, kind, m): costs.of_a_transfer(kind, stage) * lengths[m] / sizes[0]
-            for stage in range(costs.num_stages)
+            for stage in stages
             for kind in (Kind.SEND_F, Kind.SEND_B)
             for m in range(count)
         }
-        model = Costs(costs.phases, seconds, transit)
+        model = replace(costs, seconds=lengths_of, transit=transit)
         times[count] = model.time(
             phases_for(schedule or "gpipe", costs, count, checkpoint, schedule is not None)
         )
-    best = min(times, key=times.__getitem__, default=costs.num_microbatches)
-    present = costs.num_microbatches
-    if best == present:
-        return None
-    # Relative to what the same model predicts for the present number, if it was tried.
-    factor = costs.time() / times[present] if present in times else 1.0
-    return best, times[best] * factor
+    return {count: seconds / times[present] for count, seconds in times.items()}
 
 
 def _clearly_more(large: Costs, small: Costs, stage: int) -> bool:
-    """Whether a stage takes longer for one large micro-batch than for a small one, but for outliers."""
-    more, less = (sorted(own.of_all_kinds(stage) for own in each.each_round()) for each in (large, small))
-    return more[len(more) // 4] > less[-1 - len(less) // 4]
+    """Whether a stage takes longer for one large micro-batch than for a small one, by each half of steps."""
+    return min(own.of_all_kinds(stage) for own in large.halves()) > max(
+        own.of_all_kinds(stage) for own in small.halves()
+    )
 
 
 def phases_for(

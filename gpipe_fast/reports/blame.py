@@ -17,7 +17,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gpipe_fast.reports.events import Event
+from gpipe_fast.reports.events import Event, PythonTime
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, Simulation
 
 CAUSES = ("fill and drain", "imbalance", "transfer", "recompute", "Python", "host")
@@ -27,8 +27,8 @@ CAUSES = ("fill and drain", "imbalance", "transfer", "recompute", "Python", "hos
 - imbalance: stages take different times.
 - transfer: stages copy boundary tensors, or wait for them.
 - recompute: others wait for recomputes, beyond what these take themselves.
-- Python: others wait for layers in Python, beyond what their operators take; only in `GPipe.report`.
-- host: the rest: too few processors, and the engine itself.
+- Python: others wait for layers in Python, beyond what their operators take.
+- host: the rest: too few processors, other programs, and the engine itself.
 """
 
 
@@ -39,13 +39,15 @@ class Phase(NamedTuple):
         schedule: the schedule of its actions.
         events: their events.
         waits: the waits before them.
-        python: the seconds of actions that layers in Python spend beyond their operators, as far as known.
+        python: the times of its layers in Python.
+        undisturbed: the durations of the actions if nothing else runs on the machine; empty if unknown.
     """
 
     schedule: Schedule
     events: Mapping[Action, Event]
     waits: Sequence[Event]
-    python: Mapping[Action, float] = MappingProxyType({})
+    python: Sequence[PythonTime] = ()
+    undisturbed: Mapping[Action, float] = MappingProxyType({})
 
     @property
     def window(self) -> tuple[float, float]:
@@ -57,13 +59,26 @@ class Phase(NamedTuple):
         """Returns the duration of each action."""
         return {action: event.end - event.begin for action, event in self.events.items()}
 
+    def interpreted(self, stage: int | None = None) -> dict[Action, float]:
+        """Returns the seconds of each action, or of those of a stage, that the interpreter takes."""
+        found: defaultdict[Action, float] = defaultdict(float)
+        for each in self.python:
+            if stage in (None, each.action.stage):
+                found[each.action] += max(0.0, each.seconds - each.operators)
+        return found
+
     def transit(self, send: Action) -> float:
         """Returns the seconds from the end of a SEND until the tensor has arrived."""
         return self.events[send].transit
 
-    def replay(self) -> Simulation:
-        """Returns the schedule with the recorded durations, where nothing else takes time."""
-        return Simulation.of(self.schedule, self.seconds().__getitem__, self.transit)
+    def replay(self, faster: Mapping[Action, float] = MappingProxyType({})) -> Simulation:
+        """Returns the schedule with the recorded durations, where nothing else takes time.
+
+        Args:
+            faster: what actions take less.
+        """
+        seconds = {action: max(0.0, s - faster.get(action, 0.0)) for action, s in self.seconds().items()}
+        return Simulation.of(self.schedule, seconds.__getitem__, self.transit)
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,9 @@ def gaps_of(phase: Phase) -> list[Gap]:
         end - begin,
     )
     versions = [recorded]
-    replays = [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase)]
-    for replay in (phase.replay(), *replays):
+    seconds = phase.undisturbed or phase.seconds()
+    replays = [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase, seconds)]
+    for replay in (Simulation.of(schedule, seconds.__getitem__, phase.transit), *replays):
         versions.append(_gaps(schedule, replay.begins, replay.ends, replay.time))
     lengths = [[end - begin for _, begin, end in gaps] for gaps in versions]
     parts = _fit(lengths[0], list(zip(*lengths, strict=True)), _totals([sum(own) for own in lengths]))
@@ -173,11 +189,12 @@ def _gaps(
     return [gap for rank in range(len(schedule.ranks)) for gap in of_rank(rank)]
 
 
-def _without_causes(phase: Phase) -> list[dict[Action, float]]:
+def _without_causes(phase: Phase, seconds: Mapping[Action, float]) -> list[dict[Action, float]]:
     """Returns the durations of a run without copies; also without recompute; Python; of equal stages."""
-    copies = {action: 0.0 if action.kind in TRANSFERS else s for action, s in phase.seconds().items()}
+    python = phase.interpreted()
+    copies = {action: 0.0 if action.kind in TRANSFERS else s for action, s in seconds.items()}
     recomputed = {action: 0.0 if action.kind is Kind.R else s for action, s in copies.items()}
-    operators = {action: max(0.0, s - phase.python.get(action, 0.0)) for action, s in recomputed.items()}
+    operators = {action: max(0.0, s - python.get(action, 0.0)) for action, s in recomputed.items()}
     return [copies, recomputed, operators, _equal_stages(operators)]
 
 

@@ -20,7 +20,7 @@ from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.structure import Inputs, call_unpacked, flatten
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.steps import backward_of_sum, unchanged
-from gpipe_fast.reports.tables import Printed, Table, ms, plain, size
+from gpipe_fast.reports.tables import Printed, Table, ms, others_running, plain, size
 
 _ROUNDS = 5
 PIPELINE = "the pipeline"
@@ -76,12 +76,8 @@ class Comparison(Printed):
         first, *others = (own for own in self.candidates if not own.failure)
         fastest = min(others, key=lambda own: median(own.seconds), default=first)
         ratio = median(fastest.seconds) / median(first.seconds)
-        lines: list[str | Table] = []
-        if self.load > self.processors:
-            lines.append(
-                f"Other programs are running: a load of {self.load:.1f} on {self.processors} processors. "
-                "Times mean little."
-            )
+        busy = others_running(self.load, self.processors)
+        lines: list[str | Table] = [busy] if busy else []
         headers = ["step", "ms: median [fastest, slowest]", "peak memory", "difference of gradients"]
         lines.append(Table("", headers, rows, headers[1:2]))
         lines.append(f"{first.name} takes {1 / ratio:.2f} times as long as {fastest.name}.")

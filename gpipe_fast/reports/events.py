@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpipe_fast.schedule import Action
 
@@ -39,6 +40,17 @@ class Event:
     saved_bytes: int = 0
     scratch_bytes: int = 0
     transit: float = 0.0
+
+
+class PythonTime(NamedTuple):
+    """The time of layers in Python in an action; as `LayerTime`, but for the stage."""
+
+    action: Action
+    layer: int
+    name: str
+    seconds: float
+    operators: float
+    recompute: float
 
 
 def kept_after(events: Iterable[Event]) -> Iterator[tuple[Event, int, int]]:

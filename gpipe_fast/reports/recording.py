@@ -19,11 +19,12 @@ from gpipe_fast._extension import Pipeline
 from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.reports.blame import Phase
-from gpipe_fast.reports.events import Event
+from gpipe_fast.reports.events import Event, PythonTime
 from gpipe_fast.reports.report import Report, StageSizes
 from gpipe_fast.reports.tables import Table, ms
 from gpipe_fast.reports.timeline import sender_of
 from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.python_layers import LayerTime, timing_layers
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule
 from gpipe_fast.trace.joint_graph import parameters_of
@@ -46,6 +47,7 @@ class Recording:
         kernels: for each stage, the sorted names of the Triton kernels that its programs launch.
         rank_of: the rank of each stage; stages of one rank take turns. Empty: each stage is a rank.
         sizes: for each stage, the bytes of its parameters and of their gradients.
+        python: the times of layers that ran in Python, in the latest step. With several processes, none do.
         clock_error: seconds by which differences between times of two processes are wrong at most: half the
             shortest round trip of a message, or more if neither process is the first. 0 in one process.
     """
@@ -55,6 +57,7 @@ class Recording:
         self.kernels: tuple[tuple[str, ...], ...] = ()
         self.rank_of: tuple[int, ...] = ()
         self.sizes: tuple[StageSizes, ...] = ()
+        self.python: tuple[PythonTime, ...] = ()
         self.clock_error = 0.0
 
     @property
@@ -142,7 +145,8 @@ class Recording:
         for schedule in self.phases():
             own = {action: latest[action] for action in schedule.order()}
             runs = {event.run for event in own.values()}
-            found.append(Phase(schedule, own, [event for event in waits if event.run in runs]))
+            python = [each for each in self.python if each.action in own]
+            found.append(Phase(schedule, own, [event for event in waits if event.run in runs], python))
         return found
 
     def __str__(self) -> str:
@@ -205,12 +209,15 @@ def stage_sizes(stages: Sequence[Stage]) -> tuple[StageSizes, ...]:
 
 
 @contextlib.contextmanager
-def record(pipeline: Pipeline, complete: Callable[[Recording], None] = lambda _: None) -> Iterator[Recording]:
+def record(
+    pipeline: Pipeline, complete: Callable[[Recording, Sequence[LayerTime]], None] = lambda *_: None
+) -> Iterator[Recording]:
     """Records the actions that ``pipeline`` runs inside the block.
 
     Args:
         pipeline: the pipeline.
-        complete: sets what else the recording holds; called after the block.
+        complete: sets what else the recording holds; called after the block, with the times of Python layers
+            in this process.
     """
     if pipeline.recorded():
         raise RuntimeError(
@@ -219,13 +226,14 @@ def record(pipeline: Pipeline, complete: Callable[[Recording], None] = lambda _:
         )
     recording = Recording()
     pipeline.record(MAX_EVENTS)
-    try:
-        yield recording
-    finally:
-        events = pipeline.events()
-        pipeline.record(0)
-        complete(recording)
-        recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
+    with timing_layers() as times:
+        try:
+            yield recording
+        finally:
+            events = pipeline.events()
+            pipeline.record(0)
+            complete(recording, times)
+            recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
 
 
 def _event(

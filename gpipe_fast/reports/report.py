@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from gpipe_fast.lower.checkpoint import (
     has_recompute,
 )
 from gpipe_fast.reports import chart, page
-from gpipe_fast.reports.advice import Advice, Costs, LayerCosts
+from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
 from gpipe_fast.reports.events import kept_after
 from gpipe_fast.reports.tables import Printed, Table, ms, plain, size
@@ -135,7 +134,9 @@ class Report(Printed):
         advice: changes that are predicted to gain, the best first; `GPipe.report` gives them.
         growth: the memory for activations with other numbers of micro-batches; `GPipe.report` gives it.
         spread: the seconds of the fastest and of the slowest recorded step; empty if one step was recorded.
-        python: the layers that run in Python, and what they cost; `GPipe.report` gives them.
+        python: the layers that run in Python, and what they cost.
+        withheld: changes of which the recorded steps do not say whether, or how much, they gain.
+        others: a line about other programs that need the processors; mostly empty.
         clock_error: as for `Recording`.
     """
 
@@ -154,6 +155,8 @@ class Report(Printed):
     growth: tuple[Growth, ...] = ()
     spread: tuple[float, ...] = ()
     python: tuple[InPython, ...] = ()
+    withheld: tuple[str, ...] = ()
+    others: str = ""
     clock_error: float = 0.0
 
     @property
@@ -209,13 +212,14 @@ class Report(Printed):
             busy_bound=max(busy_of.values()),
             gaps=gaps,
             memory=_memory(phases, sizes),
+            python=_in_python(phases),
             clock_error=clock_error,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
         names = "step between num_microbatches bubble bubble_of_equal_stages stages recompute blame"
-        names += " path_seconds busy_bound clock_error memory growth spread python"
+        names += " path_seconds busy_bound clock_error memory growth spread python withheld"
         found: dict[str, Any] = plain({name: getattr(self, name) for name in names.split()})
         found["critical_path"] = [str(action) for action in self.critical_path]
         found["advice"] = [
@@ -319,7 +323,9 @@ class Report(Printed):
 
     def _advice_table(self) -> Table:
         headers = ["change", "code", "predicted ms", "gain"]
-        rows = [[a.what, a.code, ms(a.predicted), self._gain(a.predicted)] for a in self.advice]
+        least = ["" if advice.settings else "at least " for advice in self.advice]
+        each = zip(self.advice, least, strict=True)
+        rows = [[a.what, a.code, ms(a.predicted), f"{text}{self._gain(a.predicted)}"] for a, text in each]
         measured = self.advice[0].measured
         if measured is not None:
             headers += ["measured ms", "measured gain"]
@@ -335,8 +341,15 @@ class Report(Printed):
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Report: {self.headline()}"
+        if self.others:
+            yield f"{self.others} The causes but host are those without them."
         for table in self.tables():
             yield from (table.caption, table._replace(caption=""))
+        if self.withheld:
+            yield (
+                f"No gain is predicted of {'; '.join(self.withheld)}: the steps differ too much, or take "
+                "much longer than their actions alone, as while other programs run."
+            )
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
@@ -384,28 +397,30 @@ def _memory(phases: Sequence[Phase], sizes: Sequence[StageSizes]) -> tuple[Stage
     return tuple(found)
 
 
-def with_python(report: Report, costs: Costs, layers: LayerCosts, balance: Sequence[int]) -> Report:
-    """Returns a report that says what layers in Python cost, and which idle time is due to them.
+def _in_python(phases: Sequence[Phase]) -> tuple[InPython, ...]:
+    """Returns what layers in Python cost, by stage."""
+    whole, found = sum(phase.replay().time for phase in phases), []
+    for stage in sorted({each.action.stage for phase in phases for each in phase.python}):
+        own = [each for phase in phases for each in phase.python if each.action.stage == stage]
+        names = ", ".join(dict.fromkeys(each.name for each in sorted(own, key=lambda each: each.layer)))
+        without = sum(phase.replay(phase.interpreted(stage)).time for phase in phases)
+        found.append(InPython(stage, names, sum(each.seconds for each in own), whole - without))
+    return tuple(found)
+
+
+def undisturbed(report: Report, seconds: Mapping[Action, float]) -> Report:
+    """Returns a report with the causes of idle time as they are if nothing else runs on the machine.
 
     Args:
         report: the report.
-        costs: the durations of the step.
-        layers: the costs of the layers.
-        balance: the number of layers of each stage.
+        seconds: the durations of actions then.
     """
-    python, recorded = costs.in_python(layers, balance), costs.as_recorded(layers, balance)
-    phases = [phase._replace(python=python) for phase in report.phases]
+    phases = tuple(
+        phase._replace(undisturbed={action: seconds[action] for action in phase.events})
+        for phase in report.phases
+    )
     gaps = tuple(gap for phase in phases for gap in gaps_of(phase))
-    found, scale = [], report.step / costs.time()
-    for stage, (number, end) in enumerate(zip(balance, accumulate(balance), strict=True)):
-        own = [i for i in range(end - number, end) if i in layers.operators]
-        if own:
-            names = ", ".join(layers.names[i] for i in own)
-            share = sum(recorded.seconds[i] for i in own) / recorded.times(balance)[stage]
-            cost = scale * (costs.time() - costs.without_python(python, stage))
-            busy = max(cost, share * report.stages[stage].busy)
-            found.append(InPython(stage, names, busy, cost))
-    return replace(report, phases=tuple(phases), gaps=gaps, blame=blame(gaps), python=tuple(found))
+    return replace(report, phases=phases, gaps=gaps, blame=blame(gaps))
 
 
 # The numbers of micro-batches, relative to the present one.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
-from gpipe_fast.layers.structure import Inputs, call_unpacked, layer_title
-from gpipe_fast.profile import operator_seconds, profile
+from gpipe_fast.layers.structure import Inputs, call_unpacked
+from gpipe_fast.profile import profile
 from gpipe_fast.reports.advice import LayerCosts, Measurements
+from gpipe_fast.reports.events import PythonTime
 from gpipe_fast.reports.explain import explain_call, on_absent_device
 from gpipe_fast.reports.explanation import Explanation
 from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
@@ -24,16 +26,18 @@ from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum
 from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.planner import failure_message
+from gpipe_fast.runtime.python_layers import LayerTime
 from gpipe_fast.runtime.runner import Runner, StepInputs
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
+from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.training.losses import check_target, loss_of
 from gpipe_fast.training.step import Objective, targets_of, with_loss
 from gpipe_fast.unsupported import uncompiled
 
-# The seconds for which layers are measured for another balance.
-_PROFILE_SECONDS = 0.5
+# The seconds for which layers are measured for another balance, each time.
+_PROFILE_SECONDS = 0.25
 
 
 class Reporting(Container):
@@ -61,13 +65,14 @@ class Reporting(Container):
 
         The advice is the first three of: another checkpoint mode, schedule, balance, number of micro-batches
         or number of threads, and layers that should not run in Python. Each is predicted by a simulation with
-        measured durations: some steps are recorded with twice as many micro-batches, or half as many, and
-        with as many threads as processors; layers are measured one by one. Left out are changes that are
-        predicted to gain less than 3%, or than the recorded steps differ. Numbers depend on the machine and
-        on what else runs on it.
+        the shortest durations over the recorded steps; steps with twice as many micro-batches, or half as
+        many, and with as many threads as processors run in turn with the present ones; layers are measured
+        one by one. Left out are changes that are predicted to gain less than 3%. If the recorded steps differ
+        too much, or take much longer than their actions alone, the report says for which changes it does not
+        predict a gain.
 
-        With a mesh, all ranks call this, and get the same report of all stages. The advice is then a
-        checkpoint mode, a schedule or a number of micro-batches; to apply it, set it on all ranks.
+        With a mesh, all ranks call this, and get the same report of all stages. To apply advice, set it on
+        all ranks; another balance needs a new pipeline.
 
         Parameters, gradients, buffers, the generators of PyTorch, NumPy and Python, and settings are left as
         they were, but a balance that is not measured yet is measured, as by the first call. Hooks run.
@@ -216,7 +221,10 @@ class Reporting(Container):
         """
         runner = self._runner
 
-        def complete(recording: Recording) -> None:
+        def complete(recording: Recording, times: Sequence[LayerTime]) -> None:
+            own_stages = {stage for each in runner.runners for stage in each.stages}
+            latest = {(t.action, t.layer): t for t in times if t.stage in own_stages}
+            recording.python = tuple(PythonTime(Action.parse(t.action), *t[2:]) for t in latest.values())
             recording.kernels = kernel_names(runner.stages, runner.planner.lowered())
             recording.rank_of = _rank_of(runner)
             recording.sizes = stage_sizes(runner.stages)
@@ -251,40 +259,51 @@ def steps_of(
             backward_of_sum(found)
 
     def measured(num_microbatches: int) -> Measurements:
+        if has_mesh:
+            return Measurements(layers=lambda: _measure_layers_of_ranks(model))
         first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
-        return Measurements(layers=lambda: _measure_layers(model, first))
+        return Measurements(layers=lambda: _measure_layers(model, model, first, model.devices[0]))
 
     is_one_call, batch_size = loss_fn is not None, inputs.batch_size
-    steps = functools.partial(Steps, model, run, model.recording, batch_size, is_one_call, loss=loss)
-    if runner_of(model).processes.is_mesh:  # no process has all layers
-        return steps(shares_processors=False)
-    return steps(measured=measured, python_stages=runner_of(model).stages_in_python)
+    has_mesh = runner_of(model).processes.is_mesh
+    return Steps(model, run, model.recording, batch_size, is_one_call, measured, loss, has_mesh)
 
 
-def _measure_layers(model: Reporting, microbatch: Any) -> tuple[LayerCosts, list[int]] | None:
-    """Returns the costs of the layers, and the balance; None if layers cannot be measured one by one."""
-    runner, operators, names = runner_of(model), {}, {}
-    try:
-        found = profile(
-            model,
-            microbatch,
-            model.devices[0],
-            timeout=_PROFILE_SECONDS,
-            threads=runner.threads(),
-            progress=False,
-        )
-        in_python = runner.layers_in_python()
-        if in_python:
-            each = operator_seconds(model, microbatch, model.devices[0])
-            operators = {i: each[i] for i in in_python}
-            titles = [layer_title(index, layer) for index, layer in enumerate(model.children())]
-            names = {i: titles[i] for i in in_python}
-    except Exception:
+def _measure_layers(
+    model: Reporting, layers: Any, microbatch: Any, device: torch.device
+) -> tuple[list[LayerCosts], list[int]] | None:
+    """Returns the costs of layers, measured twice, and the balance; None if they cannot be measured."""
+    found, threads = [], runner_of(model).threads()
+    for _ in range(2):
+        try:
+            each = profile(
+                layers, microbatch, device, timeout=_PROFILE_SECONDS, threads=threads, progress=False
+            )
+        except Exception:
+            return None
+        seconds = [own.forward_seconds + own.backward_seconds for own in each]
+        found.append(LayerCosts(seconds, [own.boundary_bytes for own in each]))
+    return found, model.balance
+
+
+def _measure_layers_of_ranks(model: Reporting) -> tuple[list[LayerCosts], list[int]] | None:
+    """Returns the costs of all layers, each measured by its rank with made-up inputs; None if unknown."""
+    runner = runner_of(model)
+    plan, own = runner.runners[-1].planner.latest, []
+    compiled = None if plan is None else plan.compiled
+    for stage in runner.own_stages if compiled is not None else ():
+        assert compiled is not None
+        spec = compiled[0][stage].segment_key.input_specs
+        tensors = [torch.zeros_like(each.example()) for each in spec.tensors[: spec.num_plain]]
+        microbatch = spec.structure.build([x.requires_grad_(x.is_floating_point()) for x in tensors])
+        found = _measure_layers(model, runner.partitions()[stage], microbatch, model.devices[stage])
+        own.append([stage, [] if found is None or runner.stages[stage].pops else found[0]])
+    each = sorted(part for _, parts in runner.processes.exchange(own) for part in parts)
+    if len(each) < len(model.balance) or not all(costs for _, costs in each):
         return None
-    forward = [each.forward_seconds for each in found]
-    seconds = [each.forward_seconds + each.backward_seconds for each in found]
-    crossing = [each.boundary_bytes for each in found]
-    return LayerCosts(seconds, crossing, forward, operators, names), model.balance
+    halves = [[costs[i] for _, costs in each] for i in range(2)]
+    joined = [LayerCosts(*map(list, map(chain.from_iterable, zip(*half, strict=True)))) for half in halves]
+    return joined, model.balance
 
 
 def _predicted(

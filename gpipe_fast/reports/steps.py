@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from gpipe_fast.layers.batchnorm import normalises_micro_batches
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.reports.advice import (
     LEAST_GAIN,
+    Alternative,
     Costs,
     Measurements,
     as_code,
@@ -27,13 +30,14 @@ from gpipe_fast.reports.advice import (
     phases_for,
 )
 from gpipe_fast.reports.recording import Recording
-from gpipe_fast.reports.report import Report, with_growth, with_python
-from gpipe_fast.reports.tables import Printed, Table, ms, plain
+from gpipe_fast.reports.report import Report, undisturbed, with_growth
+from gpipe_fast.reports.tables import Printed, Table, ms, others_running, plain
 from gpipe_fast.schedule import Schedule
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
-# The number of steps that are recorded for each setting, after one that is not.
-_NUM_STEPS = 5
+# The limits of the number of steps that are recorded for each setting, and the seconds that they may take
+# between these limits.
+_NUM_STEPS, _SECONDS = (6, 30), 0.5
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,7 @@ class Steps:
         is_one_call: whether forward and backward are one call, in the order of ``model.schedule``.
         measured: what is measured for advice besides steps.
         loss: the loss, if it is a module.
-        python_stages: returns the stages with layers that run in Python.
-        shares_processors: whether all stages share the processors of this process.
+        has_mesh: whether stages are in several processes, so that layers stay where they are.
     """
 
     def __init__(
@@ -125,12 +128,11 @@ class Steps:
         is_one_call: bool,
         measured: Callable[[int], Measurements] = lambda _: Measurements(),
         loss: nn.Module | None = None,
-        python_stages: Callable[[], Collection[int]] = tuple,
-        shares_processors: bool = True,
+        has_mesh: bool = False,
     ) -> None:
         self._model, self._run, self._recording = model, run, recording
         self._batch_size, self._is_one_call, self._measured = batch_size, is_one_call, measured
-        self._python_stages, self._shares_processors = python_stages, shares_processors
+        self._has_mesh = has_mesh
         self._modules = (model,) if loss is None else (model, loss)
 
     def report(self, check: bool) -> Report:
@@ -170,7 +172,8 @@ class Steps:
                 work.count(int(max(0.0, seconds - (end - time.monotonic()))), int(seconds))
             fastest = min(trials, key=lambda each: float("inf") if each.measured is None else each.measured)
             settings = dict(fastest.settings)
-            before, after = self._compare(settings)
+            before = trials[0].measured or 0.0  # an error there is raised
+            after = before * (median(self._beside(settings)[1]) if settings else 1.0)
         if after > (1 - LEAST_GAIN) * before:
             settings, after = {}, before
         return Tuning(tuple(trials), settings, before, after, not waiting)
@@ -187,45 +190,35 @@ class Steps:
             first = str(error).strip().partition("\n")[0]
             return Trial(settings, predicted, None, f"{type(error).__name__}: {first}"), None
 
-    def _compare(self, settings: Mapping[str, Any]) -> tuple[float, float]:
-        """Returns the seconds of a step with the present settings and with others, measured in turn."""
-        if not settings:
-            seconds = self._measure()[0].step
-            return seconds, seconds
-        times: tuple[list[float], list[float]] = [], []
-        for _ in range(2):
-            for own, changes in zip(times, ({}, settings), strict=True):
-                with self._changed(changes):
-                    own.append(self._measure()[0].step)
-        return min(times[0]), min(times[1])
-
     def _report(self, check: bool) -> Report:
-        steps, report, costs = self._measure_steps()
-        model = self._model
-        measured = self._measured(costs.num_microbatches)
-        layers = measured.layers()
-        if layers is not None and layers[0].operators:
-            report = with_python(report, costs, *layers)
-        measured = measured._replace(
-            layers=lambda: layers,
-            chunks=lambda: self._measure_chunks(costs),
-            threads=lambda: self._measure_threads(costs.num_stages),
+        self._num_steps = _NUM_STEPS[0]
+        first = self._record(2)[1].span()  # the same in all processes
+        self._num_steps = min(max(_NUM_STEPS[0], int(_SECONDS / max(first, 1e-9))), _NUM_STEPS[1])
+        recorded = self._record(self._num_steps)
+        report, costs = _median(recorded), self._costs(recorded)
+        model, processes = self._model, self._measured(costs.num_microbatches)
+        measured = processes._replace(
+            chunks=lambda wanted: self._try_chunks(costs.num_microbatches, wanted),
+            threads=lambda: self._try_threads(costs.num_stages),
         )
-        found = improvements(
-            steps,
+        found, withheld = improvements(
+            report.step,
+            _short(recorded),
             costs,
             batch_size=self._batch_size,
             schedule=model.schedule if self._is_one_call else None,
             checkpoint=model.checkpoint,
             measured=measured,
             batch_norm=normalises_micro_batches([model]),
+            layers_stay=self._has_mesh,
         )
-        while check and found and found[0].settings and found[0].measured is None:
+        while check and found and found[0].settings and found[0].measured is None and not found[0].of_a_new:
             try:
-                with self._changed(found[0].settings):
-                    found[0] = replace(found[0], measured=self._measure()[0].step)
+                ratio = median(self._beside(found[0].settings)[1])
+                found[0] = replace(found[0], measured=report.step * ratio)
             except Exception:  # a layer refuses micro-batches of this size
                 del found[0]
+        report = undisturbed(report, costs.seconds)
         if isinstance(model.schedule, str) and costs.has_backward:
             name = model.schedule if self._is_one_call else "gpipe"
 
@@ -233,44 +226,71 @@ class Steps:
                 return phases_for(name, costs, number, model.checkpoint, is_step=True)[0]
 
             report = with_growth(report, self._batch_size, model.checkpoint, schedule)
-        return replace(report, advice=tuple(found), spread=(min(steps), max(steps)))
+        spans = [each.span() for each in recorded]
+        return replace(
+            report,
+            advice=tuple(found),
+            withheld=tuple(withheld),
+            spread=(min(spans), max(spans)),
+            others=others_running(os.getloadavg()[0], available_processors()),
+        )
 
-    def _measure(self) -> tuple[Report, Costs]:
-        """Returns the report of the median step, and its durations."""
-        return self._measure_steps()[1:]
-
-    def _measure_steps(self) -> tuple[list[float], Report, Costs]:
-        """Returns the seconds of each recorded step, the report of the median one, and its durations."""
+    def _record(self, number: int) -> list[Recording]:
+        """Records steps, after one that is not recorded."""
         self._run()
         found = []
-        for _ in range(_NUM_STEPS):
+        for _ in range(number):
             with self._recording() as recording:
                 self._run()
             found.append(recording)
-        middle = sorted(found, key=Recording.span)[_NUM_STEPS // 2]
-        recorded = [each.latest for each in found]
-        costs = Costs.of(middle.phases(), recorded, self._python_stages())
-        return [each.span() for each in found], middle.report(), costs
+        return found
 
-    def _measure_chunks(self, costs: Costs) -> Costs | None:
-        """Returns the durations with another number of micro-batches; None if there is no other."""
-        number = costs.num_microbatches
-        for other in (2 * number, number // 2):
+    def _costs(self, recorded: Sequence[Recording]) -> Costs:
+        processors = float("inf")
+        if not self._has_mesh and all(device.type == "cpu" for device in self._model.devices):
+            processors = max(1.0, available_processors() / (self._model.threads_per_stage or 1))
+        return Costs.of(
+            recorded[0].phases(),
+            [each.latest for each in recorded],
+            [each.python for each in recorded],
+            processors,
+        )
+
+    def _beside(self, settings: Mapping[str, Any]) -> tuple[Costs, list[float]]:
+        """Records steps with other settings and with the present ones in turn.
+
+        Returns:
+            The durations with the other settings, and the seconds of their steps relative to the present
+            ones, in each turn.
+        """
+        found, ratios = list[Recording](), list[float]()
+        for _ in range(2):
+            number = -(-self._num_steps // 2)
+            with self._changed(settings):
+                own = self._record(number)
+                costs = self._costs(found := [*found, *own])
+            ratios.append(_short(own) / _short(self._record(number)))
+        return costs, ratios
+
+    def _try_chunks(self, number: int, wanted: int | None) -> Alternative | None:
+        """Tries another number of micro-batches than the present one; returns None if that fails."""
+        for other in (2 * number, number // 2) if wanted is None else (wanted,):
             if 1 <= other <= self._batch_size and other != number:
                 # A layer may refuse such micro-batches, as batch norm refuses single samples.
-                with contextlib.suppress(Exception), self._changed({"chunks": other}):
-                    return self._measure()[1]
+                with contextlib.suppress(Exception):
+                    return Alternative(other, *self._beside({"chunks": other}))
         return None
 
-    def _measure_threads(self, num_stages: int) -> tuple[int, Costs] | None:
-        """Returns the number of threads with which stages share the processors, and the durations with it."""
-        if not self._shares_processors or any(device.type != "cpu" for device in self._model.devices):
+    def _try_threads(self, num_stages: int) -> Alternative | None:
+        """Tries the number of threads with which stages share the processors."""
+        if self._has_mesh or any(device.type != "cpu" for device in self._model.devices):
             return None
         number = max(1, available_processors() // num_stages)
-        if number == (self._model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)):
+        present = self._model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)
+        if number == present:
             return None
-        with self._changed({"threads_per_stage": number}):
-            return number, self._measure()[1]
+        # More threads than processors wait for each other.
+        return Alternative(number, *self._beside({"threads_per_stage": number}), number < present)
 
     @contextlib.contextmanager
     def _changed(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -283,6 +303,16 @@ class Steps:
         finally:
             for name, value in before.items():
                 setattr(self._model, name, value)
+
+
+def _median(recorded: Sequence[Recording]) -> Report:
+    """Returns the report of the median step."""
+    return sorted(recorded, key=Recording.span)[len(recorded) // 2].report()
+
+
+def _short(recorded: Sequence[Recording]) -> float:
+    """Returns the seconds that one of five steps does not exceed."""
+    return sorted(each.span() for each in recorded)[len(recorded) // 5]
 
 
 @contextlib.contextmanager

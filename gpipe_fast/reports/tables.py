@@ -72,6 +72,18 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
+def others_running(load: float, processors: int) -> str:
+    """Returns a line about other programs, if they leave too few processors; else nothing.
+
+    Args:
+        load: the average number of threads that want a processor.
+        processors: how many there are.
+    """
+    if load <= processors:
+        return ""
+    return f"Other programs are running: a load of {load:.1f} on {processors} processors. Times mean little."
+
+
 def size(count: float) -> str:
     """Returns a number of bytes in the largest unit of which it is at least one, for a table."""
     for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):

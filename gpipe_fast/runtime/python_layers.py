@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,42 @@ from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.repeatable import LayersState
 
 Gradients = Sequence[Tensor | None]
+
+
+class LayerTime(NamedTuple):
+    """The time that layers in Python took in an action, a forward or a backward.
+
+    Attributes:
+        stage: the stage.
+        action: the engine's name of the action.
+        layer: the index of the first layer in the whole model.
+        name: what the layers are called.
+        seconds: their time.
+        operators: the part of it in which operators ran; the rest is the interpreter's.
+        recompute: the part of a backward in which the forward ran again.
+    """
+
+    stage: Stage
+    action: str
+    layer: int
+    name: str
+    seconds: float
+    operators: float
+    recompute: float
+
+
+_sinks: dict[int, list[LayerTime]] = {}
+
+
+@contextlib.contextmanager
+def timing_layers() -> Iterator[list[LayerTime]]:
+    """Yields a list that gets the times of all Python layers of this process that run inside the block."""
+    found: list[LayerTime] = []
+    _sinks[id(found)] = found
+    try:
+        yield found
+    finally:
+        del _sinks[id(found)]
 
 
 @dataclass(frozen=True)
@@ -217,6 +254,7 @@ class PythonLayers:
         self._checks_left = _NUM_CHECKED
         self._inputs = _Inputs(name)
         self._reentrant = False
+        self._operator_seconds = self._recompute_seconds = 0.0
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Takes snapshots of all buffers, and of the tables that embeddings with ``max_norm`` renormalize."""
@@ -241,7 +279,7 @@ class PythonLayers:
     ) -> Result:
         """Runs one micro-batch; `want_reached` requests the parameters that the outputs depend on."""
         microbatch_input = _MicroBatchInput(tensors, structure, needs_gradient, skips, key, microbatch)
-        with self._lock, self._annotated_errors(action):
+        with self._lock, self._annotated_errors(action), self._timed(action):
             state = self._repeatable_state() if self._recomputes else None
             before = [] if state is None else self.snapshot()
             states = self._python_generators.states()
@@ -281,6 +319,17 @@ class PythonLayers:
                 reached,
             )
 
+    @contextlib.contextmanager
+    def _timed(self, action: str) -> Iterator[None]:
+        """Passes the time of the block to those who asked for it."""
+        begun = perf_counter()
+        self._operator_seconds = self._recompute_seconds = 0.0
+        yield
+        parts = perf_counter() - begun, self._operator_seconds, self._recompute_seconds
+        name = self._name.partition(", ")[2]
+        for sink in tuple(_sinks.values()):
+            sink.append(LayerTime(self._part.whole, action, self._part.first_layer, name, *parts))
+
     def _needs_gradient(self, root: Tensor) -> bool:
         # PyTorch's views of parameters require gradients under no_grad, too.
         return self._modes.grad and root.requires_grad
@@ -317,7 +366,7 @@ class PythonLayers:
         if saved is None or all(tangent is None for tangent in tangents):
             return [], gradients
         differentiate = functools.partial(self._differentiate, saved, tangents, gradients)
-        with self._lock, self._annotated_errors(action):
+        with self._lock, self._annotated_errors(action), self._timed(action):
             if isinstance(saved.run, _LayersRun):
                 return differentiate(saved.run, retain)
             start = saved.run
@@ -335,7 +384,9 @@ class PythonLayers:
 
             def recompute() -> tuple[Gradients, Gradients]:
                 with phase.phase_scope(recomputing=True):
+                    begun = perf_counter()
                     run = self._run(start.microbatch_input, start.generators.for_recompute())
+                    self._recompute_seconds += perf_counter() - begun
                     return differentiate(run, False)
 
             return run_with_buffers(self._part.layers, start.buffers, recompute)
@@ -343,6 +394,7 @@ class PythonLayers:
     def _run(self, microbatch_input: _MicroBatchInput, generators: SavedGeneratorStates) -> _LayersRun:
         _leave_interrupted_modes()
         mode = KeyedRandomMode(lambda: self._key(microbatch_input), generators)
+        mode.clock = perf_counter if _sinks else None
         stage = self._name.partition(", ")[0]
         with torch.set_grad_enabled(self._modes.grad), exact_autocast(self._modes.autocast):
             leaves = microbatch_input.leaves()
@@ -365,6 +417,7 @@ class PythonLayers:
                     mode.enter_layer(index)
                     self._running = f"{stage}, {layer_title(self._part.first_layer + index, layer)}"
                     value = call_unpacked(layer, value)
+                self._operator_seconds += mode.seconds
                 self._running = self._name
                 stashed = take_stashed(stashed_so_far, self._part.keys(self._part.stashes))
             try:
@@ -403,8 +456,10 @@ class PythonLayers:
             if gradient is not None and root.requires_grad
         ]
         sources = [*(leaf for leaf in run.leaves if leaf.requires_grad), *saved.parameters]
+        begun = perf_counter()
         with self._inputs.accumulating():
             found = _grad(roots, sources, retain, self._reentrant)
+        self._operator_seconds += perf_counter() - begun
         gradient_of = {id(source): gradient for source, gradient in zip(sources, found, strict=True)}
         input_gradients = [gradient_of.get(id(leaf)) for leaf in run.leaves]
         gradient_of |= {p: _accumulate(total, gradient_of[p], dtype) for p, total in sums.items()}

@@ -673,11 +673,6 @@ class Runner:
         number = len(self.layers)
         return {layer for each in self.runners for layer in each.planner.in_python if layer < number}
 
-    def stages_in_python(self) -> set[int]:
-        """Returns the stages with layers that run in Python."""
-        stages = [i for i, size in enumerate(self.placement.balance) for _ in range(size)]
-        return {stages[layer] for layer in self.layers_in_python()}
-
     def locks(self) -> list[Any]:
         """Returns the locks that are held while layers run in Python, in calls and in steps."""
         return list(dict.fromkeys(lock for each in self.runners for lock in each.planner.locks))

@@ -85,7 +85,7 @@ gpipe_fast.profile
 gpipe_fast.picture
   draw(recording, path=None, *, title='')
 gpipe_fast.recording
-  class Advice(what, settings, predicted, measured=None)
+  class Advice(what, settings, predicted, measured=None, of_a_new=False)
     properties: code
   class Event(action, is_wait, begin, end, run=0, boundary_bytes=0, saved_bytes=0, scratch_bytes=0,
       transit=0.0)
@@ -97,12 +97,13 @@ gpipe_fast.recording
     properties: code; to_dict()
   class MemoryReport(stages, optimizer, devices, measured=(), unknown=())
     properties: totals; to_dict()
-  class Phase(schedule, events, waits, python=mappingproxy({}))
-    properties: window; replay(); seconds(); transit(send)
+  class Phase(schedule, events, waits, python=(), undisturbed=mappingproxy({}))
+    properties: window; interpreted(stage=None); replay(faster=mappingproxy({})); seconds(); transit(send)
   class Recording()
     properties: has_backward, latest; bubble(); critical_path(); phases(); report(); seconds(); span()
   class Report(phases, step, between, stages, recompute, blame, critical_path, path_seconds, busy_bound,
-      gaps, memory=(), advice=(), growth=(), spread=(), python=(), clock_error=0.0)
+      gaps, memory=(), advice=(), growth=(), spread=(), python=(), withheld=(), others='',
+      clock_error=0.0)
     properties: bubble, bubble_of_equal_stages, num_microbatches, num_ranks; headline(); of(phases, sizes=(),
         clock_error=0.0); save(path, *, title=''); tables(); timeline(); to_dict()
   class StageBytes(parameters, buffers, gradients, boundary, saved, intermediates, under_way, waiting)

@@ -28,10 +28,6 @@ class Fake:
         self.tried: list[str] = []
         self.pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=1)
 
-    def measured(self) -> mock.Mock:
-        code = self.code()
-        return mock.Mock(step=self.times[code], advice=self.advice.get(code, []))
-
     def code(self) -> str:
         before = {"chunks": 1, "checkpoint": "except_last"}
         settings = {name: getattr(self.pipe, name) for name in before}
@@ -41,12 +37,16 @@ class Fake:
         self.tried.append(self.code())
         if self.times[self.code()] < 0:
             raise RuntimeError("refused\nmore")
-        return self.measured()
+        return mock.Mock(step=self.times[self.code()], advice=self.advice.get(self.code(), []))
 
     def tune(self, seconds: float = 60.0) -> Tuning:
         steps = Steps(self.pipe, lambda: None, self.pipe.recording, 64, True)
-        with mock.patch.multiple(steps, _report=self.report, _measure=lambda: (self.measured(), None)):
+        with mock.patch.multiple(steps, _report=self.report, _beside=self.beside):
             return steps.tune(seconds, None)
+
+    def beside(self, settings: dict[str, Any]) -> tuple[None, list[float]]:
+        code = "; ".join(f"{name}={value}" for name, value in settings.items())
+        return None, [self.times[code] / self.times[""]]
 
 
 def advice(predicted: float, **settings: Any) -> Advice:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpipe_fast.reports.advice import (
     Advice,
+    Alternative,
     Costs,
+    Found,
     LayerCosts,
     Measurements,
     best_balance,
     improvements,
 )
-from gpipe_fast.schedule import fill_drain, simulate
+from gpipe_fast.schedule import Kind, fill_drain, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
@@ -49,17 +52,27 @@ class Step:
         seconds = {action: end - found.begins[action] for action, end in found.ends.items()}
         return Costs([found.schedule], seconds)
 
-    def advice(self, chunks: int, batch_norm: bool = False, **measured: Any) -> list[Advice]:
-        other = 2 * chunks if 2 * chunks <= self.batch else chunks // 2
-        measured["chunks"] = lambda: self.costs(other)
+    def tried(self, number: int, other: int | None = None) -> Alternative:
+        other = other or (2 * number if 2 * number <= self.batch else number // 2)
+        return Alternative(other, self.costs(other), [self.time(other) / self.time(number)] * 2)
+
+    def advice(self, number: int, **options: Any) -> list[Advice]:
+        return self.found(number, self.costs(number), **options).advice
+
+    def found(self, number: int, costs: Costs, *, shortest: float = 0.0, **options: Any) -> Found:
+        names = [name for name in options if name in Measurements._fields]
+        measured = {"chunks": lambda other: self.tried(number, other)} | {
+            name: options.pop(name) for name in names
+        }
         return improvements(
-            [self.time(chunks)],
-            self.costs(chunks),
+            self.time(number),
+            shortest or self.time(number),
+            costs,
             batch_size=self.batch,
             schedule=self.schedule,
             checkpoint=self.checkpoint,
             measured=Measurements(**measured),
-            batch_norm=batch_norm,
+            **options,
         )
 
 
@@ -88,9 +101,15 @@ def test_a_slow_stage() -> None:
     """Four of six equal layers are in the last of three stages."""
     step = Step(8, [0.0] * 3, [1.0, 1.0, 4.0], "gpipe", "never")
     layers = LayerCosts([3.0] * 6, [1] * 6)
-    first = step.advice(8, layers=lambda: (layers, [1, 1, 4]))[0]
+    first = step.advice(8, layers=lambda: ([layers], [1, 1, 4]))[0]
     assert first.what == "another balance"
     assert first.settings == {"balance": [2, 2, 2]}
+    (of_ranks,) = (
+        advice
+        for advice in step.advice(8, layers=lambda: ([layers], [1, 1, 4]), layers_stay=True)
+        if advice.settings == first.settings
+    )
+    assert of_ranks.code == "GPipe(..., balance=[2, 2, 2])", "it cannot be set"
     even = Step(8, [0.0] * 3, [2.0] * 3, "gpipe", "never")
     assert first.predicted == pytest.approx(even.time(8))
 
@@ -114,9 +133,10 @@ def test_a_layer_in_python() -> None:
     """Half of the second stage's forward is spent in the interpreter, and of its recompute."""
     step = Step(8, [0.0] * 2, [1.0, 2.0], "1f1b", "always")
     without = simulate("1f1b", 2, 8, forward=1.0, backward=[2.0, 4.0], checkpoint="always").time
-    layers = LayerCosts([3.0, 6.0], [1, 1], [1.0, 2.0], {1: 1.0}, {1: "layer 3 (Norm)"})
-    advice = step.advice(8, layers=lambda: (layers, [1, 1]))
-    (found,) = (each for each in advice if not each.settings)
+    costs = step.costs(8)
+    python = {a: 1.0 for a in costs.seconds if a.stage and a.kind in (Kind.F, Kind.R)}
+    costs = replace(costs, python=python, python_layers={3: "layer 3 (Norm)"})
+    (found,) = (each for each in step.found(8, costs).advice if not each.settings)
     assert (found.what, found.code) == ("layer 3 (Norm): let C++ run what runs in Python", "")
     assert found.predicted == pytest.approx(without)
 
@@ -124,8 +144,8 @@ def test_a_layer_in_python() -> None:
 def test_the_recorded_time_of_a_layer_moves_with_it() -> None:
     """Alone, layer 1 takes as long as others; in the step ten times, so its stage gets no more layers."""
     step = Step(8, [0.0] * 2, [11.0, 2.0], "gpipe", "never")
-    layers = LayerCosts([3.0] * 4, [1] * 4, [1.0] * 4, {1: 1.0}, {1: "layer 1"})
-    costs = step.costs(8)
+    layers = LayerCosts([3.0] * 4, [1] * 4)
+    costs = replace(step.costs(8), python_layers={1: "layer 1"})
     assert costs.as_recorded(layers, [2, 2]).seconds == pytest.approx([3, 30, 3, 3])
     moved = simulate("gpipe", 2, 8, forward=[1.0, 12.0], backward=[2.0, 24.0], checkpoint="never")
     assert costs.with_balance(costs.as_recorded(layers, [2, 2]), [2, 2], [1, 3]) == pytest.approx(moved.time)
@@ -136,15 +156,36 @@ def test_no_number_of_micro_batches_without_a_clear_slope() -> None:
     """Smaller micro-batches took longer, which says nothing about larger ones."""
     step = Step(32, [1.0] * 2, [0.1] * 2, "gpipe", "never")
     slower = {action: 2 * seconds for action, seconds in step.costs(16).seconds.items()}
-    found = improvements(
-        [step.time(8)],
-        step.costs(8),
-        batch_size=32,
-        schedule=None,
-        checkpoint="never",
-        measured=Measurements(chunks=lambda: Costs(step.costs(16).phases, slower)),
+    tried = Alternative(16, Costs(step.costs(16).phases, slower), [0.5, 0.5])
+    found = step.found(8, step.costs(8), chunks=lambda _: tried)
+    assert [advice for advice in found.advice if "chunks" in advice.settings] == []
+
+
+def test_no_prediction_is_below_the_work() -> None:
+    """One processor runs all stages, so that nothing is gained by work at the same time."""
+    step = Step(32, [0.0] * 4, [0.1] * 4, "gpipe", "never")
+    costs = replace(step.costs(2), processors=1.0)
+    work = sum(costs.seconds.values())
+    assert costs.time() == pytest.approx(work)
+    tried = Alternative(4, replace(step.costs(4), processors=1.0), [1.0, 1.0])
+    assert step.found(2, costs, chunks=lambda _: tried, shortest=work).advice == []
+
+
+def test_what_measurements_do_not_hold_is_withheld() -> None:
+    """Steps that take longer than their actions, halves that differ, and threads that should gain."""
+    step = Step(8, [0.0] * 3, [1.0] * 3, "gpipe", "always")
+    found = step.found(8, step.costs(8), shortest=1.2 * step.time(8))
+    assert not any("checkpoint" in advice.settings for advice in found.advice)
+    assert "keep all activations, if memory suffices (model.checkpoint)" in found.withheld
+    few = Step(32, [0.1] * 4, [0.1] * 4, "1f1b", "never")
+    found = few.found(2, few.costs(2), chunks=lambda other: few.tried(2, other)._replace(ratios=[0.6, 1.1]))
+    assert not any("chunks" in advice.settings for advice in found.advice)
+    assert "more micro-batches (model.chunks)" in found.withheld
+    threads = Alternative(1, few.costs(2), [1.0, 1.0], is_expected=True)
+    assert (
+        "fewer intra-op threads (model.threads_per_stage)"
+        in few.found(2, few.costs(2), threads=lambda: threads).withheld
     )
-    assert [advice for advice in found if "chunks" in advice.settings] == []
 
 
 def test_another_schedule() -> None:
@@ -168,14 +209,19 @@ def test_forward_and_backward_in_two_calls() -> None:
         whole = fill_drain(2, chunks, recomputed=())
         return Costs([whole.forward_part(), whole.backward_part()], seconds)
 
+    def tried(other: int | None) -> Alternative:
+        chunks = other or 2
+        return Alternative(chunks, costs(chunks), [costs(chunks).time() / costs(1).time()] * 2)
+
     found = improvements(
-        [costs(1).time()],
+        costs(1).time(),
+        costs(1).time(),
         costs(1),
         batch_size=16,
         schedule=None,
         checkpoint="never",
-        measured=Measurements(chunks=lambda: costs(2)),
-    )
+        measured=Measurements(chunks=tried),
+    ).advice
     best = min((1, 2, 4, 8, 16), key=lambda chunks: costs(chunks).time())
     assert [advice.settings for advice in found] == [{"chunks": best}]
     assert found[0].predicted == pytest.approx(costs(best).time())

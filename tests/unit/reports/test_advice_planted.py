@@ -13,13 +13,21 @@ from itertools import accumulate
 import pytest
 
 from gpipe_fast.recording import Event
-from gpipe_fast.reports.advice import Advice, Costs, LayerCosts, Measurements, improvements
+from gpipe_fast.reports.advice import (
+    Alternative,
+    Costs,
+    Found,
+    LayerCosts,
+    Measurements,
+    improvements,
+)
 from gpipe_fast.reports.blame import Phase
-from gpipe_fast.reports.report import Report, with_python
+from gpipe_fast.reports.events import PythonTime
+from gpipe_fast.reports.report import Report, undisturbed
 from gpipe_fast.schedule import TRANSFERS, Action, Kind, Schedule, schedule_for
 from gpipe_fast.schedule.simulation import Simulation, recomputed_by
 
-BATCH = 64
+BATCH, ROUNDS = 64, 10
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,11 @@ class Step:
 
     def layers(self, rng: random.Random, error: float) -> LayerCosts:
         """Returns what measures of single layers give, each with an error of at most this share."""
-        size = BATCH / self.chunks
-        errors = [1 + rng.uniform(-error, error) for _ in self.each]
-        forward = [1e-3 * s * (each * size + self.fixed) for s, each in zip(errors, self.each, strict=True)]
-        python = dict(self.python)
+        size, python = BATCH / self.chunks, dict(self.python)
+        seconds = [3e-3 * (1 + rng.uniform(0, error)) * (each * size + self.fixed) for each in self.each]
         return LayerCosts(
-            [3 * own + 1e-3 * python.get(i, 0) for i, own in enumerate(forward)],
+            [own + 1e-3 * python.get(i, 0) for i, own in enumerate(seconds)],
             [int(1024 * size * each) for each in self.kilobytes],
-            [own + 1e-3 * python.get(i, 0) for i, own in enumerate(forward)],
-            {i: forward[i] for i in python},
-            {i: f"layer {i}" for i in python},
         )
 
 
@@ -89,14 +92,26 @@ class Machine:
 
     def record(self, step: Step) -> tuple[list[float], Costs, Report]:
         found, schedule = [], step.whole()
-        slow = self._random.sample(range(5), 2) if self._loaded else []
-        for number in range(5):
+        slow = self._random.sample(range(ROUNDS), 3) if self._loaded else []
+        for number in range(ROUNDS):
             durations = {a: self._longer(step.seconds(a), number in slow) for a in schedule.order()}
             found.append(Simulation.of(schedule, durations.__getitem__))
         events = [{a: Event(a, False, own.begins[a], own.ends[a]) for a in own.ends} for own in found]
-        costs = Costs.of([schedule], events, {i for i, _ in enumerate(step.balance) if step.python})
-        middle = sorted(range(5), key=lambda i: found[i].time)[2]
-        return [own.time for own in found], costs, Report.of([Phase(schedule, events[middle], [])])
+        ends = list(accumulate(step.balance))
+        python = [
+            PythonTime(a, i, f"layer {i}", step.seconds(a), step.seconds(a) - 1e-3 * ms, 0.0)
+            for i, ms in step.python
+            for a in schedule.order()
+            if a.kind in (Kind.F, Kind.R) and a.stage == next(s for s, end in enumerate(ends) if i < end)
+        ]
+        costs = Costs.of([schedule], events, [python] * ROUNDS)
+        middle = sorted(range(ROUNDS), key=lambda i: found[i].time)[ROUNDS // 2]
+        report = undisturbed(Report.of([Phase(schedule, events[middle], [], python)]), costs.seconds)
+        return sorted(own.time for own in found), costs, report
+
+    def beside(self, step: Step, other: Step, number: int, is_expected: bool = False) -> Alternative:
+        ratios = [self.record(other)[0][2] / self.record(step)[0][2] for _ in range(2)]
+        return Alternative(number, self.record(other)[1], ratios, is_expected)
 
     def _longer(self, seconds: float, slow_round: bool) -> float:
         seconds *= self._random.uniform(0.99, 1.01)
@@ -104,27 +119,28 @@ class Machine:
             return seconds
         return seconds * (1.5 if self._random.random() < 0.1 else 1) * (1.3 if slow_round else 1)
 
-    def diagnose(self, step: Step) -> tuple[Report, list[Advice]]:
+    def diagnose(self, step: Step) -> tuple[Report, Found]:
         steps, costs, report = self.record(step)
-        layers = step.layers(self._random, 0.2 if self._loaded else 0.02), step.balance
-        other = replace(step, chunks=2 * step.chunks)
+        layers = [step.layers(self._random, 0.2 if self._loaded else 0.02) for _ in range(2)]
         threads = max(1, step.processors // len(step.balance))
         with_threads = replace(step, threads_per_stage=threads)
+        fewer = threads < step.threads_per_stage
         found = improvements(
-            steps,
+            report.step,
+            steps[2],
             costs,
             batch_size=BATCH,
             schedule=step.schedule,
             checkpoint=step.checkpoint,
             measured=Measurements(
-                chunks=lambda: self.record(other)[1],
-                threads=lambda: (
-                    (threads, self.record(with_threads)[1]) if threads != step.threads_per_stage else None
+                chunks=lambda wanted: self.beside(
+                    step, replace(step, chunks=wanted or 2 * step.chunks), wanted or 2 * step.chunks
                 ),
-                layers=lambda: layers,
+                threads=lambda: self.beside(step, with_threads, threads, True) if fewer else None,
+                layers=lambda: (layers, step.balance),
             ),
         )
-        return with_python(report, costs, *layers) if step.python else report, found
+        return report, found
 
 
 GOOD = Step()
@@ -144,27 +160,30 @@ PROBLEMS: dict[str, tuple[Step, str | None, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loaded", [False, True], ids=["quiet", "loaded"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_cause_and_the_advice(name: str, loaded: bool, seed: int) -> None:
     step, cause, settings = PROBLEMS[name]
-    report, advice = Machine(seed, loaded).diagnose(step)
+    report, found = Machine(seed, loaded).diagnose(step)
     if cause is not None:
-        assert max(report.blame, key=report.blame.__getitem__) == cause
-    first = advice[0]
+        causes = {name: share for name, share in report.blame.items() if name != "host"}
+        assert max(causes, key=causes.__getitem__) == cause
+    if loaded and not found.advice:
+        assert any(word in each for word in (*settings, "Python") for each in found.withheld)
+        return
+    first = found.advice[0]
     assert first.settings.keys() == settings.keys()
     mended, best = (
         replace(step, **own) if own else replace(step, python=()) for own in (first.settings, settings)
     )
     assert mended.time() <= 1.05 * best.time()
     # A loaded machine is slower with any settings, so what the gain leaves is compared.
-    predicted = first.predicted / report.step
-    assert predicted == pytest.approx(mended.time() / step.time(), rel=0.15)
+    assert first.predicted / report.step == pytest.approx(mended.time() / step.time(), rel=0.15)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loaded", [False, True], ids=["quiet", "loaded"])
 def test_a_good_step_gets_no_advice(loaded: bool, seed: int) -> None:
     """Eight equal layers are not moved, and no number of micro-batches is offered for what the load did."""
-    assert [each.code for each in Machine(seed, loaded).diagnose(GOOD)[1]] == []
+    assert [each.code for each in Machine(seed, loaded).diagnose(GOOD)[1].advice] == []
