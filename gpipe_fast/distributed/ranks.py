@@ -107,7 +107,7 @@ _DONE, _UNSET = "done", "unset"
 # logs when it is over.
 _POLL_SECONDS, _MAX_SLEEP_SECONDS = 0.1, 0.002
 # The seconds after a rank has lost another one in which the others say that they are there.
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 3.0
 # The maximum number of blocks of a transfer's kernel, which by default depends on the links. NCCL has buffers
 # for each, of 4 MiB by default (NCCL_BUFFSIZE). The number has not been measured.
 _MAX_NCCL_BLOCKS = 4
@@ -433,6 +433,7 @@ class Ranks(Processes):
         """
         outcome = self._read("outcome")
         if outcome not in (_UNSET, _DONE):  # done, if this rank waits for that
+            self._share(f"here/{self.rank}", "")
             self._raise(outcome)
 
     def succeed(self) -> int:
@@ -503,19 +504,21 @@ class Ranks(Processes):
         ranks that are not lost say so.
         """
         named = json.loads(outcome)["lost"].split(", ")
-        silent = [] if named == [""] else named
-        with contextlib.suppress(RuntimeError):
-            begin = time.monotonic()
-            if silent:
+        silent = list[str]()
+        with contextlib.suppress(RuntimeError):  # the process that has the store may have ended
+            end = time.monotonic() + _GRACE_SECONDS
+            if named != [""]:
                 self._share(f"here/{self.rank}", "")
-            while silent and time.monotonic() - begin < _GRACE_SECONDS:
+                silent = self._not_here()
+            while silent not in ([], named) and time.monotonic() < end:
                 time.sleep(_MAX_SLEEP_SECONDS)
-                missing = [r for r in self._everyone() if self._read(f"here/{r}") == _UNSET]
-                silent = [*map(str, self._named(missing))]
-                if silent == named:
-                    break
+                silent = self._not_here()
         found = [rank for rank in silent if rank in named] or silent
         return "" if found == named else ", ".join(found)
+
+    def _not_here(self) -> list[str]:
+        missing = [rank for rank in self._everyone() if self._read(f"here/{rank}") == _UNSET]
+        return [*map(str, self._named(missing))]
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -682,6 +685,9 @@ class Ranks(Processes):
         stage = re.search(r"(?:sending to|receiving from) stage (\d+), in another process, failed", error)
         if stage is not None:
             return str(self._names[self._column * self.size + int(stage[1]) % self.size])
+        if re.search("summing the gradients of this stage with a replica, in another process, failed", error):
+            others = (column * self.size + self.index for column in self._columns())
+            return ", ".join(str(self._names[rank]) for rank in others if rank != self.rank)
         ranks = re.search(
             r"(?:(?:for|from) ranks \[|connect to rank )(\d+(?:, \d+)*)\]?, which ha(?:s|ve) ended", error
         )

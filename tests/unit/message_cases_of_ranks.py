@@ -57,6 +57,17 @@ def ranks(timeout: float = 0.2) -> list[Ranks]:
     return [Ranks(index, 2, store, timeout) for index in range(2)]
 
 
+def behind_a_lost_one() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2 and has noticed the failure."""
+    store = dist.HashStore()
+    store.set("0/here/1", "")
+    with mock.patch("gpipe_fast.distributed.ranks._GRACE_SECONDS", 0.0):
+        Ranks(0, 3, store, 0.2).fail(
+            "receiving from stage 1, in another process, failed: that process has ended, or takes longer "
+            "than the argument timeout of GPipe allows"
+        )
+
+
 def pipe(*layers: nn.Module, **options: Any) -> GPipe:
     """Returns the pipeline of the first of two ranks."""
     model = nn.Sequential(*layers) if layers else mlp()
@@ -380,6 +391,7 @@ OF_RANKS = [
     case("stages [0, 1] share a DTensor of shape [4, 6]", "in one stage", tied_shards),
     case("of the ranks [0], which", "dimension 'tp' only", foreign_group),
     case("run other collectives than those of rank 5", "do the same on both", other_collectives),
+    case("rank 2 is lost", "timeout of GPipe", behind_a_lost_one),
     case("ranks [1] along 'tp'", "a larger timeout", lambda: SHARDS.fail("gloo/transport/tcp/pair.cc")),
     case("got 0", "must be a positive number", checked_timeout, 0),
     case("3 on cuda:0", "pass mesh['pp']", check_replicas, 3, torch.device("cuda:0")),

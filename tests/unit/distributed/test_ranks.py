@@ -169,10 +169,25 @@ def test_the_rank_that_is_lost_is_named(error: str, lost: str) -> None:
     """Three stages go round on ranks that are called 6, 7 and 8."""
     store = dist.HashStore()
     first, second = (Ranks(index, 3, store, timeout=1.0, names=(6, 7, 8)) for index in (0, 1))
+    for index in range(3):
+        store.set(f"0/here/{index}", "")  # slow ones; the error is all that is known
     assert first.fail(error)
     text = f"rank {lost} is lost, as rank 6 has found, so no rank changed anything: {error}"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         second.poll()
+
+
+def test_a_rank_that_waits_for_the_lost_one_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 6 waits for rank 7, which waits for rank 8 and notices the failure."""
+    monkeypatch.setattr("gpipe_fast.distributed.ranks._GRACE_SECONDS", 0.0)
+    store = dist.HashStore()
+    first, second = (Ranks(index, 3, store, timeout=1.0, names=(6, 7, 8)) for index in (0, 1))
+    store.set("0/here/1", "")
+    error = "receiving from stage 1, in another process, failed: that process has ended, or takes longer"
+    with pytest.raises(RuntimeError, match=f"rank 8 is lost: {error}"):
+        first.fail(error)
+    with pytest.raises(RuntimeError, match="rank 8 is lost, as rank 6 has found, so no rank changed"):
+        second.fail("receiving from stage 2, in another process, failed: that process has ended")
 
 
 def test_losses_are_those_of_the_same_shard_of_each_replica() -> None:
