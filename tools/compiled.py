@@ -117,13 +117,18 @@ def of_both_versions(
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Returns the registers of a thread, and the bytes of registers that it spills to memory."""
+    usage = cuobjdump(cubin, "-res-usage")
+    spilled = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
+    return int(re.findall(r"REG:(\d+)", usage)[-1]), sum(map(int, spilled))
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """Returns what the program cuobjdump prints of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(_CUOBJDUMP), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spilled = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
-    return int(re.findall(r"REG:(\d+)", usage)[-1]), sum(map(int, spilled))
+        command = [str(_CUOBJDUMP), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def table(measured: Mapping[str, Measured]) -> str:

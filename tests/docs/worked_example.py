@@ -15,7 +15,7 @@ from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.docs.markdown import FENCE, ROOT
 from tests.unit.fuse.graphs import regions_in
-from tools.compiled import disassemble, resource_usage
+from tools.compiled import cuobjdump, resource_usage
 
 CAPABILITY = 90
 SHAPES = ((2048, 1024), (2048, 1024), (1024,))
@@ -46,7 +46,7 @@ def memory_accesses(launch: KernelLaunch) -> str:
     """Returns the registers of a thread, and the instructions of the cubin that access global memory."""
     source, _ = sources_of(launch)
     cubin = compile_kernel(source, CAPABILITY).asm["cubin"]
-    (assembly,) = disassemble([cubin], CAPABILITY)
+    assembly = cuobjdump(cubin, "-sass")
     registers, spilled = resource_usage(cubin)
     found = re.findall(r"(?:@!?\w+ )?(?:LDG|STG)\.[^;]*", assembly)
     return "\n".join([f"{registers} registers, {spilled} bytes spilled", *map(str.strip, found)])
