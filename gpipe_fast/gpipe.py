@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from gpipe_fast import progress
 from gpipe_fast.arguments import check_module, check_no_others, pass_through, warn_surplus_devices
 from gpipe_fast.devices import Device
-from gpipe_fast.distributed.mesh import check_one_column, checked_timeout, refuse_ddp
+from gpipe_fast.distributed.mesh import check_one_replica, checked_timeout, refuse_ddp
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.pipelined import make_pipelined
+from gpipe_fast.from_model.tensor_plan import apply_plan
 from gpipe_fast.layers.structure import BatchDim
 from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES as CHECKPOINT_MODES
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
@@ -244,9 +245,11 @@ class GPipe(Reporting):
             transport: As for `GPipe`.
             fuse: As for `GPipe`.
             schedule: As for `GPipe`.
-            mesh: As for `GPipe`; without replicas. Each process passes the same inputs, with their elements.
-                A call returns what the model does in the last process; in the others, a tensor to call
-                ``backward`` on stands for each output that requires a gradient, and None for any other one.
+            mesh: As for `GPipe`; without replicas. Along a dimension ``'tp'``, parameters are divided by the
+                plan of a model of transformers, and replaced, unless they are DTensors already. Each process
+                passes the same inputs, with their elements. A call returns what the model does in the last
+                process; in the others, a tensor to call ``backward`` on stands for each output that requires
+                a gradient, and None for any other one.
             timeout: As for `GPipe`.
 
         Returns:
@@ -278,8 +281,10 @@ class GPipe(Reporting):
             number = None if found is None else len(found)
         else:
             processes = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)
-            check_one_column(processes.num_replicas, processes.num_shards)
+            check_one_replica(processes.num_replicas)
             number = processes.size
+            if processes.num_shards > 1:
+                apply_plan(model, mesh["tp"])  # type: ignore[index]  # no process group has parts
         places = devices, number, settings, loss, cls._over, processes
         return make_pipelined(model, args, kwargs, blocks, balance, *places)
 

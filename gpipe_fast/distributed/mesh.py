@@ -222,17 +222,12 @@ def _check_shard(title: str, parameter: Any, ranks: Sequence[int], device: torch
         )
 
 
-def check_one_column(num_replicas: int, num_shards: int) -> None:
-    """Checks that a pipeline has one replica, of one shard.
+def check_one_replica(num_replicas: int) -> None:
+    """Checks that a pipeline has one replica.
 
     Raises:
         ValueError: it has several.
     """
-    if num_shards > 1:
-        raise ValueError(
-            f"from_model has no tensor parallelism along 'tp' so far, got {num_shards} processes; pass the "
-            "layers as an nn.Sequential to GPipe"
-        )
     if num_replicas > 1:
         raise ValueError(
             f"from_model has no replicas along 'dp_replicate' or 'fsdp' so far, got {num_replicas}; pass "

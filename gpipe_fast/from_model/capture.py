@@ -47,6 +47,7 @@ from gpipe_fast.from_model.stand_ins import (
     restored_attributes,
     with_own_classes,
 )
+from gpipe_fast.layers.sharded import are_sharded
 from gpipe_fast.randomness.random import is_random
 from gpipe_fast.strides import bits_of, with_bits
 from gpipe_fast.torch_private import dynamo, pytree
@@ -394,7 +395,9 @@ class _Attempt:
         """
         module = call.target
         has_own_call = type(module).__call__ is not nn.Module.__call__
-        run: Any = functools.partial(type(module).__call__, module) if has_own_call else module.forward
+        # Hooks make tensors DTensors, and DTensors tensors.
+        with_hooks = has_own_call or are_sharded([module])
+        run: Any = functools.partial(type(module).__call__, module) if with_hooks else module.forward
         odd = self._odd and not self._odd.isdisjoint(module.modules())
         if odd or type(module) in self._modules.concrete:
             return self._result_for_zeros(call, run, args, kwargs), False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.from_model.dataflow import CannotCut, Owned
 from gpipe_fast.layers.quantized import stand_in
+from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 
@@ -46,8 +47,9 @@ def has_own_class(tensor: Any) -> bool:
 
 
 def with_own_classes(names: Names) -> set[nn.Module]:
-    """Returns the modules that have a tensor of a class that its fake tensor lacks."""
-    return {m for m in names if any(has_own_class(x) for table in _tables(m) for x in table.values())}
+    """Returns the modules that have a tensor of a class that its fake tensor lacks; not for a DTensor."""
+    tensors = ((m, x) for m in names for table in _tables(m) for x in table.values())
+    return {m for m, x in tensors if has_own_class(x) and not is_sharded(x)}
 
 
 @contextlib.contextmanager
@@ -88,7 +90,8 @@ def fake_parameters(names: Names, mode: FakeTensorMode, device: torch.device) ->
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with mode:
-        fake = empty_like(tensor, device)
+        make = functools.partial(empty_like, device=device)
+        fake = stand_in(tensor, make) if is_sharded(tensor) else make(tensor)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)
         else:

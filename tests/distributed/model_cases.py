@@ -21,6 +21,7 @@ from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
 from gpipe_fast.layers.quantized import stored_bytes
 from tests.distributed.cases import TIMEOUT, _check, _error_of, here
+from tests.distributed.tensor_cases import mesh_of, whole
 from tests.models.test_from_model import gpt2
 from tests.models.test_quantized_models import settings_of
 from tests.reference import SEED, Result, restored
@@ -240,3 +241,45 @@ def quantized_loss(index: str, num_stages: int) -> list[float]:
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [float(x) for x in losses] if is_last(model) else None)
     return gathered[-1]
+
+
+def of_plan(kind: str) -> Any:
+    """Returns a small model of transformers that has a plan for tensor parallelism."""
+    package = pytest.importorskip("transformers")
+    package.logging.set_verbosity_error()
+    name, _, tied = kind.partition(" ")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 2 * LENGTH}
+    if name != "gpt_neox":
+        sizes |= {"num_key_value_heads": 2, "head_dim": 4}
+    config = package.AutoConfig.for_model(name, tie_word_embeddings=tied == "tied", **sizes)
+    torch.manual_seed(SEED)
+    return package.AutoModelForCausalLM.from_config(config)
+
+
+def divided(kind: str, stages: int, by_transformers: bool, settings: list[tuple[int, Any]]) -> list[str]:
+    """Returns what differs from one process by more than rounding, by numbers of micro-batches and modes."""
+    warnings.simplefilter("ignore")
+    mesh = mesh_of(stages)
+    inputs = {"input_ids": numbers(8, LENGTH), "labels": LABELS[:1].expand(8, -1)}
+    plain, model = of_plan(kind), of_plan(kind)
+    if by_transformers:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        apply_tensor_parallelism(model, mesh["tp"])
+    ours = GPipe.from_model(model, kwargs=inputs, mesh=mesh, schedule="1f1b", timeout=TIMEOUT)
+    expected = plain(**inputs).loss
+    expected.backward()
+    wanted, found = dict(plain.named_parameters()), []
+    for ours.chunks, ours.checkpoint in settings:
+        ours.zero_grad()
+        losses = [ours.step(**inputs), ours.evaluate(**inputs)]
+        what = f"{kind}, {ours.chunks}, {ours.checkpoint}"
+        found += [f"{what}: {x} is not {expected}" for x in losses if not torch.allclose(x, expected)]
+        for name, parameter in ours.named_parameters():
+            if parameter.is_meta:
+                continue
+            own, other = whole(parameter.grad), wanted[name].grad
+            if not torch.allclose(own, other, rtol=1e-4, atol=1e-6):
+                found.append(f"{what}: {name} differs by {(own - other).abs().max()}")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.distributed import model_cases as cases
@@ -40,3 +42,24 @@ def test_inputs_differ() -> None:
             assert "calls the model with other inputs than another rank" in error
             assert '"numbers of targets": [' in error
         assert "AttributeError: 'str' object has no attribute 'flatten'" in kind
+
+
+EVERY: list[tuple[int, Any]] = [(1, "never"), (4, "always"), (4, "except_last"), (4, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "stages", "by_transformers", "settings"),
+    [
+        ("llama", 2, 1, False, EVERY),
+        ("qwen3", 4, 2, True, EVERY[:2]),
+        pytest.param("llama", 4, 2, True, EVERY, marks=pytest.mark.extended),
+        pytest.param("llama tied", 4, 2, False, EVERY, marks=pytest.mark.extended),
+        pytest.param("qwen2", 2, 1, False, EVERY, marks=pytest.mark.extended),
+        pytest.param("qwen3", 2, 1, True, EVERY, marks=pytest.mark.extended),
+        pytest.param("gpt_neox", 4, 2, False, EVERY, marks=pytest.mark.extended),
+    ],
+)
+def test_models_with_a_plan_for_tensor_parallelism(
+    kind: str, size: int, stages: int, by_transformers: bool, settings: Any
+) -> None:
+    assert run_ranks(size, cases.divided, kind, stages, by_transformers, settings) == [[]] * size

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpipe_fast import GPipe, _extension, shard, tune
 from gpipe_fast.distributed import torchrun
 from gpipe_fast.distributed.mesh import (
-    check_one_column,
+    check_one_replica,
     check_replicas,
     check_shards,
     checked_timeout,
@@ -36,6 +36,7 @@ from gpipe_fast.distributed.mesh import (
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.distributed.timed_store import TimedStore
 from gpipe_fast.distributed.torchrun import RankInfo
+from gpipe_fast.from_model.tensor_plan import apply_plan
 from gpipe_fast.layers.sharded import GradientPart, check_unchanged_in_backward
 from gpipe_fast.layers.structure import ONE_TENSOR
 from gpipe_fast.runtime.compiled import CompiledStage
@@ -66,6 +67,12 @@ def behind_a_lost_one() -> None:
             "receiving from stage 1, in another process, failed: that process has ended, or takes longer "
             "than the argument timeout of GPipe allows"
         )
+
+
+def model_of_experts() -> nn.Module:
+    model = nn.Module()
+    model.experts, model.tp_plan = nn.Linear(2, 2), {"experts": "moe_tp_experts"}  # type: ignore[assignment]
+    return model
 
 
 def pipe(*layers: nn.Module, **options: Any) -> GPipe:
@@ -409,8 +416,10 @@ OF_RANKS = [
     case("lead to 1 targets here, and to 0 targets there", "pass the same inputs", other_inputs),
     case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
     case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
-    case("got 2", "pass mesh['pp']", check_one_column, 2, 1),
-    case("got 2 processes", "as an nn.Sequential", check_one_column, 1, 2),
+    case("got 2", "pass mesh['pp']", check_one_replica, 2),
+    case(
+        "['moe_tp_experts'], as for experts", "parallelize_module(model", apply_plan, model_of_experts(), None
+    ),
     case("that is no sum", "pass normalizer=", largest_of_replicas),
     case("got a mesh of 2", "without mesh", lambda: made().plain_loop(torch.ones(4, 4))),
     case("cannot be copied", "save model.state_dict()", lambda: copy.deepcopy(made())),
