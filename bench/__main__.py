@@ -22,7 +22,7 @@ _OF_PACKAGES = {
     "bench.compare": "distributed frontier memory overhead qlora step tensor-parallel training-step "
     "within-memory",
     "bench.gpu": "cuda levers where",
-    "tools": "census compiled explain fusion ledger policies regions reruns",
+    "tools": "census compiled explain fusion ledger meshes policies regions reruns",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

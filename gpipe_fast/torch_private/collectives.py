@@ -6,6 +6,7 @@ Read in PyTorch 2.11.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -53,3 +54,18 @@ def unregister_group(name: str) -> None:
     """Forgets a group, if PyTorch has not done so."""
     with contextlib.suppress(RuntimeError):
         _unregister_process_group(_named(name))
+
+
+@contextlib.contextmanager
+def one_of_many(size: int) -> Iterator[None]:
+    """Makes this process one of a group in a block, whose other processes do not exist.
+
+    Collectives of the group do nothing. There may be no group of torch.distributed before.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
