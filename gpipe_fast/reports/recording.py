@@ -203,7 +203,7 @@ def stage_sizes(stages: Sequence[Stage]) -> tuple[StageSizes, ...]:
     sizes = []
     for stage in stages:
         parameters = parameters_of(stage.layers)
-        gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        gradients = sum(stored_bytes(p.grad) for p in parameters if p.grad is not None)
         sizes.append(StageSizes(sum(map(stored_bytes, parameters)), gradients))
     return tuple(sizes)
 

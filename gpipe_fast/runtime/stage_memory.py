@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from functools import cache
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gpipe_fast._extension import ActiveRuns, alignment_of
 from gpipe_fast.layers.quantized import stored_tensors
-from gpipe_fast.layers.sharded import is_gathered
+from gpipe_fast.layers.sharded import is_gathered, local_tensor
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.operator_memory import temporary_bytes
 from gpipe_fast.lower.program import ProgramIR, StorageKind
@@ -203,9 +204,16 @@ def buffer_bytes(stage: Stage) -> int:
 
 
 def gradient_bytes(stage: Stage, parameters: Iterable[Tensor]) -> int:
-    """Returns the bytes of the gradients of these parameters, as a stage accumulates them."""
-    dtype = stage.options.grad_dtype
-    return sum(block_bytes(p.numel() * (dtype or p.dtype).itemsize, stage.device) for p in parameters)
+    """Returns the bytes of the gradients of these parameters, as a stage accumulates them.
+
+    Of a sharded parameter, this process may have all of the gradient, as a term of a sum; of a gathered one,
+    it has.
+    """
+    dtype, every = stage.options.grad_dtype, parameters_of(stage.layers)
+    parts = {id(every[index]): math.prod(part.shape) for index, part in stage.sharded_gradients.items()}
+    parts |= {id(p): p.numel() for p in every if is_gathered(p)}
+    numbers = ((p, parts.get(id(p), local_tensor(p.detach()).numel())) for p in parameters)
+    return sum(block_bytes(n * (dtype or p.dtype).itemsize, stage.device) for p, n in numbers)
 
 
 def block_bytes(size: int, device: torch.device) -> int:

@@ -36,6 +36,7 @@ from gpipe_fast.container import runner_of
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.steps import Call, Step
+from gpipe_fast.reports.recording import stage_sizes
 from gpipe_fast.schedule import Action, Kind, Schedule
 from gpipe_fast.trace.collectives import group_position
 from tests.distributed.cases import TIMEOUT, _error_of
@@ -419,6 +420,26 @@ def loaded(name: str, stages: int, folder: Path) -> list[float]:
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(pipe, state["model"])
     return train(pipe, range(10, 13))
+
+
+def counted_bytes(name: str) -> list[tuple[int, int]]:
+    """Returns the predicted and the stored bytes of each stage's parameters and gradients, and of moments."""
+    warnings.simplefilter("ignore")
+    pipe = made(name, 1)
+    call: dict[str, Any] = {"target": batch(8, 2), "loss_fn": loss_of, "normalizer": 8}
+    report = pipe.memory(batch(8), optimizer=torch.optim.AdamW, **call)
+    optimizer = own_optimizer(pipe)
+    pipe.step(batch(8), optimizer=optimizer, **call)
+    states = [[*optimizer.state[p].values()] for p in pipe.parameters()]
+    found = [(sum(report.optimizer), sum(local(x).nbytes for each in states for x in each))]
+    sizes = stage_sizes(runner_of(pipe).stages)
+    for stage, needed, recorded in zip(pipe.partitions, report.stages, sizes, strict=True):
+        assert needed is not None
+        parameters = [*stage.parameters()]
+        found.append((needed.parameters, sum(local(p).nbytes for p in parameters)))
+        gradients = sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
+        found += [(needed.gradients, gradients), (recorded.gradients, gradients)]
+    return found
 
 
 def collectives(pipe: GPipe) -> dict[int, int]:

@@ -81,6 +81,12 @@ def test_two_stages_of_a_process_with_delays(stages: int, schedule: str) -> None
     assert run_ranks(2 * stages, cases.delayed, stages, schedule, 20) == [[]] * 2 * stages
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_memory_counts_the_parts_of_a_process(name: str) -> None:
+    for rows in run_ranks(2, cases.counted_bytes, name):
+        assert [predicted for predicted, _ in rows] == [stored for _, stored in rows]
+
+
 def test_collectives_need_no_gil() -> None:
     assert run_ranks(2, cases.without_gil) == [True] * 2
 

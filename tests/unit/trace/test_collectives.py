@@ -11,9 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_fast._extension import Arena, Layout, Program, Value
+from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program_template import lower_graphs
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Call
+from gpipe_fast.runtime.compiled import LoweredStage
+from gpipe_fast.runtime.stage_memory import scratch_bytes
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
@@ -86,3 +90,15 @@ def test_collectives_with_several_results_are_refused(group: str) -> None:
     found = traced(lambda x: ops.wait_tensor(ops.all_reduce_coalesced([x], "sum", group)[0]))
     assert isinstance(found, Untraceable)
     assert "is no collective that programs can run" in found.reason
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_results_of_collectives_count_as_memory(name: str, group: str) -> None:
+    """Here the result and its argument are large, and all else is small."""
+    rows = 2**16
+    wide = traced(lambda x: ops.wait_tensor(COLLECTIVES[name](x.repeat(rows, 1), group)).sum(0, keepdim=True))
+    assert isinstance(wide, JointGraph)
+    programs = lower_graphs(split(wide, 0.0).forward, None, AccumulationPolicy())
+    needed = scratch_bytes(LoweredStage(programs, {}), 0, torch.device("cpu"))
+    large = 2 * rows * 4 * 4
+    assert 2 * large <= needed < 2.1 * large
