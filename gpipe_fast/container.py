@@ -116,6 +116,8 @@ class Container(LayerSequence):
         # nn.Module would register a module as a child even where the name is a property.
         if name == "partitions":
             raise AttributeError("partitions cannot be set: it is a view of the layers; set balance instead")
+        if name == "memory":
+            raise AttributeError(f"memory is a method, got {value!r}; set memory_limit instead")
         super().__setattr__(name, value)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:

@@ -335,7 +335,8 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     number = kwargs.get(_NUM_ITEMS)
     if type(number) is int:  # a constant would lead to a new program for each number
-        kwargs[_NUM_ITEMS] = torch.tensor(number, device="cpu")
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        kwargs[_NUM_ITEMS] = torch.tensor(number, device=next((x.device for x in tensors), "cpu"))
     return Inputs.of(args, kwargs, 0)
 
 

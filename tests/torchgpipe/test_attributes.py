@@ -105,6 +105,8 @@ def test_partitions_are_a_read_only_view() -> None:
     assert [part.training for part in pipe.partitions] == [False, False]
     with pytest.raises(AttributeError, match="partitions cannot be set"):
         pipe.partitions = nn.ModuleList()
+    with pytest.raises(AttributeError, match="memory is a method, got '1GiB'; set memory_limit"):
+        pipe.memory = "1GiB"
     assert len(pipe) == 4
     pipe.a = nn.Linear(6, 6)
     assert pipe.partitions[0][0] is pipe.a

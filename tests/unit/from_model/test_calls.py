@@ -844,3 +844,8 @@ def test_the_first_call_is_captured_once(captures: list[bool]) -> None:
     assert captures == [True, False]  # once more for the last micro-batch, of one sample
     assert equals_the_loop(model, *tokens(7, 5)[:1])
     assert captures == [True, False]
+
+
+def test_the_number_of_targets_becomes_a_tensor_on_the_device_of_the_inputs() -> None:
+    given = {"input_ids": torch.empty(2, device="meta"), "num_items_in_batch": 3}
+    assert [x.device.type for x in calls._inputs(nn.Module(), (), given).tensors] == ["meta", "meta"]
