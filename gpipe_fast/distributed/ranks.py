@@ -536,7 +536,8 @@ class Ranks(Processes):
         found = list(parts)
         numbers = [n for n, each in enumerate(parameters) if is_gathered(each) and not each.is_meta]
         try:
-            whole = gather_rows([parameters[n] for n in numbers], self._replica_group)
+            with torch.inference_mode(False):  # whose tensors cannot become the data of others
+                whole = gather_rows([parameters[n] for n in numbers], self._replica_group)
         except RuntimeError as error:
             others = self._named(rank for rank in self._replicas() if rank != self.rank)
             raise RuntimeError(

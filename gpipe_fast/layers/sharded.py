@@ -77,26 +77,25 @@ def shard(layers: _Module, mesh: DeviceMesh) -> _Module:
 
 
 def gather_rows(parameters: Sequence[Any], group: Any) -> list[Tensor]:
-    """Returns whole tensors for parameters that are divided by rows, by one collective for each dtype.
+    """Returns whole tensors for parameters that are divided by rows, by one collective, which sends bytes.
 
     Args:
         parameters: the parameters, which the processes of the group have in the same order.
         group: the process group; None if this process has all rows.
     """
     found = [parameter.detach().to_local() for parameter in parameters]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, parameter in enumerate(parameters if group is not None else ()):
-        by_dtype.setdefault(parameter.dtype, []).append(number)
-    for numbers in by_dtype.values():
-        shapes = [parameters[number].shape for number in numbers]
-        lengths = [-(-shape[0] // group.size()) * shape[1:].numel() for shape in shapes]
-        own = found[numbers[0]].new_zeros(sum(lengths))
-        for piece, number in zip(own.split(lengths), numbers, strict=True):
-            piece[: found[number].numel()] = found[number].flatten()
-        every = own.new_empty(group.size(), len(own))
-        group._allgather_base(every.flatten(), own).wait()
-        for piece, number, shape in zip(every.split(lengths, 1), numbers, shapes, strict=True):
-            found[number] = piece.contiguous().view(-1)[: shape.numel()].view(shape)
+    if group is None or not found:
+        return found
+    rows = [-(-each.shape[0] // group.size()) for each in parameters]
+    lengths = [n * each.shape[1:].numel() * each.itemsize for n, each in zip(rows, parameters, strict=True)]
+    own = found[0].new_zeros(sum(lengths), dtype=torch.uint8)
+    for piece, local in zip(own.split(lengths), found, strict=True):
+        piece[: local.nbytes] = local.flatten().view(torch.uint8)
+    every = own.new_empty(group.size(), len(own))
+    group._allgather_base(every.flatten(), own).wait()
+    for number, (piece, each) in enumerate(zip(every.split(lengths, 1), parameters, strict=True)):
+        values = piece.clone(memory_format=torch.contiguous_format).view(-1).view(each.dtype)
+        found[number] = values[: each.numel()].view(each.shape)
     return found
 
 

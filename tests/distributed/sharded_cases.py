@@ -125,17 +125,19 @@ def average(pipe: GPipe, x: Tensor, y: Tensor) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of few and odd numbers of rows, without dimensions, frozen, tied, and of two dtypes."""
+    """Parameters of few and odd numbers of rows, without dimensions, frozen, tied, and of three dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.odd, self.one = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(1, 4))
         self.scale, self.frozen = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(4), False)
         self.low, self.tied = nn.Parameter(torch.randn(7, 5).bfloat16()), self.odd
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.cube, self.unused = nn.Parameter(torch.randn(3, 2, 2)), nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x * self.frozen + self.one) @ self.odd.T * self.scale
+        x = x * self.phase.abs().sum() / 4
         x = x @ self.low.float().T @ torch.ones(7, 4)
         return x + torch.tanh(x @ self.tied.T).mean() + self.cube.flatten()[:4]
 
@@ -315,6 +317,14 @@ def changed() -> str:
     with torch.no_grad():
         next(pipe.parameters()).mul_(2)
     return _error_of(lambda: output.sum().backward())
+
+
+def inference() -> float:
+    """Returns the difference of a call without autograd, before the first one with it."""
+    warnings.simplefilter("ignore")
+    pipe, x = made("gpt", 1), batch(8)
+    with torch.inference_mode():
+        return float((pipe(x) - MODELS["gpt"]()(x)).abs().max())
 
 
 def memory() -> tuple[int, int, int]:

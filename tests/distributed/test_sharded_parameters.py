@@ -83,6 +83,10 @@ def test_a_parameter_that_changes_before_the_backward() -> None:
         assert "modified by an inplace operation" in error
 
 
+def test_calls_in_inference_mode() -> None:
+    assert max(run_ranks(2, cases.inference)) < 1e-4
+
+
 def test_memory_counts_rows_and_whole_parameters() -> None:
     for counted, own, whole in run_ranks(2, cases.memory):
         assert counted == own + whole
