@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -317,6 +318,18 @@ def changed() -> str:
     with torch.no_grad():
         next(pipe.parameters()).mul_(2)
     return _error_of(lambda: output.sum().backward())
+
+
+def stage_without_parameters(dim: str) -> list[str]:
+    """Returns the gradients that differ if one of the stages of each process has no parameters."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    single, mesh = copy.deepcopy(layers), init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", dim))
+    pipe = GPipe(shard(layers, mesh[dim]) if dim == "fsdp" else layers, [1, 1, 1], mesh=mesh, chunks=2)
+    (x, y), *every = shares(pipe, torch.randn(8, 4), torch.randn(8, 4))
+    pipe.step(x, target=y, loss_fn=square_of, normalizer=len(x))
+    return differences(pipe, added([plain_gradients(single, a, b, pipe, 8, square_of)[1] for a, b in every]))
 
 
 def inference() -> float:
