@@ -90,11 +90,10 @@ void RemoteStages::sum_replicas() {
   std::vector<std::shared_ptr<Channels::Arrival>> sums;
   for (StageState& stage : owned_.stages) {
     if (is_remote(stage.index)) continue;
-    if (stage.backward.gradients.empty()) return;
     if (stage.latest_rank != actions.of(stage.index).back().rank) return;  // the rest was cancelled
   }
   for (StageState& stage : owned_.stages) {
-    if (is_remote(stage.index)) continue;
+    if (is_remote(stage.index) || stage.backward.gradients.empty()) continue;
     stage.release_programs();  // which refer to the gradients
     begin_sums_of_gathered(stage, sums);
     begin_sums(stage, sums);
