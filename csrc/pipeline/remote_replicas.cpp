@@ -84,13 +84,13 @@ at::Tensor share_of(const at::Tensor& row, int64_t offset, const at::Tensor& gra
 }  // namespace
 
 void RemoteStages::sum_replicas() {
-  if (channels_->num_replicas() == 1) return;
-  const Actions& actions = owned_.plan.step ? *owned_.plan.step : *owned_.plan.backward;
+  const auto& actions = owned_.plan.step ? owned_.plan.step : owned_.plan.backward;
+  if (channels_->num_replicas() == 1 || !actions) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<std::shared_ptr<Channels::Arrival>> sums;
   for (StageState& stage : owned_.stages) {
     if (is_remote(stage.index)) continue;
-    if (stage.latest_rank != actions.of(stage.index).back().rank) return;  // the rest was cancelled
+    if (stage.latest_rank != actions->of(stage.index).back().rank) return;  // the rest was cancelled
   }
   for (StageState& stage : owned_.stages) {
     if (is_remote(stage.index) || stage.backward.gradients.empty()) continue;

@@ -493,12 +493,14 @@ class Ranks(Processes):
         self._end()
         if json.loads(own)["rank"] != self.rank:
             self._raise(own, silent)
-        if lost or silent:
-            raise RuntimeError(f"rank {silent} is lost: {error}" if silent else error)
+        # A sum does not say with which replica it has failed.
+        is_unnamed = bool(silent) and (silent != self._lost(error) or "with a replica" in error)
+        if lost or is_unnamed:
+            raise RuntimeError(f"rank {silent} is lost: {error}" if is_unnamed else error)
         return True
 
     def _silent(self, outcome: str) -> str:
-        """Returns the numbers of the ranks that are lost, if the outcome names others, too.
+        """Returns the numbers of the ranks that are lost, of which the outcome may name others, too.
 
         In a chain of ranks of which each waits for the next, any wait may be the first to be too long. So all
         ranks that are not lost say so.
@@ -513,8 +515,7 @@ class Ranks(Processes):
             while silent not in ([], named) and time.monotonic() < end:
                 time.sleep(_MAX_SLEEP_SECONDS)
                 silent = self._not_here()
-        found = [rank for rank in silent if rank in named] or silent
-        return "" if found == named else ", ".join(found)
+        return ", ".join([rank for rank in silent if rank in named] or silent)
 
     def _not_here(self) -> list[str]:
         missing = [rank for rank in self._everyone() if self._read(f"here/{rank}") == _UNSET]
