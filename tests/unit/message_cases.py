@@ -195,6 +195,7 @@ ARGUMENTS = [
     case("named 'recording'", "rename the layer", lambda: GPipe(nn.Sequential(NAMED), [1])),
     case("got str", "integers", lambda: pipe()["x"]),  # type: ignore[index]
     case("partitions", "set balance instead", assign, "partitions", 3),
+    case("got '1GiB'", "set memory_limit", assign, "memory", "1GiB"),
     case("got 'cuda', and the stages are on cpu", "set model.devices", lambda: pipe().cuda()),
     case("cannot be assigned, added or removed", "create a new GPipe", lambda: pipe().__delitem__(0)),
     case("devices ['cpu', 'cpu', 'cpu']", "leave the model.recording()", change_devices_while_recording),
