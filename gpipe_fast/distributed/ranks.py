@@ -107,7 +107,7 @@ _DONE, _UNSET = "done", "unset"
 # logs when it is over.
 _POLL_SECONDS, _MAX_SLEEP_SECONDS = 0.1, 0.002
 # The seconds after a rank has lost another one in which the others say that they are there.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 4.0
 # The maximum number of blocks of a transfer's kernel, which by default depends on the links. NCCL has buffers
 # for each, of 4 MiB by default (NCCL_BUFFSIZE). The number has not been measured.
 _MAX_NCCL_BLOCKS = 4
@@ -512,7 +512,7 @@ class Ranks(Processes):
             if named != [""]:
                 self._share(f"here/{self.rank}", "")
                 silent = self._not_here()
-            while silent not in ([], named) and time.monotonic() < end:
+            while silent and (len(silent) > 1 or silent != named) and time.monotonic() < end:
                 time.sleep(_MAX_SLEEP_SECONDS)
                 silent = self._not_here()
         return ", ".join([rank for rank in silent if rank in named] or silent)

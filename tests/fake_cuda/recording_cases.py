@@ -49,9 +49,12 @@ def wrong_advice() -> list[str]:
     model = GPipe(layers, [3, 3], devices=["cuda:0", "cuda:1"], chunks=4, checkpoint="never")
     x = torch.randn(8, WIDTH, device="cuda:0")
     report = model.report(x, check=True)
+    found: list[str] = []
+    better = "another balance, where less crosses between stages"
+    if any(better in each for each in report.withheld):
+        return found  # other programs disturb the steps
     first = report.advice[0]
-    found = []
-    if first.what != "another balance, where less crosses between stages" or first.measured is None:
+    if first.what != better or first.measured is None:
         found.append(f"{report.advice}")
     else:
         gains = report.step - first.predicted, report.step - first.measured

@@ -32,12 +32,17 @@ class Busy(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*runs in Python")
 @pytest.mark.parametrize("loss", [True, False])
 def test_python_layers_are_found_in_steps_and_in_calls(loss: bool) -> None:
-    """They recompute in their backwards, which advice knows, too."""
+    """They recompute in their backwards, of which recordings have the time."""
     pipe = GPipe(nn.Sequential(Busy(), Busy()), [1, 1], chunks=4, checkpoint="always")
     options: dict[str, Any] = {"target": torch.zeros(8, 6), "loss_fn": F.mse_loss} if loss else {}
-    advice = pipe.report(features(), **options).advice
-    assert any("layer 0 (Busy), layer 1 (Busy)" in each.what for each in advice)
-    assert any(each.settings == {"checkpoint": "never"} for each in advice)
+    report = pipe.report(features(), **options)
+    assert [(each.stage, each.layers) for each in report.python] == [
+        (0, "layer 0 (Busy)"),
+        (1, "layer 1 (Busy)"),
+    ]
+    with pipe.recording() as found:
+        pipe(features()).sum().backward()
+    assert all((each.recompute > 0) == (each.action.kind.name != "F") for each in found.python)
 
 
 def model() -> GPipe:
