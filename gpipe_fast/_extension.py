@@ -37,6 +37,7 @@ Plan = _C.Plan
 Port = _C.Port
 ProgramWithPorts = _C.ProgramWithPorts
 Program = _C.Program
+Resizing = _C.Resizing
 PythonSegment = _C.PythonSegment
 GraphReport = _C.GraphReport
 InferenceStream = _C.InferenceStream

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -119,6 +120,47 @@ void add_check(Program& program, py::function check, const std::vector<Value>& i
   program.add_call(make_check(call, tensors(inputs), tensors(outputs)), ActiveRuns::always);
 }
 
+// How a program follows from sizes: the positions, in a list of known numbers, tuples and arguments, of what differs.
+struct Resizing {
+  using Value = std::tuple<Slot, size_t, size_t, size_t>;  // a value, its sizes, strides and offset
+  using Constant = std::tuple<size_t, size_t, size_t>;     // a step, an argument and its position
+  using Chain = std::tuple<std::vector<Slot>, size_t, int64_t, int64_t>;  // values, bytes, begin and end
+  std::vector<Value> values;
+  std::vector<Constant> constants;
+  std::vector<Chain> chains;
+  int64_t alignment;
+};
+
+std::shared_ptr<Program> resized(const Program& program, const Resizing& how, const py::list& known) {
+  std::vector<std::optional<std::vector<int64_t>>> converted(known.size());
+  const auto numbers_at = [&](size_t position) -> const std::vector<int64_t>& {
+    auto& found = converted.at(position);
+    if (!found) found = known[position].cast<std::vector<int64_t>>();
+    return *found;
+  };
+  std::vector<LiveRange> ranges;
+  for (const auto& [values, bytes, begin, end] : how.chains) {
+    ranges.push_back({known[bytes].cast<int64_t>(), begin, end});
+  }
+  const Placement placement = place(ranges, how.alignment);
+  std::unordered_map<Slot, int64_t> offsets;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    for (Slot value : std::get<0>(how.chains[i])) offsets[value] = placement.offsets[i];
+  }
+  Program::Resize resize;
+  resize.arena_bytes = placement.bytes;
+  for (const auto& [slot, sizes, strides, offset] : how.values) {
+    const auto in_arena = offsets.find(slot);
+    const int64_t at = in_arena == offsets.end() ? known[offset].cast<int64_t>() : in_arena->second;
+    resize.values.push_back({slot, numbers_at(sizes), numbers_at(strides), at});
+  }
+  for (const auto& [step, argument, position] : how.constants) {
+    const c10::TypePtr type = program.operator_of(step).argument_type(argument);
+    resize.constants.push_back({step, argument, to_constant(known[position], type)});
+  }
+  return program.resized(resize);
+}
+
 std::pair<std::vector<int64_t>, int64_t> place_ranges(
     const std::vector<std::tuple<int64_t, int64_t, int64_t>>& given, int64_t alignment) {
   std::vector<LiveRange> ranges;
@@ -173,6 +215,12 @@ void bind_program(py::module_& m) {
       .def_property_readonly("bytes", &Arena::bytes)
       .def("release_cached", [](Arena& arena) { arena.allocator().release_cached(); })
       .def_property_readonly("cached_bytes", [](Arena& arena) { return arena.allocator().cached_bytes(); });
+  py::class_<Resizing>(m, "Resizing")
+      .def(py::init([](std::vector<Resizing::Value> values, std::vector<Resizing::Constant> constants,
+                       std::vector<Resizing::Chain> chains, int64_t alignment) {
+             return Resizing{std::move(values), std::move(constants), std::move(chains), alignment};
+           }),
+           py::arg("values"), py::arg("constants"), py::arg("chains"), py::arg("alignment"));
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<std::shared_ptr<Arena>, at::Device>(), py::arg("arena"), py::arg("device"))
       .def("add_input", &Program::add_input, py::arg("layout"), py::arg("any_dtype") = false)
@@ -199,6 +247,7 @@ void bind_program(py::module_& m) {
       .def("set_placeable", &Program::set_placeable)
       .def("set_parts", &Program::set_parts)
       .def("set_arena_bytes", &Program::set_arena_bytes)
+      .def("resized", &resized, py::arg("how"), py::arg("known"))
       .def("bind", &bind, py::call_guard<py::gil_scoped_release>())
       .def("run", &run, py::arg("inputs"), py::arg("accumulators"), py::arg("first"))
       .def_property_readonly("arena_bytes", &Program::arena_bytes);

@@ -1,9 +1,12 @@
 // Operators called through the boxed dispatcher.
 #include "program/operator.h"
 
+#include "check.h"
 #include "program/collective.h"
 
 #include <ATen/core/stack.h>
+
+#include <cstdlib>
 
 namespace gpipe_fast {
 namespace {
@@ -37,6 +40,27 @@ class BoxedOperator final : public Operator {
       for (auto& value : stack_) append(std::move(value), results);
     }
     stack_.clear();
+  }
+
+  std::unique_ptr<Operator> copy(const Moved& moved) const override {
+    auto found = std::make_unique<BoxedOperator>(*this);
+    found->stack_.clear();
+    for (Argument& argument : found->arguments_) {
+      if (auto* tensor = std::get_if<at::Tensor*>(&argument)) {
+        *tensor = moved(*tensor);
+      } else if (auto* tensors = std::get_if<std::vector<at::Tensor*>>(&argument)) {
+        for (at::Tensor*& each : *tensors) each = each == nullptr ? nullptr : moved(each);
+      }
+    }
+    return found;
+  }
+
+  c10::TypePtr argument_type(size_t position) const override {
+    return op_.schema().arguments().at(position).type();
+  }
+
+  void set_constant(size_t position, c10::IValue value) override {
+    arguments_.at(position) = std::move(value);
   }
 
  private:
@@ -82,7 +106,16 @@ class BoxedOperator final : public Operator {
   torch::jit::Stack stack_;
 };
 
+[[noreturn]] void refuse_copy() {
+  GPIPE_CHECK(false, "a step that launches or checks a kernel has no copy for other sizes");
+  std::abort();
+}
+
 }  // namespace
+
+std::unique_ptr<Operator> Operator::copy(const Moved&) const { refuse_copy(); }
+c10::TypePtr Operator::argument_type(size_t) const { refuse_copy(); }
+void Operator::set_constant(size_t, c10::IValue) { refuse_copy(); }
 
 std::unique_ptr<Operator> make_boxed(const c10::OperatorHandle& op, std::vector<Argument> arguments,
                                      bool is_out_variant) {

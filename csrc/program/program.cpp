@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 namespace gpipe_fast {
@@ -163,12 +164,16 @@ Slot Program::add_view(Slot base, int64_t offset_elements, Layout layout) {
   return slot;
 }
 
-void Program::set_layer(std::string title) { layers_.push_back(std::move(title)); }
+void Program::set_layer(std::string title) { layers_->push_back(std::move(title)); }
 
 void Program::add_step(Step step, ActiveRuns when) {
-  if (!layers_.empty()) step.layer = &layers_.back();
+  if (!layers_->empty()) step.layer = &layers_->back();
   step.when = when;
-  steps_.push_back(std::make_unique<Step>(std::move(step)));
+  append(std::make_unique<Step>(std::move(step)));
+}
+
+void Program::append(std::unique_ptr<Step> step) {
+  steps_.push_back(std::move(step));
   const Step* added = steps_.back().get();
   if (added->when != ActiveRuns::later) first_run_steps_.push_back(added);
   if (added->when != ActiveRuns::first) later_run_steps_.push_back(added);
@@ -231,6 +236,55 @@ void Program::set_parts(int64_t before_results, int64_t before_rest) {
   for (int64_t i = before_results; i < static_cast<int64_t>(steps_.size()); ++i) {
     steps_[i]->part = i < before_rest ? Part::results : Part::rest;
   }
+}
+
+std::shared_ptr<Program> Program::resized(const Resize& resize) const {
+  auto found = std::make_shared<Program>(arena_, device_);
+  found->arena_bytes_ = resize.arena_bytes;
+  found->values_ = values_;
+  found->inputs_ = inputs_;
+  found->parameters_ = parameters_;
+  found->accumulators_ = accumulators_;
+  found->in_arena_ = in_arena_;
+  found->constants_ = constants_;
+  found->casts_ = casts_;
+  found->cast_slots_ = cast_slots_;
+  found->run_values_ = run_values_;
+  found->outputs_ = outputs_;
+  found->layers_ = layers_;
+
+  std::vector<std::optional<int64_t>> offsets(values_.size());
+  for (const Resize::Value& value : resize.values) {
+    Layout& layout = found->values_.at(value.slot).layout;
+    layout.sizes = value.sizes;
+    layout.strides = value.strides;
+    offsets[value.slot] = value.offset;
+  }
+  for (IndexedSlot& value : found->in_arena_) value.index = offsets[value.slot].value_or(value.index);
+  for (Value& value : found->values_) {
+    for (View& view : value.views) view.offset = offsets[view.slot].value_or(view.offset);
+  }
+
+  std::vector<bool> has_placeholder(values_.size());
+  for (const IndexedSlot& value : in_arena_) has_placeholder[value.slot] = true;
+  for (size_t i = 0; i < values_.size(); ++i) {
+    const bool placeholder = has_placeholder[i] || values_[i].base;
+    found->slots_.push_back(placeholder ? make_placeholder(found->values_[i].layout) : at::Tensor());
+  }
+  for (Slot slot : constants_) found->set(slot, slots_[slot]);
+
+  std::unordered_map<const at::Tensor*, at::Tensor*> moved;
+  for (size_t i = 0; i < slots_.size(); ++i) moved[&slots_[i]] = &found->slots_[i];
+  const auto in_copy = [&](at::Tensor* tensor) { return moved.at(tensor); };
+  for (const auto& step : steps_) {
+    auto op = step->op ? step->op->copy(in_copy) : nullptr;
+    found->append(std::make_unique<Step>(
+        Step{step->kind, std::move(op), step->slots, step->escapes, step->part, step->layer, step->when}));
+  }
+  for (const Resize::Constant& each : resize.constants) {
+    found->steps_.at(each.step)->op->set_constant(each.argument, each.value);
+  }
+  return found;
 }
 
 at::Tensor Program::make_placeholder(const Layout& layout) const {

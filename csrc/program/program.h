@@ -135,6 +135,26 @@ class Program {
   void set_parts(int64_t before_results, int64_t before_rest);
   void set_arena_bytes(int64_t bytes) { arena_bytes_ = bytes; }
 
+  // What differs in a program that has the same steps for tensors of other sizes.
+  struct Resize {
+    struct Value {
+      Slot slot;
+      std::vector<int64_t> sizes, strides;
+      int64_t offset;  // in bytes into the arena, or in elements from a view's base
+    };
+    struct Constant {
+      size_t step, argument;
+      c10::IValue value;
+    };
+    std::vector<Value> values;
+    std::vector<Constant> constants;
+    int64_t arena_bytes;
+  };
+  // Returns such a program, without placeable results. This one may be running.
+  std::shared_ptr<Program> resized(const Resize& resize) const;
+  // Returns the operator that a step calls, by the number of steps added before.
+  const Operator& operator_of(size_t step) const { return *steps_.at(step)->op; }
+
   // Returns the tensor of a slot, for building operators. Its address is fixed; its content changes with every run.
   at::Tensor* tensor(Slot slot) { return &slots_.at(slot); }
 
@@ -226,6 +246,7 @@ class Program {
 
   Slot add_value(Layout layout, at::Tensor tensor);
   void add_step(Step step, ActiveRuns when);
+  void append(std::unique_ptr<Step> step);
   Slot base_of(Slot slot) const { return values_[slot].base.value_or(slot); }
   void point_into_arena();
   void execute(const Step& step, CancellationToken* token);
@@ -259,7 +280,8 @@ class Program {
   std::vector<bool> placeable_;  // by output
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<const Step*> first_run_steps_, later_run_steps_;
-  std::deque<std::string> layers_;        // titles; a deque, because steps keep the addresses
+  // Titles; a deque, because steps keep the addresses, also those of resized programs.
+  std::shared_ptr<std::deque<std::string>> layers_ = std::make_shared<std::deque<std::string>>();
   std::vector<at::Tensor> call_results_;  // scratch
 };
 

@@ -93,7 +93,7 @@ def describe_collectives(call: Call, plan: PlannedCall, own_stages: Iterable[int
             for fraction in dict.fromkeys(call.saved_fractions[index]):
                 traced = pipeline[index].traced
                 for kind, program in zip("FBW", traced.lower(fraction, defers).all_programs(), strict=False):
-                    for number, text in enumerate(program.collectives()):
+                    for number, text in enumerate(program.written().collectives()):
                         where = f"{index}{kind}, {which} micro-batch, {fraction} saved"
                         found[f"collective {number} of {where}"] = text
                 traced.drop_graph()

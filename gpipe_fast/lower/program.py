@@ -117,6 +117,10 @@ class ProgramIR:
         """Returns the bytes of the program's constants."""
         return sum(value.constant.nbytes for value in self.values if value.constant is not None)
 
+    def written(self) -> ProgramIR:
+        """Returns the program itself; see `SizedProgram.written`."""
+        return self
+
     def collectives(self) -> list[str]:
         """Returns what the program exchanges with other processes, in order, without names of groups."""
         found = []
@@ -136,18 +140,18 @@ class ProgramIR:
         The run has to allocate the result's memory in a step, and to use it for nothing else that it returns:
         the caller may change such a result in place, and a backward must not notice.
         """
+        return are_whole(self.allocated_results(), self.values.__getitem__)
+
+    def allocated_results(self) -> list[tuple[int, int] | None]:
+        """Returns each result and its base, the value in whose memory it is; None if others are in it, too,
+        or if it is not allocated in a step.
+        """
         bases = [self.values[r].index if self._is_view(r) else r for r in self.results]
         allocated = {step.value for step in self.steps if isinstance(step, Allocate)}
         return [
-            base in allocated and bases.count(base) == 1 and self._is_whole(result, base)
+            (result, base) if base in allocated and bases.count(base) == 1 else None
             for base, result in zip(bases, self.results, strict=True)
         ]
-
-    def _is_whole(self, result: int, base: int) -> bool:
-        """Returns whether a result is all of its base, in the order of the memory."""
-        both = self.values[result], self.values[base]
-        in_order = all(x.strides == contiguous(x.sizes) and x.bits == NO_BITS for x in both)
-        return in_order and math.prod(both[0].sizes) == math.prod(both[1].sizes)
 
     def _is_view(self, value: int) -> bool:
         return self.values[value].storage is StorageKind.VIEW
@@ -213,6 +217,17 @@ def _layers_of(steps: Sequence[Step]) -> list[int | None]:
             latest = latest if following is None else following
         layers.append(latest)
     return layers
+
+
+def are_whole(pairs: Sequence[tuple[int, int] | None], value_at: Callable[[int], Value]) -> list[bool]:
+    """Returns, for pairs of a result and its base, whether it is all of it, in the order of the memory."""
+    found = [(value_at(pair[0]), value_at(pair[1])) if pair else None for pair in pairs]
+    return [
+        both is not None
+        and all(x.strides == contiguous(x.sizes) and x.bits == NO_BITS for x in both)
+        and math.prod(both[0].sizes) == math.prod(both[1].sizes)
+        for both in found
+    ]
 
 
 _INDEXED_BY_PARAMETER = frozenset(

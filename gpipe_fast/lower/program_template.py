@@ -6,26 +6,30 @@ left to decide. The example of gpipe_fast/trace/symbolic.py goes on::
 
     template     (4, s0, 64)   lowered at s0 = 31: program with formulas, conditions
     s0 = 31                    lowered concretely, too: the two programs must be equal
-    s0 = 45                    conditions hold: the formulas are evaluated
+    s0 = 45                    conditions hold: formulas evaluated, a copy of the C++ program gets the numbers
     s0 = 64                    a condition fails, such as s0 != 64: lowered once more, at s0 = 64
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import functools
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from gpipe_fast._extension import Arena, Resizing
+from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.arena import place
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTENTION, SavedFraction
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
-from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
+from gpipe_fast.lower.program import LoadKernel, OwnGroup, ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
@@ -39,8 +43,8 @@ _MAX_VARIANTS = 8
 # After so many lengths in a row for which none of them held, no more are made.
 _MAX_MISSES = 8
 
-# The forward, the backward, and what it leaves to a later program, as in `SplitGraphs`.
-ProgramsOfStage = tuple[ProgramIR, ProgramIR | None, ProgramIR | None]
+# The maximum number of C++ programs that a template keeps to copy them, one for each stage.
+_MAX_NATIVES = 64
 
 
 def lower_graphs(
@@ -62,12 +66,16 @@ class ProgramTemplate:
 
     Attributes:
         program: the program, with formulas and without offsets in the arena.
+        num_values: the number of its values.
     """
 
     def __init__(self, program: ProgramIR, memory: MemoryPlan) -> None:
         """Makes a template from a program without offsets in the arena, and its memory plan."""
+        self.num_values = len(program.values)
         self.program = program
         self._memory = memory
+        # By stage, the C++ program for the first numbers.
+        self._natives: OrderedDict[Hashable, NativeProgram] = OrderedDict()
         # What depends on formulas, each once, and its position.
         self._known: list[Any] = []
         self._positions: dict[str, int] = {}
@@ -84,6 +92,21 @@ class ProgramTemplate:
             if has_formula(argument)
         ]
         self._sizes = [self._position(chain.size) for chain in memory.chains]
+        self._resizing = Resizing(
+            [(i, sizes, strides, offset) for i, _, (sizes, strides, offset) in self._values],
+            self._constants,
+            [
+                (chain.values, size, chain.begin, chain.end)
+                for chain, size in zip(memory.chains, self._sizes, strict=True)
+            ],
+            memory.alignment,
+        )
+        self._allocated = program.allocated_results()
+
+    @property
+    def num_natives(self) -> int:
+        """The number of C++ programs that are kept to copy them."""
+        return len(self._natives)
 
     def _position(self, argument: Any) -> int:
         position = self._positions.setdefault(repr(argument), len(self._known))
@@ -93,7 +116,7 @@ class ProgramTemplate:
 
     def at(self, numbers: Sequence[int]) -> ProgramIR:
         """Returns the program with numbers in place of formulas, and with offsets in the arena."""
-        known = [substitute(argument, numbers) for argument in self._known]
+        known = self._known_at(numbers)
         values, steps = list(self.program.values), list(self.program.steps)
         chains = [
             chain._replace(size=known[size])
@@ -101,17 +124,12 @@ class ProgramTemplate:
         ]
         offsets, arena_bytes = place(chains, self._memory.alignment)
         for i, value, (sizes, strides, offset) in self._values:
-            index = offsets.get(i, value.index)
-            kept = value.constant, value.bits
-            values[i] = Value(
-                value.name,
-                value.storage,
-                known[sizes],
-                known[strides],
-                value.dtype,
-                index,
-                known[offset],
-                *kept,
+            values[i] = replace(
+                value,
+                sizes=known[sizes],
+                strides=known[strides],
+                index=offsets.get(i, value.index),
+                offset=known[offset],
             )
         for i, j, argument in self._constants:
             step = steps[i]
@@ -119,6 +137,94 @@ class ProgramTemplate:
             arguments = (*step.arguments[:j], known[argument], *step.arguments[j + 1 :])
             steps[i] = replace(step, arguments=arguments)
         return replace(self.program, values=values, steps=steps, arena_bytes=arena_bytes)
+
+    def build(self, numbers: Sequence[int], arena: Arena, device: torch.device, **how: Any) -> NativeProgram:
+        """Builds the C++ program for numbers: after the first one of a stage, a copy with other sizes.
+
+        Args:
+            numbers: the numbers in place of formulas.
+            arena: as for `ProgramIR.build`.
+            device: as for `ProgramIR.build`.
+            how: as for `ProgramIR.build`; of equal stages, equal.
+        """
+        parameters, titles = (tuple(how[name]) for name in ("parameters", "titles"))
+        key = arena, device, how["lowered_for"], parameters, titles
+        known = self._natives.get(key)
+        if known is None:
+            while len(self._natives) >= _MAX_NATIVES:
+                self._natives.popitem(last=False)
+            known = self._natives[key] = self.at(numbers).build(arena, device, **how)
+            return known
+        found = known.resized(self._resizing, self._known_at(numbers))
+        found.set_placeable(are_whole(self._allocated, functools.partial(self._value_at, numbers)))
+        return found
+
+    def _known_at(self, numbers: Sequence[int]) -> list[Any]:
+        return [substitute(argument, numbers) for argument in self._known]
+
+    def _value_at(self, numbers: Sequence[int], index: int) -> Value:
+        value = self.program.values[index]
+        return replace(
+            value, sizes=substitute(value.sizes, numbers), strides=substitute(value.strides, numbers)
+        )
+
+
+class SizedProgram:
+    """The program of a template for some numbers.
+
+    Attributes:
+        inputs: as of `ProgramIR`.
+        outputs: as of `ProgramIR`.
+        gradients: as of `ProgramIR`.
+        num_values: as of `ProgramIR`.
+    """
+
+    def __init__(self, template: ProgramTemplate, numbers: Sequence[int]) -> None:
+        program = template.program
+        self.inputs, self.outputs, self.gradients = program.inputs, program.outputs, program.gradients
+        self.num_values = template.num_values
+        self._template, self._numbers = template, numbers
+
+    def constant_bytes(self) -> int:
+        """Returns the bytes of the program's constants."""
+        return self._template.program.constant_bytes()
+
+    @functools.cached_property
+    def _written(self) -> ProgramIR:
+        return self._template.at(self._numbers)
+
+    def written(self) -> ProgramIR:
+        """Returns the program with its values and steps, which is written on first use."""
+        return self._written
+
+    def build(
+        self,
+        arena: Arena,
+        device: torch.device,
+        *,
+        lowered_for: torch.device | None = None,
+        parameters: Sequence[int] = (),
+        titles: Sequence[str] = (),
+        load_kernel: LoadKernel | None = None,
+        own_group: OwnGroup | None = None,
+    ) -> NativeProgram:
+        """Builds the C++ program; arguments as for `ProgramIR.build`."""
+        return self._template.build(
+            self._numbers,
+            arena,
+            device,
+            lowered_for=lowered_for,
+            parameters=parameters,
+            titles=titles,
+            load_kernel=load_kernel,
+            own_group=own_group,
+        )
+
+
+# A program, or one that is written out when its values or steps are read.
+Program = ProgramIR | SizedProgram
+# The forward, the backward, and what it leaves to a later program, as in `SplitGraphs`.
+ProgramsOfStage = tuple[Program, Program | None, Program | None]
 
 
 @dataclass(frozen=True)
@@ -135,9 +241,9 @@ class _Variant:
         if numbers is None:
             return None
         return (
-            self.forward.at(numbers),
-            None if self.backward is None else self.backward.at(numbers),
-            None if self.weights is None else self.weights.at(numbers),
+            SizedProgram(self.forward, numbers),
+            None if self.backward is None else SizedProgram(self.backward, numbers),
+            None if self.weights is None else SizedProgram(self.weights, numbers),
         )
 
 
@@ -169,7 +275,9 @@ class ProgramTemplates:
         """Returns the number of values of the programs with formulas."""
         variants = [variant for kept in list(self._variants.values()) for variant in kept or ()]
         programs = [p for each in variants for p in (each.forward, each.backward, each.weights)]
-        return sum(each.program.num_values for each in programs if each is not None)
+        return sum(
+            program.num_values * (1 + program.num_natives) for program in programs if program is not None
+        )
 
     @classmethod
     def of(cls, template: Template) -> ProgramTemplates:
@@ -248,6 +356,7 @@ def _lower(joint: JointGraph, key: _Key, ladder: Ladder | None) -> ProgramsOfSta
 
 def are_equal(a: Any, b: Any) -> bool:
     """Returns whether programs, or parts of programs, are equal, also in the types of numbers."""
+    a, b = (each.written() if isinstance(each, SizedProgram) else each for each in (a, b))
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor):
@@ -259,4 +368,4 @@ def are_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-__all__ = ["ProgramTemplate", "ProgramTemplates", "ProgramsOfStage", "are_equal", "lower_graphs"]
+__all__ = ["Program", "ProgramTemplate", "ProgramTemplates", "ProgramsOfStage", "are_equal", "lower_graphs"]

@@ -20,7 +20,7 @@ from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
-from gpipe_fast.lower.program_template import ProgramsOfStage, ProgramTemplates, lower_graphs
+from gpipe_fast.lower.program_template import Program, ProgramsOfStage, ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
 from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
 from gpipe_fast.runtime.module_warnings import layers_title
@@ -115,20 +115,20 @@ class LoweredStage:
 
     @property
     def forward(self) -> ProgramIR:
-        """The forward program."""
-        return self.programs[0]
+        """The forward program, written out."""
+        return self.programs[0].written()
 
     @property
     def backward(self) -> ProgramIR | None:
-        """The backward program."""
-        return self.programs[1]
+        """The backward program, written out."""
+        return None if self.programs[1] is None else self.programs[1].written()
 
     @property
     def weights(self) -> ProgramIR | None:
-        """The program of later gradients."""
-        return self.programs[2]
+        """The program of later gradients, written out."""
+        return None if self.programs[2] is None else self.programs[2].written()
 
-    def all_programs(self) -> list[ProgramIR]:
+    def all_programs(self) -> list[Program]:
         """Returns the programs that there are."""
         return [each for each in self.programs if each is not None]
 
@@ -378,7 +378,7 @@ class CompiledStage:
         stage, segment_key, loader = self.stage, self.segment_key, loader_of(self.stage.device)
         titles = [layer_title(stage.first_layer + index, layer) for index, layer in enumerate(stage.layers)]
 
-        def with_ports(program: ProgramIR) -> ProgramWithPorts:
+        def with_ports(program: Program) -> ProgramWithPorts:
             native = program.build(
                 stage.arena,
                 stage.device,

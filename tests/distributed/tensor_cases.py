@@ -477,8 +477,8 @@ def counted(name: str, checkpoint: Any) -> list[tuple[int, int, int, int]]:
         stages = [first, first, first, last]
         saved = policy.saved_fractions(index, 4)
         each = [stage.lower(fraction) for stage, fraction in zip(stages, saved, strict=True)]
-        total = sum(in_program(program) for own in each for program in own.all_programs())
-        forward, backward = (in_program(p) for p in stages[0].lower(1.0).all_programs())
+        total = sum(in_program(program.written()) for own in each for program in own.all_programs())
+        forward, backward = (in_program(p.written()) for p in stages[0].lower(1.0).all_programs())
         found.append((of_gloo[1][index] - of_gloo[0][index], total, forward, backward))
     return found
 

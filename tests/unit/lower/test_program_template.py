@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,19 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_fast import GPipe
+from gpipe_fast._extension import Arena
+from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower import bitwise_addmm, program_template
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.lower.lower import lower
+from gpipe_fast.lower.program import StorageKind
 from gpipe_fast.lower.program_template import (
+    Program,
     ProgramsOfStage,
     ProgramTemplates,
+    SizedProgram,
     are_equal,
     lower_graphs,
 )
 from gpipe_fast.lower.split import split
 from gpipe_fast.runtime.compile import Compiler, TracedStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.strides import span
 from gpipe_fast.trace.symbolic import Instance
 from tests.internals import compiler_of
 from tests.reference import loop_step, pipeline_step, unequal
@@ -129,6 +136,51 @@ def test_programs_of_all_lengths_equal_those_lowered_concretely(case: str) -> No
         # a length at which another rung of the ladder is the furthest.
         if fraction in (FULL_RECOMPUTE, NO_RECOMPUTE):
             assert concretely.call_count <= 1 + len(instances) / 2
+
+
+def run(program: Program, arena: Arena) -> tuple[NativeProgram, list[Tensor]]:
+    """Builds a program, and returns it with its results and gradients for random tensors."""
+    native = program.build(arena, torch.device("cpu"), parameters=range(9), titles=["layer"] * 9)
+    generator, written = torch.Generator().manual_seed(0), program.written()
+
+    def tensors(kind: StorageKind) -> list[Tensor]:
+        values = {value.index: value for value in written.values if value.storage is kind}
+        if kind is StorageKind.INPUT:
+            values = dict(enumerate(value for value in written.values if value.storage is kind))
+        drawn = {}
+        for index, value in values.items():
+            numbers = torch.randint(VOCABULARY, (span(value.sizes, value.strides),), generator=generator)
+            drawn[index] = numbers.to(value.dtype).as_strided(value.sizes, value.strides)
+        return [drawn.get(index, torch.empty(0)) for index in range(max(drawn, default=-1) + 1)]
+
+    native.bind(tensors(StorageKind.PARAMETER))
+    results, gradients = native.run(tensors(StorageKind.INPUT), [None] * 9, first=True)
+    return native, [*results, *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", CASES)
+def test_copies_for_other_lengths_compute_what_programs_built_for_them_do(case: str) -> None:
+    torch.manual_seed(0)
+    make, inputs, shapes = CASES[case]
+    instances = Lengths(make()).instances(inputs(*shape) for shape in shapes)
+    arena, num_built = Arena(), 0
+    for fraction, instance in itertools.product((FULL_RECOMPUTE, NO_RECOMPUTE), instances):
+        found = ProgramTemplates.of(instance.template).at(instance, fraction, ACCUMULATION)
+        for program in found:
+            if isinstance(program, SizedProgram):
+                native, results = run(program, arena)
+                expected, expected_results = run(program.written(), Arena())
+                assert native.arena_bytes == expected.arena_bytes
+                assert len(results) == len(expected_results)
+                for result, other in zip(results, expected_results, strict=True):
+                    assert result.stride() == other.stride()
+                    assert torch.equal(result.nan_to_num(), other.nan_to_num())
+                num_built += 1
+    templates = {id(instance.template): ProgramTemplates.of(instance.template) for instance in instances}
+    variants = [v for each in templates.values() for kept in each._variants.values() for v in kept or ()]
+    originals = sum(part.num_natives for v in variants for part in (v.forward, v.backward) if part)
+    assert num_built > originals > 0
 
 
 @functools.cache
