@@ -500,7 +500,7 @@ class Ranks(Processes):
         return True
 
     def _silent(self, outcome: str) -> str:
-        """Returns the numbers of the ranks that are lost, of which the outcome may name others, too.
+        """Returns the numbers of the ranks that are lost; an outcome may name ranks that wait for these.
 
         In a chain of ranks of which each waits for the next, any wait may be the first to be too long. So all
         ranks that are not lost say so.

@@ -10,16 +10,13 @@ import pytest
 
 from tests.distributed import sharded_cases as cases
 from tests.distributed.launch import needs_gloo, run_ranks
-from tests.distributed.test_tensor_parallel import ERRORS, NUM_SEEDS, PER_TEST
+from tests.distributed.test_tensor_parallel import ERRORS, PER_TEST, first_seeds
 
 pytestmark = needs_gloo
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "first",
-    [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(PER_TEST, NUM_SEEDS, PER_TEST))],
-)
+@first_seeds
 def test_generated_cases_have_the_sums_of_plain_loops(size: int, first: int) -> None:
     """Models, stages, schedules, checkpoint modes, numbers and sizes of micro-batches are drawn."""
     seeds = list(range(first, first + PER_TEST))

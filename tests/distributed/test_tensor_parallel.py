@@ -15,13 +15,14 @@ from tests.distributed.tensor_cases import Fault
 pytestmark = needs_gloo
 
 NUM_SEEDS, PER_TEST = 60, 6
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
+first_seeds = pytest.mark.parametrize(
     "first",
     [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(PER_TEST, NUM_SEEDS, PER_TEST))],
 )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@first_seeds
 def test_generated_cases_have_the_bits_of_the_plain_loop(size: int, first: int) -> None:
     """Models, stages, schedules, checkpoint modes, numbers and sizes of micro-batches are drawn."""
     seeds = list(range(first, first + PER_TEST))

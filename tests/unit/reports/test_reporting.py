@@ -32,7 +32,7 @@ class Busy(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*runs in Python")
 @pytest.mark.parametrize("loss", [True, False])
 def test_python_layers_are_found_in_steps_and_in_calls(loss: bool) -> None:
-    """They recompute in their backwards, of which recordings have the time."""
+    """Their backwards run them again, and a recording has the time that this takes."""
     pipe = GPipe(nn.Sequential(Busy(), Busy()), [1, 1], chunks=4, checkpoint="always")
     options: dict[str, Any] = {"target": torch.zeros(8, 6), "loss_fn": F.mse_loss} if loss else {}
     report = pipe.report(features(), **options)
