@@ -271,7 +271,8 @@ def disagreeing(odd_rank: int) -> dict[str, tuple[str, bool]]:
         layers: list[nn.Module], seed: int = 0, chunks: int = 3, samples: int = 9, **options: Any
     ) -> tuple[str, bool]:
         torch.manual_seed(0)
-        ends = [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)]
+        dropout = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6))  # each rank has something to update
+        ends = [nn.Linear(6, 6), dropout, nn.Linear(6, 6)]
         sequential = nn.Sequential(*layers, *ends, nn.Linear(6, 2))
         size = dist.get_world_size()
         pipe = GPipe(
