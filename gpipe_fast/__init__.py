@@ -3,7 +3,6 @@
 # A function with the name of a public module is imported from that module: a later first import of the module
 # would replace the function.
 from gpipe_fast import explanation as explanation
-from gpipe_fast import picture as picture
 from gpipe_fast import profile as profile
 from gpipe_fast import recording as recording
 from gpipe_fast import skip as skip

@@ -149,7 +149,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="files for the step: a page (.html), a picture (.svg) or a trace for Perfetto (.json)",
+        help="files for the step: a page (.html) or a trace for Perfetto (.json)",
     )
 
 

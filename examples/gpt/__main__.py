@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(training.losses) < args.steps:
         print(f"interrupted after {len(training.losses)} of {args.steps} steps; continue with --resume")
         return
-    print(f"\n{draw_step(model, tokens, loss_fn, args.picture)}\n", flush=True)
+    print(f"\n{draw_step(model, tokens, loss_fn, args.page)}\n", flush=True)
     print(compare(model, tokens, loss_fn, args.dropout > 0))
     print(f"\nfinished in {time.perf_counter() - began:.0f} s\n{_what_next(args)}")
 
@@ -366,7 +366,7 @@ def _print_setup(args: argparse.Namespace, model: GPipe, text: Text) -> None:
 def _what_next(args: argparse.Namespace) -> str:
     return (
         "\nWhat to look at next:\n"
-        f"  {args.picture}: the step above as a picture; open it in a browser\n"
+        f"  {args.page}: the step above, to zoom; open it in a browser\n"
         "  docs/getting_started.md: the same with your own model, step by step\n"
         "  examples/: this program (examples/gpt/__main__.py), and examples of other models\n"
         "  python -m examples.gpt --help: other options, such as --full for the whole training"

@@ -54,7 +54,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--sample", type=_positive, default=300, help="bytes to generate at the end")
     add("--save", type=Path, default=FOLDER / "checkpoint.pt", help="checkpoint, also written on Ctrl-C")
     add("--resume", action="store_true", help="resume from the checkpoint file given by --save")
-    add("--picture", type=Path, default=FOLDER / "step.svg", help="file for the timeline of a step")
+    add("--page", type=Path, default=FOLDER / "step.html", help="page with the timeline of a step")
     return parser
 
 
@@ -116,9 +116,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"dropout must be at least 0 and below 1, got {args.dropout}")
     if args.lr <= 0.0:
         raise ValueError(f"the learning rate must be positive, got {args.lr}")
-    if args.picture.suffix.lower() != ".svg":
-        raise ValueError(f"the picture is an SVG file: --picture must end in .svg, got {args.picture}")
-    for path in (args.save, args.picture):
+    if args.page.suffix.lower() != ".html":
+        raise ValueError(f"the page is an HTML file: --page must end in .html, got {args.page}")
+    for path in (args.save, args.page):
         _check_writable(path)
 
 

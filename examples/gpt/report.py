@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_fast import GPipe, verify
-from gpipe_fast.picture import draw
 from gpipe_fast.recording import Recording
 
 ROUNDS = 5
@@ -114,7 +113,7 @@ def compare(model: GPipe, tokens: Tensor, loss_fn: Loss, uses_random_ops: bool) 
 
 
 def draw_step(model: GPipe, tokens: Tensor, loss_fn: Loss, path: Path) -> str:
-    """Records steps without the optimiser's update; draws the fastest as an SVG file and as text."""
+    """Records steps without the optimiser's update; shows the fastest as a page and as text."""
     model.train()
     recordings = []
     for _ in range(ROUNDS):
@@ -122,7 +121,7 @@ def draw_step(model: GPipe, tokens: Tensor, loss_fn: Loss, path: Path) -> str:
             _step(model, tokens, loss_fn)
         recordings.append(recording)
     fastest = min(recordings, key=Recording.span)
-    draw(fastest, path, title=f"python -m examples.gpt: a GPT in {len(model.balance)} stages")
+    fastest.report().save(path, title=f"python -m examples.gpt: a GPT in {len(model.balance)} stages")
     return timeline(fastest)
 
 

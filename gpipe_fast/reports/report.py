@@ -27,16 +27,16 @@ from gpipe_fast.lower.checkpoint import (
     checkpoint_policy,
     has_recompute,
 )
-from gpipe_fast.reports import chart, page
+from gpipe_fast.reports import page
 from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
 from gpipe_fast.reports.events import kept_after
 from gpipe_fast.reports.tables import Printed, Table, ms, plain, size
-from gpipe_fast.reports.timeline import Timeline, timeline, trace_events
+from gpipe_fast.reports.timeline import timeline, trace_events
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule, bubble
 from gpipe_fast.schedule.memory import peaks
 
-_FORMATS = (".html", ".svg", ".json")
+_FORMATS = (".html", ".json")
 
 
 class StageTimes(NamedTuple):
@@ -231,47 +231,41 @@ class Report(Printed):
     def save(self, path: str | os.PathLike[str], *, title: str = "") -> None:
         """Writes the step to a file, whose name says what it becomes.
 
-        - ``.html``: a page that needs no network: the timeline to zoom, and the tables.
-        - ``.svg``: a picture of the timeline.
+        - ``.html``: a page that needs no network: the timeline, which zooms and saves its picture, and tables.
         - ``.json``: a trace for ui.perfetto.dev and chrome://tracing: a thread for each stage, arrows from
           each SEND to its RECV, and a counter of the bytes that each stage keeps.
 
         Args:
             path: the file.
-            title: a line above the page or picture.
+            title: a line above the page.
 
         Raises:
             ValueError: the name has another ending.
             OSError: the file cannot be written.
         """
-        suffix = format_of(path)
-        found = self.timeline()
-        lines = [*([title] if title else []), self.headline()]
-        if suffix == ".json":
-            Path(path).write_text(json.dumps(trace_events(found)), encoding="utf-8")
-        else:
-            content = chart.svg(found, lines) if suffix == ".svg" else self._page(found, title)
-            Path(path).write_text(content, encoding="utf-8")
+        is_page, found = format_of(path) == ".html", self.timeline()
+        content = self._page(found, title) if is_page else json.dumps(trace_events(found))
+        Path(path).write_text(content, encoding="utf-8")
 
-    def _page(self, found: Timeline, title: str) -> str:
+    def _page(self, found: dict[str, Any], title: str) -> str:
         tables: list[dict[str, Any]] = []
         for table in self.tables():
             tables.append({"caption": table.caption, "headers": table.headers, "rows": table.rows})
             if "code" in table.headers:
                 tables[-1]["code"] = [table.headers.index("code")]
-        data = page.data(found) | {
+        data = found | {
             "headline": self.headline(),
             "tables": tables,
             "critical_path": [str(action) for action in self.critical_path],
         }
         return page.report_page(data, title or "A recorded step")
 
-    def timeline(self) -> Timeline:
-        """Returns the rows, blocks and arrows that pictures, pages and traces show."""
+    def timeline(self) -> dict[str, Any]:
+        """Returns the rows, blocks and arrows of pages and traces, as `page.report_page` says."""
         return timeline(self.phases, self.gaps, self.critical_path)
 
     def headline(self) -> str:
-        """Returns the line above tables and pictures."""
+        """Returns the line above tables and pages."""
         ideal = f"(K-1)/(M+K-1) = {self.bubble_of_equal_stages:.1%} for equal stages"
         what = "step" if any(action.kind in BACKWARD for action in self.critical_path) else "forward"
         return (

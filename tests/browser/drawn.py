@@ -13,7 +13,6 @@ _TEXTS = """() => {
     fillText.call(this, text, ...place);
   };
   timeline.resize();
-  if (window.drawFlow) drawFlow();
   prototype.fillText = fillText;
   return texts;
 }"""

@@ -70,7 +70,8 @@ def test_perfetto_reads_the_trace_of_a_step(tmp_path: Path, query: Callable[...,
     report = recording.report()
     report.save(tmp_path / "step.json")
     text = (tmp_path / "step.json").read_text()
-    blocks = sum(len(row.blocks) + len(row.waits) for row in report.timeline().rows)
+    rows = report.timeline()["stages"]
+    blocks = sum(len(row["actions"]) + len(row["waits"]) for row in rows)
     errors, threads, slices, flows, counters = query(
         text,
         "select name from stats where severity = 'error' and value > 0",
@@ -85,6 +86,6 @@ def test_perfetto_reads_the_trace_of_a_step(tmp_path: Path, query: Callable[...,
     expected = [[f"0SEND_F{m}", f"1RECV_F{m}"] for m in range(4)]
     expected += [[f"1SEND_B{m}", f"0RECV_B{m}"] for m in range(4)]
     assert sorted(flows) == sorted(expected)
-    kept = [max(kept for _, kept in row.memory) for row in report.timeline().rows]
+    kept = [max(kept for _, kept in row["memory"]) for row in rows]
     assert counters == [[f"stage {i} keeps bytes", str(most)] for i, most in enumerate(kept)]
     assert json.loads(text)["displayTimeUnit"] == "ms"

@@ -39,7 +39,7 @@ EXAMPLES: dict[str, tuple[str, list[str]]] = {
             "over the same 6 micro-batches, bit for bit",
             "  stage 1 on cpu: block1, head; ",
             "note: a mini-batch of 6 yields 6 micro-batches, not 9",
-            "  build/demo/step.svg: the step above",
+            "  build/demo/step.html: the step above",
         ],
     ),
     "qlora": (
@@ -133,7 +133,7 @@ def test_an_example_equals_the_plain_model(
             r"^(?:first|last) held-out loss: ([0-9.]+) bits per byte$", out, re.MULTILINE
         )
         assert float(last) < float(first)
-        assert "M = 6 micro-batches" in (folder / "build" / "demo" / "step.svg").read_text(encoding="utf-8")
+        assert "M = 6 micro-batches" in (folder / "build" / "demo" / "step.html").read_text(encoding="utf-8")
 
 
 def test_the_demo_resumes_after_ctrl_c_bit_for_bit(

@@ -22,7 +22,6 @@ from gpipe_fast.fuse import cubins
 from gpipe_fast.layers.device_memory import check_partitions_fit
 from gpipe_fast.lower.checkpoint import check_saved_fraction
 from gpipe_fast.lower.launch import launch_kernel
-from gpipe_fast.picture import draw
 from gpipe_fast.recording import Event, Recording
 from gpipe_fast.reports.compare import compare
 from gpipe_fast.runtime import connections
@@ -340,9 +339,6 @@ WAITING = (
 
 REPORTS = [
     case("got Linear", "wrap it", doctor, nn.Linear(1, 1)),
-    case("got int", "with model.recording()", draw, 3),
-    case("got 'x.png'", ".svg", draw, Recording(), "x.png"),
-    case("holds no step", "call the model inside its block", draw, Recording()),
     case("holds no step", "model.recording()", Recording().bubble),
     case("being recorded already", "leave the first", record_twice),
     case("got Linear", "wrap it", verify, nn.Linear(1, 1), X, torch.sum),
@@ -353,7 +349,7 @@ REPORTS = [
     case("'2X0'", "expected a form like 2F0", Action.parse, "2X0"),
     case("got 0 stages", "at least one", bubble, 0, 1),
     case("not whole", "stage 0 does", recording_of("0F1").report),
-    case("got 'x.gif'", ".html, .svg, .json", recording_of("0F0").report().save, "x.gif"),
+    case("got 'x.gif'", ".html, .json", recording_of("0F0").report().save, "x.gif"),
     case("got Linear", "wrap the model", tune, nn.Linear(1, 1)),
     case("got 0", "seconds must be a positive number", tune, pipe(), X, seconds=0),
     case("computes its own loss", "pass the model's labels", tune_a_model, loss_fn=torch.sum),

@@ -40,7 +40,7 @@ DOCUMENTS = {"README.md", "LICENSE", "CHANGELOG.md"}
 def needed_to_build() -> set[str]:
     """Returns the paths of all files that a build from source reads, as git knows them or would."""
     patterns = ("csrc/**/*", "kernels/**/*.py", "gpipe_fast/*", "gpipe_fast/**/*.py")
-    patterns += ("gpipe_fast/reports/page/*", "docs/**/*.md", "docs/images/*.svg", "docs/pipeline.html")
+    patterns += ("gpipe_fast/reports/page/*", "docs/**/*.md", "docs/images/*", "docs/pipeline.html")
     found = {p for pattern in patterns for p in ROOT.glob(pattern) if p.is_file()}
     # In gpipe_fast/, docs and kernels are symbolic links.
     names = {p.relative_to(ROOT).as_posix() for p in found if p.parent == p.parent.resolve()}

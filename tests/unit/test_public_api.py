@@ -82,8 +82,6 @@ gpipe_fast.profile
   LayerProfile, as in gpipe_fast.balance
   profile_layers, as in gpipe_fast.balance
   table, as in gpipe_fast.balance
-gpipe_fast.picture
-  draw(recording, path=None, *, title='')
 gpipe_fast.recording
   class Advice(what, settings, predicted, measured=None, of_a_new=False)
     properties: code
@@ -239,7 +237,7 @@ for module in {[name for name in MODULES if not name.endswith("kernels")]}:
     importlib.import_module(module)
 assert all(vars(gpipe_fast)[name] is value for name, value in before.items())
 assert gpipe_fast.doctor().startswith("versions"), gpipe_fast.doctor
-gpipe_fast.balance, gpipe_fast.picture.draw, gpipe_fast.profile.table, gpipe_fast.recording, gpipe_fast.skip
+gpipe_fast.balance, gpipe_fast.profile.table, gpipe_fast.recording, gpipe_fast.skip
 """
     done = run_python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpipe_fast.reports.timeline import Span, Timeline
-
 _FOLDER = Path(__file__).parent
 
 
@@ -56,48 +54,6 @@ def report_page(data: Mapping[str, Any], title: str) -> str:
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return _filled("report.html", title=html.escape(title), data=text)
-
-
-def data(found: Timeline) -> dict[str, Any]:
-    """Returns the part of `report_page`'s data that is drawn."""
-
-    def times(span: Span) -> dict[str, float]:
-        return {"begin": span.begin, "end": span.end}
-
-    return {
-        "unit": "s",
-        "begin": 0.0,
-        "end": found.seconds,
-        "stages": [
-            {
-                "name": row.title,
-                "note": f"stages {', '.join(map(str, row.stages))}" if len(row.stages) > 1 else "",
-                "actions": [
-                    {
-                        "name": str(action),
-                        "kind": action.kind.value,
-                        "microbatch": action.microbatch,
-                        "critical": action in found.critical,
-                    }
-                    | times(span)
-                    for action, span in row.blocks
-                ],
-                "waits": [{"name": str(action)} | times(span) for action, span in row.waits],
-                "idle": [{"cause": cause} | times(span) for cause, span in row.idle],
-                "memory": [list(point) for point in row.memory],
-            }
-            for row in found.rows
-        ],
-        "arrows": [
-            {
-                "from": [arrow.sender, arrow.begin],
-                "to": [arrow.receiver, arrow.end],
-                "critical": arrow.is_critical,
-            }
-            for arrow in found.arrows
-        ],
-        "between": [list(span) for span in found.between],
-    }
 
 
 def _filled(template: str, **values: str) -> str:

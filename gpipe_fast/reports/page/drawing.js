@@ -163,7 +163,8 @@ class Timeline {
   draw() {
     const { context: c } = this;
     c.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    c.clearRect(0, 0, this.width, this.height);
+    c.fillStyle = this.colour("panel");
+    c.fillRect(0, 0, this.width, this.height);
     c.textBaseline = "middle";
     if (this.now === null) this.drawPart(this.left, this.right, 1);
     else {

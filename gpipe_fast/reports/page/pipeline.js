@@ -86,11 +86,9 @@ const TOUR = [
 const state = { ...DEFAULTS, position: 0, playing: false, speed: 1, caption: 0 };
 const motion = matchMedia("(prefers-reduced-motion: reduce)");
 const timeline = new Timeline(byId("timeline"), byId("tooltip"), (time) => seek(time));
-const flow = byId("flow");
 const clock = () => performance.now() / 1000;
 let found; // the simulation of the settings
 let pending; // the next frame of the animation
-let moves; // for each micro-batch, its forwards and backwards in time
 
 // Returns the arguments of gpipe_fast.simulate for settings of the page.
 function argumentsOf({ K, M, checkpoint, schedule, costs, latency, overhead }) {
@@ -211,137 +209,7 @@ function idleOf(blocks, time) {
   return idle;
 }
 
-// The picture of one time: what waits for each device, what it computes, and what it keeps.
-
-function movesOf(result) {
-  const all = result.blocks.flatMap((blocks, rank) => blocks.map((a) => ({ ...a, rank })));
-  return range(state.M).map((m) =>
-    all.filter((a) => a.microbatch === m && "FBI".includes(a.kind)).sort((a, b) => a.begin - b.begin),
-  );
-}
-
-// Returns the actions that wait for each device, forwards and backwards, and the transfers under way.
-function placesNow() {
-  const waiting = range(state.K).map(() => ({ F: [], B: [] }));
-  const moving = [];
-  for (const own of moves) {
-    const i = own.findLastIndex((a) => a.begin <= state.position);
-    const [last, next] = [own[i], own[i + 1]];
-    if (!next || (last && isPresent(last))) continue;
-    const part = last && last.rank !== next.rank ? (state.position - last.end) / (state.latency || 1e-9) : 1;
-    if (part < 1) moving.push({ kind: next.kind, from: last.rank, to: next.rank, part });
-    else waiting[next.rank][next.kind === "F" ? "F" : "B"].push(next);
-  }
-  for (const lists of waiting) for (const list of [lists.F, lists.B]) list.sort((a, b) => a.begin - b.begin);
-  return { waiting, moving };
-}
-
 const isPresent = (a) => a.begin <= state.position && state.position < a.end;
-
-// Returns the forwards whose activations or entering tensors a rank keeps at the present time.
-function keptOf(rank) {
-  const begun = new Map();
-  for (const a of found.ranks[rank]) {
-    const key = `${a.stage} ${a.microbatch}`;
-    if (a.kind === "F" && a.begin <= state.position) begun.set(key, a);
-    if ((a.kind === "B" || a.kind === "W") && a.end <= state.position) begun.delete(key);
-  }
-  return [...begun.values()];
-}
-
-// Clears the canvas of the stages, and returns what draws on it.
-function clearFlow(width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  flow.width = width * ratio;
-  flow.height = height * ratio;
-  flow.style.height = `${height}px`;
-  const c = flow.getContext("2d");
-  c.scale(ratio, ratio);
-  c.textBaseline = "middle";
-  const write = (text, x, y, colour, size = 11, weight = "", align = "center") => {
-    c.textAlign = align;
-    c.font = `${weight} ${size}px ${FONT}`;
-    c.fillStyle = timeline.colour(colour);
-    c.fillText(text, x, y);
-  };
-  const block = (colour, x, y, w, h) => {
-    c.fillStyle = timeline.colour(colour);
-    c.beginPath();
-    c.roundRect(x, y, w, h, Math.min(4, h / 4));
-    c.fill();
-  };
-  return { block, write };
-}
-
-// Rows from the top: names, forwards that wait, transfers, the devices, transfers, backwards that wait.
-function drawFlow() {
-  const { left, right, isNarrow } = timeline;
-  const [lane, box] = isNarrow ? [30, 58] : [18, 46];
-  const pen = clearFlow(flow.parentElement.clientWidth, box + 130 + (isNarrow ? 14 : 0));
-  const pitch = (right - left) / state.K;
-  const w = pitch - Math.min(20, Math.max(4, pitch * 0.12));
-  const { waiting, moving } = placesNow();
-  const label = (text, y) => pen.write(text, isNarrow ? left : 0, y, "muted", 10.5, "", "left");
-  label("waits for forward", isNarrow ? 22 : lane + 9);
-  label("waits for backward", box + (isNarrow ? 135 : 119));
-  if (!isNarrow) [["computes", 18], ["micro-batches", 58], ["kept", 71]].forEach(([text, y]) => label(text, box + y));
-  const noun = state.schedule !== "interleaved" ? "stage" : pitch < 50 ? "dev." : "device";
-  range(state.K).forEach((rank) => {
-    const x = left + rank * pitch + (pitch - w) / 2;
-    pen.write(`${noun} ${rank}`, x + w / 2, 8, "ink", pitch < 50 ? 10 : 12, pitch < 50 ? "" : "600");
-    drawDevice(pen, rank, x, box, w);
-    drawKept(pen, keptOf(rank), x, box, w);
-    drawWaiting(pen, waiting[rank].F, x, lane, w);
-    drawWaiting(pen, waiting[rank].B, x, box + 110, w);
-  });
-  for (const { kind, from, to, part } of moving) {
-    const y = (kind === "F" ? box - 5 : box + 105) + (Math.abs(to - from) > 1 ? 3 : 0);
-    pen.block(kind, left + (from + 0.5 + (to - from) * part) * pitch - 4, y - 2, 8, 4);
-  }
-}
-
-// Draws the action of a device; the bar at its bottom runs in the direction of the micro-batch.
-function drawDevice({ block, write }, rank, x, y, w) {
-  block("idle", x, y, w, 100);
-  const a = found.blocks[rank].find(isPresent);
-  if (state.position > found.time) {
-    block("accent", x, y, w, 36);
-    write(w < 50 ? "upd." : "update", x + w / 2, y + 18, "on-accent", 12, "600");
-  } else if (a) {
-    block(a.kind, x, y, w, 36);
-    write(`${a.kind}${a.microbatch}`, x + w / 2, y + 17, "on-block", w < 50 ? 12 : 15, "600");
-    if (a.stage >= state.K) block("on-block", x, y, w, 2);
-    const done = ((w - 4) * (state.position - a.begin)) / (a.end - a.begin);
-    block("on-block", "BI".includes(a.kind) ? x + w - 2 - done : x + 2, y + 31, done, 3);
-  } else write("idle", x + w / 2, y + 18, "on-idle", 12);
-}
-
-function drawKept({ block, write }, kept, x, y, w) {
-  const columnsOf = (size) => Math.floor((w - 4) / (size + 2));
-  const size = [15, 10, 8, 6, 5, 4].find((each) => columnsOf(each) * Math.floor(42 / (each + 2)) >= found.most) || 3;
-  const columns = columnsOf(size);
-  const left = x + (w - columns * (size + 2) + 2) / 2;
-  kept.forEach(({ microbatch, stage }, i) => {
-    const [at, top] = [left + (i % columns) * (size + 2), y + 42 + Math.floor(i / columns) * (size + 2)];
-    block(size < 15 ? "memory" : "memory-area", at, top, size, size);
-    if (size < 15) return;
-    write(microbatch, at + size / 2, top + size / 2 + 0.5, "memory", 10);
-    if (stage >= state.K) block("memory", at, top, size, 1.5);
-  });
-  write(`${w < 130 ? kept.length : microbatches(kept.length)} kept`, x + w / 2, y + 92, "memory", w < 50 ? 10 : 11);
-}
-
-// Draws what waits, the next one first, and the number of those that find no place.
-function drawWaiting({ block, write }, actions, x, y, w) {
-  const fits = (room) => Math.max(0, Math.floor((room + 2) / 18));
-  const shown = fits(w) >= actions.length ? actions.length : fits(w - 20);
-  actions.slice(0, shown).forEach(({ kind, microbatch }, i) => {
-    block(kind, x + i * 18, y + 1, 16, 16);
-    write(microbatch, x + i * 18 + 8, y + 9.5, "on-block", 10);
-  });
-  const rest = actions.length - shown;
-  if (rest) write(`+${rest}`, x + shown * 18 + 1, y + 9.5, "muted", 10, "", "left");
-}
 
 function statusText() {
   if (state.position > found.time) {
@@ -358,7 +226,6 @@ function drawTime() {
   timeline.isPlaying = state.playing;
   if (state.playing && !timeline.isWhole) timeline.pan(state.position - (timeline.view[0] + timeline.view[1]) / 2);
   else timeline.draw();
-  drawFlow();
   byId("scrub").value = Math.round((1000 * state.position) / timeline.data.end);
   byId("scrub").setAttribute("aria-valuetext", `${state.position.toFixed(1)} ms`);
   byId("status").textContent = statusText();
@@ -409,7 +276,6 @@ function set(changes) {
   const share = timeline.data ? state.position / timeline.data.end : 0;
   Object.assign(state, changes);
   found = simulated(state);
-  moves = movesOf(found);
   const data = timelineData(state, found);
   state.position = share * data.end;
   timeline.now = state.position;
@@ -568,7 +434,6 @@ function setUp() {
   on("speed", "change", ({ value }) => (state.speed = Number(value)));
   showCaption(0, false);
   setUpButtons(timeline, drawTime);
-  new ResizeObserver(drawFlow).observe(flow.parentElement);
 }
 
 // For tests: settings and figures.

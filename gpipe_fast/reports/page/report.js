@@ -79,4 +79,9 @@ byId("timeline").setAttribute("aria-label", `Timeline of ${data.stages.length} s
 fillLegend(byId("legend"), legendEntries());
 byId("tables").append(...data.tables.map(tableOf), ...(data.critical_path.length ? [pathOf(data.critical_path)] : []));
 timeline.show(data);
+byId("save").addEventListener("click", () => {
+  const link = element("a");
+  [link.download, link.href] = ["step.png", timeline.canvas.toDataURL()];
+  link.click();
+});
 setUpButtons(timeline, () => timeline.draw());

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from gpipe_fast import GPipe
-from gpipe_fast.picture import draw
 from gpipe_fast.reports.events import Event
 from gpipe_fast.reports.recording import Recording, merge
 from gpipe_fast.schedule import BACKWARD as IN_BACKWARD
@@ -132,8 +131,6 @@ def test_a_step_in_one_call_is_one_run(schedule: str) -> None:
     assert len(phase.order()) == len(recording.latest)
     assert recording.span() >= recording.critical_path() - ROUNDING
     assert "step of" in str(recording)
-    drawing = draw(recording)
-    assert ('class="F"' in drawing, "hatch" in drawing.split("</pattern>")[1]) == (True, False)
 
 
 def test_latest_holds_the_events_of_the_last_step() -> None:

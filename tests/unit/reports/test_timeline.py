@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,9 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.reports import page
 from gpipe_fast.reports.blame import CAUSES
-from gpipe_fast.reports.chart import BLOCK_COLOURS, CAUSE_COLOURS
 from gpipe_fast.reports.report import Report
 from gpipe_fast.schedule import SCHEDULES, TRANSFERS
 from tests.models import features, mlp, uneven_balance
@@ -35,25 +34,30 @@ def test_blocks_and_idle_time_fill_each_row(schedule: str) -> None:
     pipe = GPipe(mlp(), uneven_balance(5, 4), chunks=4, schedule=schedule)
     report = report_of(pipe, features(), step=True)
     found = report.timeline()
-    assert len(found.rows) == report.num_ranks
-    assert sorted(stage for row in found.rows for stage in row.stages) == [0, 1, 2, 3]
-    assert found.seconds == pytest.approx(report.step)
+    assert len(found["stages"]) == report.num_ranks
+    assert found["end"] == pytest.approx(report.step)
     parts: defaultdict[str, float] = defaultdict(float)
-    for row in found.rows:
-        spans = [span for action, span in row.blocks if action.kind not in TRANSFERS]
-        spans += [span for _, span in row.idle]
+    transfers = {kind.value for kind in TRANSFERS}
+    for row in found["stages"]:
+        spans = [(a["begin"], a["end"]) for a in row["actions"] if a["kind"] not in transfers]
+        spans += [(idle["begin"], idle["end"]) for idle in row["idle"]]
         now = 0.0
-        for span in sorted(spans):
-            assert span.begin == pytest.approx(now, abs=1e-8)
-            now = span.end
-        assert now == pytest.approx(found.seconds, abs=1e-8)
-        assert all(0 <= span.begin <= span.end for _, span in row.waits)
-        for cause, span in row.idle:
-            parts[cause] += span.end - span.begin
+        for begin, end in sorted(spans):
+            assert begin == pytest.approx(now, abs=1e-8)
+            now = end
+        assert now == pytest.approx(found["end"], abs=1e-8)
+        assert all(0 <= wait["begin"] <= wait["end"] for wait in row["waits"])
+        for idle in row["idle"]:
+            parts[idle["cause"]] += idle["end"] - idle["begin"]
     total = sum(parts.values())
     assert {cause: parts[cause] / total for cause in CAUSES} == pytest.approx(report.blame, abs=0.01)
-    assert len(found.arrows) == 2 * 3 * 4
-    assert all(arrow.begin <= arrow.end for arrow in found.arrows)
+    assert len(found["arrows"]) == 2 * 3 * 4
+    assert all(arrow["from"][1] <= arrow["to"][1] for arrow in found["arrows"])
+    names = [a["name"] for row in found["stages"] for a in row["actions"]]
+    assert sorted(names) == sorted(str(action) for phase in report.phases for action in phase.events)
+    critical = {a["name"] for row in found["stages"] for a in row["actions"] if a["critical"]}
+    assert critical == {str(action) for action in report.critical_path}
+    assert found["between"] == []
 
 
 def tanh_layers() -> nn.Sequential:
@@ -77,29 +81,24 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
     assert [own.gradients for own in report.memory] == [own.parameters for own in report.memory]
     assert [own.boundary for own in report.memory] == boundary
     assert [own.saved for own in report.memory] == saved
-    for row, kept in zip(report.timeline().rows, zip(boundary, saved, strict=True), strict=True):
-        assert max(number for _, number in row.memory) == sum(kept)
-        assert row.memory[-1][1] == 0
+    for row, kept in zip(report.timeline()["stages"], zip(boundary, saved, strict=True), strict=True):
+        assert max(number for _, number in row["memory"]) == sum(kept)
+        assert row["memory"][-1][1] == 0
     assert "512 B" in str(report)
     assert report.to_dict()["memory"][0]["saved"] == saved[0]
 
 
-def test_pages_and_pictures_are_written(tmp_path: Path) -> None:
+def test_pages_and_traces_are_written(tmp_path: Path) -> None:
     report = report_of(GPipe(mlp(), [2, 3], chunks=4), features())
-    for name in ("step.html", "step.svg"):
-        report.save(tmp_path / name, title="A <title>")
-    assert "A &lt;title&gt;" in (tmp_path / "step.html").read_text()
-    assert report.headline() in (tmp_path / "step.html").read_text()
-    assert "A &lt;title&gt;" in (tmp_path / "step.svg").read_text()
-    assert CAUSE_COLOURS["fill and drain"] in (tmp_path / "step.svg").read_text()
-
-
-def test_the_page_has_the_colours_of_the_picture() -> None:
-    css = (Path(page.__file__).parent / "page.css").read_text()
-    for kind, colour in BLOCK_COLOURS.items():
-        assert f"--{kind.value}: {colour};" in css
-    for cause, colour in CAUSE_COLOURS.items():
-        assert f"--cause-{cause.replace(' ', '-')}: {colour};" in css
+    report.save(tmp_path / "step.html", title="A <title>")
+    page = (tmp_path / "step.html").read_text()
+    assert "A &lt;title&gt;" in page
+    assert report.headline() in page
+    (loss,) = report.timeline()["between"]
+    assert loss[1] - loss[0] == pytest.approx(report.between)
+    report.save(tmp_path / "STEP.JSON")
+    events = json.loads((tmp_path / "STEP.JSON").read_text())["traceEvents"]
+    assert [e["dur"] / 1e6 for e in events if e["name"] == "loss"] == pytest.approx([report.between])
 
 
 def test_memory_does_not_depend_on_what_ran_before() -> None:
