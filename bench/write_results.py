@@ -20,7 +20,7 @@ from bench.__main__ import BENCHMARKS, TOOLS
 from bench.measure import RESULTS, ROOT, commit, uncommitted
 
 ROUND_SECONDS = 10
-NEED_A_GPU = {"cuda", "levers", "where"}
+NEED_A_GPU = {"cuda"}
 # What only a machine with a GPU can write; the rest of the tree may be newer.
 GPU_FILES = ("gpu-*.md", "nvidia-*.md")
 _OLDER = "**Older than this tree: measured at commit"

@@ -3,11 +3,10 @@
 {case.count} GPT blocks of width {case.width}, 8 heads, {case.batch} x {case.length} tokens per micro-batch, M
 = {case.chunks}, full recomputation; 'small' has blocks of width {small.width} and {small.batch} x
 {small.length} tokens, so that messages and waits take most of the time. A step without an update. Each
-candidate has {STAGES} processes with one intra-op thread. Tensors travel by gloo, through the loopback device
-or between network namespaces, where a relay adds the delay in each direction and `tc tbf` limits the rate.
-The other candidate recomputes by non-reentrant torch.utils.checkpoint. Candidates alternate. Gradients are
-compared with those of the plain loop with one thread, which adds them up in the order of the schedule: ours
-must be equal, others may differ by {TOLERANCE:.0e} of the largest element of their tensor.
+candidate has {STAGES} processes with one intra-op thread. Tensors travel by gloo, through the loopback
+device. The other candidate recomputes by non-reentrant torch.utils.checkpoint. Candidates alternate.
+Gradients are compared with those of the plain loop with one thread, which adds them up in the order of the
+schedule: ours must be equal, others may differ by {TOLERANCE:.0e} of the largest element of their tensor.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.compare.network import Host, NoNetworkError, network
 from bench.compare.step import OURS, PIPELINING, STAGES, Case
 from bench.comparison import HEADERS, Comparison, Opened, one_thread, rows
 from bench.measure import PAUSE, report
@@ -30,24 +27,6 @@ from bench.peers import Candidate, TorchPipelining, in_processes, join, weighted
 
 SCHEDULES = ("gpipe", "1f1b")
 CASES = {"large": Case(), "small": Case(batch=1, length=32, width=64)}
-
-
-@dataclass(frozen=True)
-class Link:
-    """The connection between the processes.
-
-    Attributes:
-        name: its name in the table.
-        delay: seconds that are added to each packet; None for the loopback device of this machine.
-        megabits: the rate at which each process sends, in Mbit/s; None for no limit.
-    """
-
-    name: str
-    delay: float | None = None
-    megabits: float | None = None
-
-
-LOOPBACK, SLOW = Link("loopback"), Link("2 ms, 1 Gbit/s", 0.002, 1000)
 
 
 class Ours:
@@ -76,11 +55,9 @@ class Ours:
         return [p.grad for p in self.parameters if p.grad is not None]
 
 
-def make(number: int, name: str, port: int, case: Case, schedule: str, hosts: Sequence[Host]) -> Candidate:
-    """Builds the part of a candidate that belongs to process ``number``, on its host, if there are any."""
-    if hosts:
-        hosts[number].enter()
-    join(port, number, STAGES, hosts[0].address if hosts else "127.0.0.1")
+def make(number: int, name: str, port: int, case: Case, schedule: str) -> Candidate:
+    """Builds the part of a candidate that belongs to process ``number``."""
+    join(port, number, STAGES)
     if name == OURS:
         return Ours(case, schedule, case.stages(), dist.group.WORLD)
     return TorchPipelining(number, case.stages(), case.recompute, case.chunks, *case.data(), schedule)
@@ -97,35 +74,21 @@ def wanted_gradients(case: Case, schedule: str) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def _opened(case: Case, schedule: str, link: Link, stack: ExitStack) -> Opened:
-    """Makes the candidates.
-
-    Raises:
-        NoNetworkError: this machine cannot make the hosts of the link.
-    """
-    hosts: Sequence[Host] = ()
-    if link.delay is not None:
-        hosts = stack.enter_context(network(STAGES, link.delay, link.megabits))
+def _opened(case: Case, schedule: str, stack: ExitStack) -> Opened:
     resources = dict.fromkeys((OURS, PIPELINING), (STAGES, 1))
-    candidates = in_processes(make, resources, (case, schedule, hosts), stack)
-    return candidates, wanted_gradients(case, schedule)
+    return in_processes(make, resources, (case, schedule), stack), wanted_gradients(case, schedule)
 
 
-def comparison(size: str, schedule: str, link: Link) -> Comparison:
+def comparison(size: str, schedule: str) -> Comparison:
     """Returns the comparison of the steps of a case."""
-    title = f"step of two processes, {size}, {schedule}, {link.name}"
-    opened = partial(_opened, CASES[size], schedule, link)
+    title = f"step of two processes, {size}, {schedule}, loopback"
+    opened = partial(_opened, CASES[size], schedule)
     return Comparison(title, [OURS, PIPELINING], opened, rounds=25, pause=PAUSE)
 
 
-COMPARISONS = [comparison(size, schedule, LOOPBACK) for size in CASES for schedule in SCHEDULES]
+COMPARISONS = [comparison(size, schedule) for size in CASES for schedule in SCHEDULES]
 
 
 def main() -> None:
-    table: list[list[object]] = []
-    for each in (*COMPARISONS, *(comparison("large", schedule, SLOW) for schedule in SCHEDULES)):
-        try:
-            table += [[each.name, *row] for row in rows(each.measure(), OURS)]
-        except NoNetworkError as error:
-            table.append([each.name, f"SKIPPED: {error}"])
+    table = [[each.name, *row] for each in COMPARISONS for row in rows(each.measure(), OURS)]
     report(globals(), ["comparison", *HEADERS], table, case=CASES["large"], small=CASES["small"])

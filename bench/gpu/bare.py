@@ -22,8 +22,8 @@ from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.checkpoint import CheckpointSetting, checkpoint_policy
 from gpipe_fast.lower.operator_examples import CANNOT_RUN, Spec, as_in_a_program
 from gpipe_fast.lower.program import ProgramIR
-from gpipe_fast.lower.steps import Call, Launch, Ref
-from gpipe_fast.lower.work import Work, count, is_product_or_attention
+from gpipe_fast.lower.steps import Call, Ref
+from gpipe_fast.lower.work import is_product_or_attention
 from gpipe_fast.runtime.planner import Planner
 from gpipe_fast.strides import span
 
@@ -207,26 +207,6 @@ def bare_calls(programs: Programs) -> dict[BareCall, int]:
                 found[key] += runs_of(step.when, runs)
                 calls.setdefault(key, call)
     return {calls[key]: number for key, number in found.items()}
-
-
-def work_of(programs: Programs) -> Work:
-    """Returns the bytes and launches of a whole step: what a later micro-batch does, times the runs."""
-    total = Work()
-    for program, runs in programs:
-        work = count(program)
-        total.read += runs * work.read
-        total.written += runs * work.written
-        total.by_libraries += runs * work.by_libraries
-        for own, each in ((total.moved_by, work.moved_by), (total.launches_of, work.launches_of)):
-            for name, number in each.items():
-                own[name] = own.get(name, 0) + runs * number
-    return total
-
-
-def kernel_names(programs: Programs) -> dict[str, str]:
-    """Returns for each Triton kernel that programs launch the name in `Work`, by the name in a profile."""
-    launches = (s.launch for program, _ in programs for s in program.steps if isinstance(s, Launch))
-    return {launch.kernel.fn.__name__: launch.name for launch in launches}
 
 
 def bare_rows(

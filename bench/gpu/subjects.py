@@ -17,8 +17,6 @@ from bench.gpu.children import failure, free
 from bench.models.gpt import gpt
 from bench.models.llama import llama
 from bench.models.mlp import mlp
-from bench.models.resnet import resnet, resnet101
-from bench.models.unet import unet
 from bench.peers import Forward, Step, has_torchgpipe, looped, relative_difference
 from bench.peers import checkpointed as checkpointed_stages
 from gpipe_fast import GPipe
@@ -29,21 +27,23 @@ WARM_UP = 4
 # Limit for our error against float64, as a multiple of the plain loop's error.
 MAX_ERROR_RATIO = 2.0
 OURS, UNCAPTURED = "gpipe_fast, captured", "gpipe_fast, not captured"
-UNFUSED = "gpipe_fast, no fused kernels"
-# The arguments of each pipeline.
+UNFUSED, UNFUSED_UNCAPTURED = "gpipe_fast, no fused kernels", "gpipe_fast, not captured, no fused kernels"
+# The checkpoint mode that recomputes everything but attention.
+EXCEPT_ATTENTION = "except_attention"
+# The arguments of each pipeline; the later ones are levers, each beside the steps without it.
 PIPELINES: dict[str, dict[str, Any]] = {
     OURS: {"capture": True},
     UNFUSED: {"fuse": False, "capture": True},
     UNCAPTURED: {"capture": False},
+    UNFUSED_UNCAPTURED: {"fuse": False, "capture": False},
+    "gpipe_fast, captured where launches do not hide": {"capture": "auto"},
+    "gpipe_fast, captured, attention saved": {"capture": True, "checkpoint": EXCEPT_ATTENTION},
 }
 LOOP, TORCHGPIPE = "plain loop", "torchgpipe"
 STAGES_COMPILED = ("plain loop, each stage compiled", "plain loop, each stage compiled, reduce-overhead")
-MODEL_COMPILED = ("plain loop, model compiled", "plain loop, model compiled, reduce-overhead")
 # The plain loop comes first: the errors of the others are judged by its error.
-OWN_CANDIDATES = (LOOP, *PIPELINES)
+OWN_CANDIDATES = (LOOP, OURS, UNFUSED, UNCAPTURED)
 EAGER_CANDIDATES = (*OWN_CANDIDATES, TORCHGPIPE)
-# The checkpoint mode that recomputes everything but attention.
-EXCEPT_ATTENTION = "except_attention"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Subject:
             forward = looped(checkpointed(model, balance) if recompute else model, self.chunks)
         else:
             mode = "reduce-overhead" if name.endswith("reduce-overhead") else "default"
-            loop = compiled(model, balance, recompute, name in MODEL_COMPILED, mode, backend)
+            loop = compiled(model, balance, recompute, mode, backend)
             forward = _as_one_iteration(looped(loop, self.chunks))
         return Step(model.parameters(), forward, *data)
 
@@ -165,8 +165,6 @@ _GPT = Subject(
     unit=("tokens", 1024),
 )
 _SMALL_GPT = replace(_GPT, make=lambda: gpt(4, 32, 4, 128, 16), sample=(16,), batch=16, vocab=128)
-
-
 _WIDE = replace(_GPT, make=lambda: gpt(8, 4096, 32, vocab=50304), batch=32)
 _LLAMA = Subject(
     lambda: llama(8, 4096, 32, 8, 11008, 2048),
@@ -180,22 +178,15 @@ _LLAMA = Subject(
 
 
 def _gpt(
-    chunks: int = 8,
-    checkpoint: str | float = "always",
+    checkpoint: str = "always",
     names: tuple[str, ...] = OWN_CANDIDATES,
     full: Subject = _GPT,
     size: str = "24 layers, width 1024",
     untimed: tuple[str, ...] = (),
 ) -> Row:
-    # At most 16 micro-batches, because the small subject's mini-batch has 16 sequences.
     settings: dict[str, Any] = {"checkpoint": checkpoint, "names": names}
-    return Row(
-        f"GPT, {size}, sequence 1024, bfloat16: M = {chunks}, checkpoint {checkpoint!r}",
-        replace(full, chunks=chunks, **settings),
-        replace(_SMALL_GPT, chunks=min(chunks, 16), **settings),
-        7,
-        untimed,
-    )
+    title = f"GPT, {size}, sequence 1024, bfloat16: M = {full.chunks}, checkpoint {checkpoint!r}"
+    return Row(title, replace(full, **settings), replace(_SMALL_GPT, **settings), 7, untimed)
 
 
 # A mini-batch of which nothing is recomputed takes half of an H200, and captured graphs keep it: candidates
@@ -204,16 +195,10 @@ _ALONE: dict[str, Any] = {"checkpoint": "never", "untimed": (LOOP,)}
 # In the order of a run, what matters most first.
 ROWS = {
     "gpt-8": _gpt(names=EAGER_CANDIDATES),
-    "gpt-8-except-attention": _gpt(checkpoint=EXCEPT_ATTENTION),
-    "gpt-8-never": _gpt(checkpoint="never", names=(LOOP, UNCAPTURED)),
+    "gpt-8-except-attention": _gpt(EXCEPT_ATTENTION),
+    "gpt-8-never": _gpt("never", (LOOP, UNCAPTURED)),
     "gpt-8-stages": _gpt(names=(LOOP, OURS, UNCAPTURED, *STAGES_COMPILED)),
     "gpt-8-never-stages": _gpt(names=(LOOP, UNCAPTURED, STAGES_COMPILED[0]), **_ALONE),
-    "gpt-8-model": _gpt(names=(LOOP, OURS, UNCAPTURED, *MODEL_COMPILED)),
-    "gpt-8-never-model": _gpt(names=(LOOP, UNCAPTURED, MODEL_COMPILED[0]), **_ALONE),
-    "gpt-8-never-captured": _gpt(names=(LOOP, OURS), **_ALONE),
-    "gpt-8-never-reduce-overhead": _gpt(names=(LOOP, MODEL_COMPILED[1]), **_ALONE),
-    "gpt-8-0.06": _gpt(checkpoint=0.06),
-    "gpt-8-0.5": _gpt(checkpoint=0.5, names=(LOOP, OURS, UNCAPTURED)),
     "tiny-never": Row(
         "4 x 2 x (Linear(64, 64), ReLU), no recomputation",
         replace(_TINY, checkpoint="never"),
@@ -221,28 +206,15 @@ ROWS = {
         60,
     ),
     "tiny-always": Row("4 x 2 x (Linear(64, 64), ReLU), full recomputation", _TINY, _TINY, 60),
-    "gpt-4": _gpt(4),
-    "gpt-32": _gpt(32),
-    "gpt-wide": _gpt(full=_WIDE, size="8 layers, width 4096"),
-    "gpt-wide-never": _gpt(
-        full=_WIDE, size="8 layers, width 4096", checkpoint="never", names=(LOOP, UNCAPTURED)
-    ),
+    "gpt-8-levers": _gpt(names=(LOOP, *PIPELINES)),
     "llama": Row(
         "Llama, 8 blocks, width 4096, sequence 2048, bfloat16",
         _LLAMA,
         replace(_LLAMA, make=lambda: llama(4, 32, 4, 2, 64, 16), sample=(16, 32)),
         7,
     ),
-    "resnet": Row(
-        "ResNet-101, 224 x 224, float32",
-        Subject(resnet101, (3, 224, 224), 128, 8, unit=("images", 1)),
-        Subject(lambda: resnet((1, 2), 5, 8), (3, 32, 32), 16, 4),
-    ),
-    "unet": Row(
-        "U-Net (5, 64), 192 x 192, float32",
-        Subject(lambda: unet(5, 64), (3, 192, 192), 64, 8, unit=("images", 1)),
-        Subject(lambda: unet(1, 8, depth=2, dropout=0.0), (3, 16, 16), 16, 4),
-    ),
+    "gpt-wide": _gpt(full=_WIDE, size="8 layers, width 4096"),
+    "gpt-8-never-captured": _gpt(names=(LOOP, OURS), **_ALONE),
 }
 
 
@@ -260,15 +232,14 @@ def _as_one_iteration(forward: Forward) -> Forward:
 
 
 def compiled(
-    model: nn.Sequential, balance: Sequence[int], recompute: bool, whole: bool, mode: str, backend: str
+    model: nn.Sequential, balance: Sequence[int], recompute: bool, mode: str, backend: str
 ) -> Forward:
-    """Returns a model that torch.compile compiles as a whole, or stage by stage.
+    """Returns a model that torch.compile compiles stage by stage.
 
     Args:
         model: the model, without skip connections.
         balance: the layers of each stage.
         recompute: whether each stage is recomputed as a whole in the backward.
-        whole: whether one graph is compiled.
         mode: torch.compile's mode.
         backend: torch.compile's backend.
     """
@@ -278,36 +249,32 @@ def compiled(
     options: dict[str, Any] = {"dynamic": False, "mode": mode, "backend": backend}
     layers = iter(model)
     stages: list[Any] = [nn.Sequential(*itertools.islice(layers, size)) for size in balance]
-    if not whole:
-        stages = [torch.compile(stage, **options) for stage in stages]
-    forward = checkpointed_stages(stages) if recompute else nn.Sequential(*stages)
-    if not whole:
-        return forward
-    found: Forward = torch.compile(forward, **options)
-    return found
+    stages = [torch.compile(stage, **options) for stage in stages]
+    return checkpointed_stages(stages) if recompute else nn.Sequential(*stages)
 
 
 class Synchronized:
-    """A function that ends when devices have finished; its peak memory is that of the first one.
+    """A step that ends when its device has finished.
 
     Attributes:
+        step: the step.
         kept: the bytes that are in use only because of earlier runs, such as gradients.
     """
 
     kept = 0
 
-    def __init__(self, run: Callable[[], object], *devices: str) -> None:
-        self._run = run
-        self._devices = [device for device in devices if torch.device(device).type == "cuda"]
+    def __init__(self, step: Step, device: str) -> None:
+        self.step = step
+        self._on_gpu = torch.device(device).type == "cuda"
 
     def __call__(self) -> None:
-        self._run()
-        for device in self._devices:
-            torch.cuda.synchronize(device)
+        self.step()
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def peak_bytes(self) -> int | None:
         """Returns what is in use at most in a run, beyond what was in use before the first; None on a CPU."""
-        if not self._devices:
+        if not self._on_gpu:
             return None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bench import measure
-from bench.gpu import where
 from bench.gpu.subjects import ROWS
 from tools.on_gpu import phases as on_gpu
 from tools.on_gpu import precompile, sanitized
@@ -99,7 +98,7 @@ def test_all_phases_fit_into_ten_minutes_with_a_build() -> None:
 
 
 def test_the_first_command_is_the_default_and_phases_have_names() -> None:
-    order = ["gpt", "steps", "where", "tiny", "tiny-where"]
+    order = ["gpt", "steps", "tiny"]
     assert [phase.name for phase in on_gpu.phases()] == order
     assert [phase.name for phase in on_gpu.phases(["steps", "correct"])] == ["steps", "correct"]
     with pytest.raises(SystemExit, match="unknown phase: speed; choose from first, correct, levers, gpt"):
@@ -107,9 +106,7 @@ def test_the_first_command_is_the_default_and_phases_have_names() -> None:
 
 
 def test_every_row_is_measured_once_and_known() -> None:
-    rows = [*on_gpu.FIRST_ROWS, *on_gpu.MORE_ROWS]
-    assert sorted([*rows, "tiny-never", "tiny-always"]) == sorted(ROWS)
-    assert set(on_gpu.FIRST_ROWS[:3]) | set(on_gpu.MORE_WHERE) <= set(where.ORDER)
+    assert sorted([*on_gpu.FIRST_ROWS, *on_gpu.TINY_ROWS, *on_gpu.LEVER_ROWS]) == sorted(ROWS)
 
 
 def test_compiled_kernels_are_found_where_the_tree_is(

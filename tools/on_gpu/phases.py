@@ -5,11 +5,9 @@
                  built; checks that it imports and sees the device
     gpt          steps of a GPT, compared with the plain loop                gpu-gpt.md
     steps        times: everything, everything but attention and nothing     the GPU's name and date, .md
-                 recomputed; compiled stages and models
-    where        bare products and attention, a profiled step by kinds of    ...-where.md
-                 kernels, the halves of a captured step
+                 recomputed, beside the bare time of products and
+                 attention, and beside compiled stages
     tiny         steps of tiny stages                                        ...-tiny.md
-    tiny-where   where their time is                                         ...-tiny-where.md
 
     make gpu ARGS=correct  what is right
     correct      at once: steps of each model, compared with the plain       gpu-models.md
@@ -19,9 +17,7 @@
                  the tests marked `cuda`; steps under compute-sanitizer      sanitizer.txt
 
     make gpu ARGS=levers   more times
-    levers       each mechanism beside the step without it                   ...-levers.md
-    more         the other settings and models, copies                       ...-more.md
-    more-where   where their time is                                         ...-more-where.md
+    levers       each mechanism beside the step without it, wide operators   ...-levers.md
 
 Names of other phases select these alone. A failed phase does not stop the later ones. Each phase has a share
 of the time; unused time goes to the next phase. The output of COMMAND is written to `gpu-COMMAND.txt`, and
@@ -57,14 +53,9 @@ CHECK_SECONDS = 60.0
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # Rows of bench.gpu: those of the first ten minutes, and others.
-FIRST_ROWS = (
-    "gpt-8", "gpt-8-except-attention", "gpt-8-never", "gpt-8-stages", "gpt-8-never-stages", "gpt-8-model",
-)  # fmt: skip
-MORE_ROWS = (
-    "gpt-8-never-captured", "gpt-8-0.06", "gpt-8-0.5", "gpt-wide", "llama", "resnet", "gpt-32", "gpt-4",
-    "gpt-8-never-model", "gpt-8-never-reduce-overhead", "gpt-wide-never", "unet",
-)  # fmt: skip
-MORE_WHERE = ("gpt-wide", "llama", "resnet", "gpt-32", "gpt-4", "gpt-8-0.5")
+FIRST_ROWS = ("gpt-8", "gpt-8-except-attention", "gpt-8-never", "gpt-8-stages", "gpt-8-never-stages")
+TINY_ROWS = ("tiny-never", "tiny-always")
+LEVER_ROWS = ("gpt-8-levers", "llama", "gpt-wide", "gpt-8-never-captured")
 # Kernels that were compiled elsewhere.
 KERNELS = ROOT / "build" / "gpu" / "triton"
 
@@ -138,28 +129,20 @@ def correctness() -> Phase:
 def commands() -> dict[str, list[Phase]]:
     """Returns the phases of each command in order, with their time shares; the first one is the default."""
 
-    def rows(phase: str, share: float, benchmark: str, *names: str, suffix: str = "") -> Phase:
+    def rows(phase: str, share: float, names: Sequence[str], suffix: str = "") -> Phase:
         options = ("--suffix", suffix) if suffix else ()
         written = f"*-20??-??-??{f'-{suffix}' if suffix else ''}.md"
-        return Phase(phase, {phase: module(benchmark, *names, *options)}, share, files=[written])
+        return Phase(phase, {phase: module("bench.gpu.cuda", *names, *options)}, share, files=[written])
 
-    cuda, where = "bench.gpu.cuda", "bench.gpu.where"
     gpt = module("tools.on_gpu.checks", "models", "gpt", "gpt, fused kernels", "--file", "gpu-gpt")
-    tiny = ("tiny-never", "tiny-always")
     return {
         "first": [
             Phase("gpt", {"gpt": gpt}, 50, DETERMINISTIC, ["gpu-gpt.md"]),
-            rows("steps", 200, cuda, *FIRST_ROWS),
-            rows("where", 110, where, *FIRST_ROWS[:3], suffix="where"),
-            rows("tiny", 25, cuda, *tiny, suffix="tiny"),
-            rows("tiny-where", 20, where, *tiny, suffix="tiny-where"),
+            rows("steps", 330, FIRST_ROWS),
+            rows("tiny", 40, TINY_ROWS, "tiny"),
         ],
         "correct": [correctness()],
-        "levers": [
-            rows("levers", 140, "bench.gpu.levers", suffix="levers"),
-            rows("more", 165, cuda, *MORE_ROWS, "copies", suffix="more"),
-            rows("more-where", 100, where, *MORE_WHERE, suffix="more-where"),
-        ],
+        "levers": [rows("levers", 405, LEVER_ROWS, "levers")],
     }
 
 
