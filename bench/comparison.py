@@ -26,11 +26,13 @@ class Outcome:
         off: relative difference of its gradients (see `relative_difference`); None if it has none.
         times: microseconds per call of each round; empty if its gradients are wrong.
         peak_bytes: peak memory of a call; None if unknown.
+        parts_of_peak: as for `ProcessCandidate.parts_of_peak`.
     """
 
     off: float | None = None
     times: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    parts_of_peak: tuple[int, int] | None = None
 
     @property
     def median(self) -> float | None:
@@ -133,6 +135,8 @@ def compare(
                 found[name].off = max(found[name].off or 0.0, relative_difference(step.gradients(), wanted))
         if hasattr(step, "peak_bytes"):
             found[name].peak_bytes = step.peak_bytes()
+        if hasattr(step, "parts_of_peak"):
+            found[name].parts_of_peak = step.parts_of_peak()
     right = {name: step for name, step in candidates.items() if is_right(name, found[name])}
     for name, times in samples(right, rounds, calls, pause, seconds).items():
         found[name].times = times

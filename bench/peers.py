@@ -183,6 +183,13 @@ class ProcessCandidate:
         peaks = self._request_all("peak_bytes")
         return None if None in peaks else sum(peaks)
 
+    def parts_of_peak(self) -> tuple[int, int] | None:
+        """Returns what the earlier steps have left, beyond the memory before the first, and what the peak of
+        one more step adds to it, in bytes; None on systems that do not report them.
+        """
+        found = self._request_all("parts_of_peak")
+        return None if None in found else (sum(left for left, _ in found), sum(added for _, added in found))
+
     def close(self) -> None:
         for connection in self._connections:
             connection.send("close")
@@ -215,6 +222,14 @@ class _Server:
         resident.reset_peak()
         self.step()
         return round((resident.peak() - self._resident) * 2**20)
+
+    def parts_of_peak(self) -> tuple[int, int] | None:
+        if self._resident is None:
+            return None
+        resident.release()
+        left = round((resident.present() - self._resident) * 2**20)
+        peak = self.peak_bytes()
+        return None if peak is None else (left, peak - left)
 
 
 def in_processes(

@@ -12,9 +12,6 @@ processes, beyond parameters, input and imported modules.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +21,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
+from bench import resident
 from bench.comparison import HEADERS, Comparison, Opened, one_thread, rows
 from bench.measure import PAUSE, Table, report
 from bench.models.gpt import blocks
@@ -120,9 +118,7 @@ def make(number: int, name: str, port: int, case: Case) -> Candidate:
     step()
     for parameter in step.parameters:
         parameter.grad = None
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    resident.release()
     return step
 
 

@@ -7,7 +7,9 @@ micro-batch, M = {case.chunks}, no recomputation; 'small' has width {small.width
 intra-op thread each, on this machine, and exchange tensors by gloo. A step without an update. Candidates
 alternate. Gradients are compared with those of the plain loop over the same modules in {TENSOR} processes,
 which adds them up in the order of the schedule: ours must be equal, others may differ by {TOLERANCE:.0e} of
-the largest element of their tensor.
+the largest element of their tensor. Peak memory is that of all processes, beyond the memory before the first
+step. The second table has its parts: what the first steps leave, which are gradients, the traces' objects and
+modules, and the allocator's fragments; and what a step adds to it, which are activations and messages.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from bench.compare import step
 from bench.compare.distributed import SCHEDULES, Ours
 from bench.compare.step import LOOP, OURS, PIPELINING, STAGES
 from bench.comparison import HEADERS, Comparison, Opened, rows
-from bench.measure import PAUSE, report
+from bench.measure import PAUSE, Table, report
 from bench.models.llama import Block, llama
 from bench.peers import Candidate, TorchPipelining, in_processes, join, weighted_sum
 
@@ -128,5 +130,14 @@ COMPARISONS = [comparison(size, schedule) for size in CASES for schedule in SCHE
 
 
 def main() -> None:
-    table = [[each.name, *row] for each in COMPARISONS for row in rows(each.measure(), OURS)]
-    report(globals(), ["comparison", *HEADERS], table, case=CASES["large"], small=CASES["small"])
+    found = {each.name: each.measure() for each in COMPARISONS}
+    table = [[name, *row] for name, outcomes in found.items() for row in rows(outcomes, OURS)]
+    parts = [
+        [name, candidate, *(f"{each / 2**20:.0f}" for each in outcome.parts_of_peak or ())]
+        for name, outcomes in found.items()
+        for candidate, outcome in outcomes.items()
+    ]
+    memory = Table(
+        "Peak memory", "comparison | candidate | the first steps leave, MiB | a step adds, MiB", parts
+    )
+    report(globals(), ["comparison", *HEADERS], table, [memory], case=CASES["large"], small=CASES["small"])
