@@ -5,7 +5,7 @@ from gpipe_fast.reports.blame import Gap, Phase
 from gpipe_fast.reports.events import Event
 from gpipe_fast.reports.memory_report import MemoryChoice, MemoryChoices, MemoryReport
 from gpipe_fast.reports.recording import Recording
-from gpipe_fast.reports.report import Growth, Report, StageMemory, StageTimes
+from gpipe_fast.reports.report import Report, StageMemory, StageTimes
 from gpipe_fast.reports.steps import Trial, Tuning
 from gpipe_fast.runtime.stage_memory import StageBytes
 
@@ -13,7 +13,6 @@ __all__ = [
     "Advice",
     "Event",
     "Gap",
-    "Growth",
     "MemoryChoice",
     "MemoryChoices",
     "MemoryReport",

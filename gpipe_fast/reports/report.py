@@ -15,26 +15,18 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_fast.lower.checkpoint import (
-    SAVE_ATTENTION,
-    CheckpointSetting,
-    SavedFraction,
-    checkpoint_policy,
-    has_recompute,
-)
 from gpipe_fast.reports import page
 from gpipe_fast.reports.advice import Advice
 from gpipe_fast.reports.blame import Gap, Phase, blame, gaps_of
 from gpipe_fast.reports.events import kept_after
 from gpipe_fast.reports.tables import Printed, Table, ms, plain, size
 from gpipe_fast.reports.timeline import timeline, trace_events
-from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule, bubble
-from gpipe_fast.schedule.memory import peaks
+from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, bubble
 
 _FORMATS = (".html", ".json")
 
@@ -95,22 +87,6 @@ class InPython(NamedTuple):
     cost: float
 
 
-class Growth(NamedTuple):
-    """The memory for activations with a number of micro-batches, on the stage that needs most, in bytes.
-
-    Attributes:
-        num_microbatches: M.
-        activations: the peak of kept tensors in the present schedule and checkpoint mode, and the scratch
-            memory; both in proportion to the size of a micro-batch.
-        paper: O(N + L/K N/M) of the paper (arXiv 1811.06965, section 2.3): the stage's inputs of the whole
-            mini-batch, and all intermediates of one micro-batch.
-    """
-
-    num_microbatches: int
-    activations: int
-    paper: int
-
-
 @dataclass(frozen=True, repr=False)
 class Report(Printed):
     """Where the time of a recorded step goes. ``print`` shows tables; notebooks show them as HTML.
@@ -132,7 +108,6 @@ class Report(Printed):
         gaps: the times in which a rank computes nothing, with what they are due to.
         memory: what each stage holds at most; empty if unknown.
         advice: changes that are predicted to gain, the best first; `GPipe.report` gives them.
-        growth: the memory for activations with other numbers of micro-batches; `GPipe.report` gives it.
         spread: the seconds of the fastest and of the slowest recorded step; empty if one step was recorded.
         python: the layers that run in Python, and what they cost.
         withheld: changes of which the recorded steps do not say whether, or how much, they gain.
@@ -152,7 +127,6 @@ class Report(Printed):
     gaps: tuple[Gap, ...]
     memory: tuple[StageMemory, ...] = ()
     advice: tuple[Advice, ...] = ()
-    growth: tuple[Growth, ...] = ()
     spread: tuple[float, ...] = ()
     python: tuple[InPython, ...] = ()
     withheld: tuple[str, ...] = ()
@@ -219,7 +193,7 @@ class Report(Printed):
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
         names = "step between num_microbatches bubble bubble_of_equal_stages stages recompute blame"
-        names += " path_seconds busy_bound clock_error memory growth spread python withheld"
+        names += " path_seconds busy_bound clock_error memory spread python withheld"
         found: dict[str, Any] = plain({name: getattr(self, name) for name in names.split()})
         found["critical_path"] = [str(action) for action in self.critical_path]
         found["advice"] = [
@@ -231,7 +205,7 @@ class Report(Printed):
     def save(self, path: str | os.PathLike[str], *, title: str = "") -> None:
         """Writes the step to a file, whose name says what it becomes.
 
-        - ``.html``: a page that needs no network: the timeline, which zooms and saves its picture, and tables.
+        - ``.html``: a page that needs no network: its timeline zooms and saves its picture; and tables.
         - ``.json``: a trace for ui.perfetto.dev and chrome://tracing: a thread for each stage, arrows from
           each SEND to its RECV, and a counter of the bytes that each stage keeps.
 
@@ -309,10 +283,6 @@ class Report(Printed):
         if self.memory:
             rows = [[str(stage), *map(size, own)] for stage, own in enumerate(self.memory)]
             tables.append(Table("Memory", ["stage", *StageMemory._fields], rows))
-        if self.growth:
-            rows = [[str(g.num_microbatches), size(g.activations), size(g.paper)] for g in self.growth]
-            headers = ["micro-batches", "activations", "O(N + L/K N/M)"]
-            tables.append(Table("Memory with other numbers of micro-batches, largest stage", headers, rows))
         return [*tables, *([self._advice_table()] if self.advice else [])]
 
     def _advice_table(self) -> Table:
@@ -415,69 +385,3 @@ def undisturbed(report: Report, seconds: Mapping[Action, float]) -> Report:
     )
     gaps = tuple(gap for phase in phases for gap in gaps_of(phase))
     return replace(report, phases=phases, gaps=gaps, blame=blame(gaps))
-
-
-# The numbers of micro-batches, relative to the present one.
-_FACTORS = (0.25, 0.5, 1, 2, 4)
-
-
-def with_growth(
-    report: Report, batch_size: int, checkpoint: CheckpointSetting, schedule: Callable[[int], Schedule]
-) -> Report:
-    """Returns a report with what activations take with fewer and with more micro-batches.
-
-    Args:
-        report: the report of a step with backwards.
-        batch_size: the number of samples.
-        checkpoint: the checkpoint mode.
-        schedule: returns the schedule of a number of micro-batches.
-    """
-    present, stages = report.num_microbatches, range(len(report.stages))
-    policy = checkpoint_policy(checkpoint, len(stages), training=True)
-    recorded = [_recorded(report, stage, policy.recomputed(present)) for stage in stages]
-    if not any(own.boundary or own.saved for own in recorded):  # what autograd keeps for Python is unknown
-        return report
-    found = []
-    for count in sorted({-(-batch_size // -(-batch_size // max(1, int(f * present)))) for f in _FACTORS}):
-        share = -(-batch_size // count) / -(-batch_size // present)  # of a micro-batch's size
-        kept = [own.kept(policy.saved_fractions(i, count), share) for i, own in enumerate(recorded)]
-        most = peaks(schedule(count), kept)
-        whole = [present * own.boundary + share * own.saved for own in recorded]
-        scratch = [share * own.scratch for own in report.memory]
-        sums = (int(max(map(sum, zip(own, scratch, strict=True)))) for own in (most, whole))
-        found.append(Growth(count, *sums))
-    return replace(report, growth=tuple(found))
-
-
-class _Recorded(NamedTuple):
-    """What a stage keeps of a micro-batch after its forward, in bytes; the names are those of `Event`.
-
-    `more` is what it keeps in addition between a backward's two halves, by whether it recomputes.
-    """
-
-    boundary: int
-    saved: int
-    more: dict[bool, int]
-
-    def kept(self, shares: Sequence[SavedFraction], size: float) -> list[tuple[float, float]]:
-        """Returns what `peaks` asks for, given the saved fraction of each micro-batch and their size."""
-        # `saved` is what the micro-batches that save most keep; those that save attention save equally.
-        saves = [1.0 if share == SAVE_ATTENTION else share for share in shares]
-        most = max(saves) or 1.0
-        return [
-            (size * (self.boundary + self.saved * own / most), size * self.more[has_recompute(share)])
-            for own, share in zip(saves, shares, strict=True)
-        ]
-
-
-def _recorded(report: Report, stage: int, recomputed: Container[tuple[int, int]]) -> _Recorded:
-    most: defaultdict[tuple[Kind, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for phase in report.phases:
-        for (of, kind, m), event in phase.events.items():
-            if of == stage:
-                sizes = event.boundary_bytes, event.saved_bytes, event.boundary_bytes + event.saved_bytes
-                key = kind, (stage, m) in recomputed
-                most[key] = [*map(max, most[key], sizes)]
-    boundary, saved, _ = map(max, most[Kind.F, False], most[Kind.F, True])
-    more = {again: max(0, most[Kind.I, again][2] - most[Kind.F, again][2]) for again in (False, True)}
-    return _Recorded(boundary, saved, more)

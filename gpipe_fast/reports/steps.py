@@ -27,12 +27,10 @@ from gpipe_fast.reports.advice import (
     Measurements,
     as_code,
     improvements,
-    phases_for,
 )
 from gpipe_fast.reports.recording import Recording
-from gpipe_fast.reports.report import Report, undisturbed, with_growth
+from gpipe_fast.reports.report import Report, undisturbed
 from gpipe_fast.reports.tables import Printed, Table, ms, others_running, plain
-from gpipe_fast.schedule import Schedule
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 # The limits of the number of steps that are recorded for each setting, and the seconds that they may take
@@ -219,13 +217,6 @@ class Steps:
             except Exception:  # a layer refuses micro-batches of this size
                 del found[0]
         report = undisturbed(report, costs.seconds)
-        if isinstance(model.schedule, str) and costs.has_backward:
-            name = model.schedule if self._is_one_call else "gpipe"
-
-            def schedule(number: int) -> Schedule:
-                return phases_for(name, costs, number, model.checkpoint, is_step=True)[0]
-
-            report = with_growth(report, self._batch_size, model.checkpoint, schedule)
         spans = [each.span() for each in recorded]
         return replace(
             report,

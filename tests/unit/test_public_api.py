@@ -88,7 +88,6 @@ gpipe_fast.recording
   class Event(action, is_wait, begin, end, run=0, boundary_bytes=0, saved_bytes=0, scratch_bytes=0,
       transit=0.0)
   class Gap(rank, begin, end, seconds)
-  class Growth(num_microbatches, activations, paper)
   class MemoryChoice(settings, seconds, bytes)
     properties: code
   class MemoryChoices(choices)
@@ -100,8 +99,7 @@ gpipe_fast.recording
   class Recording()
     properties: has_backward, latest; bubble(); critical_path(); phases(); report(); seconds(); span()
   class Report(phases, step, between, stages, recompute, blame, critical_path, path_seconds, busy_bound,
-      gaps, memory=(), advice=(), growth=(), spread=(), python=(), withheld=(), others='',
-      clock_error=0.0)
+      gaps, memory=(), advice=(), spread=(), python=(), withheld=(), others='', clock_error=0.0)
     properties: bubble, bubble_of_equal_stages, num_microbatches, num_ranks; headline(); of(phases, sizes=(),
         clock_error=0.0); save(path, *, title=''); tables(); timeline(); to_dict()
   class StageBytes(parameters, buffers, gradients, boundary, saved, intermediates, under_way, waiting)

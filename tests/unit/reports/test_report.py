@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.recording import Event, Recording
 from gpipe_fast.schedule import SCHEDULES, TRANSFERS, Kind, simulate
 from tests.models import features, mlp, uneven_balance
-from tests.unit.reports.test_timeline import tanh_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
@@ -95,41 +93,3 @@ def test_forms_of_a_report(tmp_path: Path) -> None:
     assert all(abs(begins[i]["tid"] - ends[i]["tid"]) == 1 for i in begins)
     assert all(begins[i]["ts"] <= ends[i]["ts"] for i in begins)
     assert [each["args"]["name"] for each in events if each["ph"] == "M"] == ["stage 0", "stage 1", "stage 2"]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_memory_with_other_numbers_of_micro_batches(schedule: str) -> None:
-    """The prediction of each number equals what is recorded with it, if there is a recompute."""
-    x = torch.randn(16, 16)
-
-    def pipe(chunks: int) -> GPipe:
-        return GPipe(tanh_layers(), [2, 2], chunks=chunks, checkpoint="except_last", schedule=schedule)
-
-    # A sum: the numbers that shares of a mean read do not shrink.
-    loss = {"target": torch.randn(16, 16), "loss_fn": nn.MSELoss(reduction="sum"), "normalizer": 256}
-    found = {own.num_microbatches: own for own in pipe(4).report(x, **loss).growth}
-    assert list(found) == [1, 2, 4, 8, 16]
-    for chunks in (2, 8):  # scalars of the loss do not shrink
-        (own,) = (each for each in pipe(chunks).report(x, **loss).growth if each.num_microbatches == chunks)
-        assert own.activations == pytest.approx(found[chunks].activations, abs=256)
-        assert own.paper == pytest.approx(found[chunks].paper, abs=256)
-    assert found[1].activations == found[1].paper
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_growth_and_memory_agree_on_the_present_number(schedule: str, checkpoint: str) -> None:
-    layers = nn.Sequential(*(tanh_layers() for _ in range(4)))
-    pipe = GPipe(layers, [1] * 4, chunks=4, schedule=schedule, checkpoint=checkpoint)
-    report = pipe.report(torch.randn(16, 16), target=torch.zeros(16, 16), loss_fn=nn.functional.mse_loss)
-    (own,) = (each for each in report.growth if each.num_microbatches == 4)
-    assert own.activations == pytest.approx(max(each.activations for each in report.memory), rel=0.02)
-
-
-def test_growth_has_numbers_of_micro_batches_that_occur() -> None:
-    """Ten samples in micro-batches of 10, 5, 3, 2 and 1."""
-    pipe = GPipe(tanh_layers(), [2, 2], chunks=4)
-    growth = pipe.report(torch.randn(10, 16)).growth
-    assert [own.num_microbatches for own in growth] == [1, 2, 4, 5, 10]
