@@ -38,7 +38,6 @@ class Evaluation:
         known: the values that are known, by number.
         sizes: the sizes that numbers of the record follow.
         device: the device of new tensors.
-        modules: whether modules may be called.
         draw: makes a random tensor; None if there must be none.
         read: returns a tensor that a module has as an attribute.
     """
@@ -49,13 +48,12 @@ class Evaluation:
         known: dict[int, Tensor],
         sizes: Sequence[int],
         device: torch.device,
-        modules: bool = False,
         draw: Callable[[Call], Any] | None = None,
         read: Callable[[Owned], Tensor] = Owned.read,
     ) -> None:
         self._flow, self._sizes, self._device = flow, sizes, device
         self._values: dict[int, Any] = dict(known)
-        self._modules, self._draw, self._read = modules, draw, read
+        self._draw, self._read = draw, read
         self._producers = flow.producers()
         self._done: set[int] = set()
 
@@ -95,7 +93,7 @@ class Evaluation:
     def _run(self, call: Call) -> None:
         if call.draws and self._draw is None:
             raise Unknown(f"random numbers, drawn at {call.place}")
-        if call.is_module and not self._modules:
+        if call.is_module:
             raise Unknown(f"a {type(call.target).__name__}, called at {call.place}")
         autocast = call.surroundings.autocast
         with (

@@ -138,7 +138,7 @@ class Program:
         measures = self._shares.measures
         if measures is None:
             return []
-        return [measures.of(given.inputs, _whole(given), not self._is_distributed)]
+        return [measures.of(given.inputs, _whole(given))]
 
     def step(
         self,

@@ -18,7 +18,7 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -38,20 +38,20 @@ from gpipe_fast.from_model.dataflow import (
     Ref,
     Slice,
 )
-from gpipe_fast.from_model.evaluate import Evaluation, refuse_reading
 from gpipe_fast.from_model.graph_reader import plain
 from gpipe_fast.from_model.sizes import Size, at_sizes, batch_dims, hold, symbol_of
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, enable_python_dispatcher, logging_disabled
 from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.symbols import symbolic_size
-from gpipe_fast.training.loss_analysis import fill_measures, undisturbed
+from gpipe_fast.training.loss_analysis import undisturbed
 from gpipe_fast.training.loss_graph import (
     MAX_MEASURES,
     Input,
     MixesSamples,
     changed_by,
     expression,
+    fill_measures,
     precise,
     split_loss,
     values_of,
@@ -61,6 +61,8 @@ _CPU = torch.device("cpu")
 # The batch size of the tensors on which shares are found, and likely lengths.
 _BATCH, _LENGTHS = 11, (5, 7, 13, 17, 19, 23)
 _OTHER_SIZES = object()
+# What may be an input of a graph.
+_INPUTS = Ref, Owned, Size, Device
 # What stands for larger sizes, such as the number of words.
 _LARGE_HINTS = 29, 31, 37, 41, 43, 47, 53, 59, 61
 
@@ -96,20 +98,25 @@ class Shares:
         return sorted(ref for ref, call in found if call is not None and _is_source(call))
 
 
+@dataclass(frozen=True)
 class Measures:
     """What shares need to know of a mini-batch: the number of samples, and numbers of its targets.
 
-    Args:
-        flow: the calls that compute the measures but the first, and those of the model.
-        known: the numbers of values whose elements do not matter.
+    Attributes:
+        graph: computes the measures but the first.
+        inputs: its inputs; None for one that it does not use.
+        outputs: what is known of the inputs whose elements do not matter, by the numbers of their values.
     """
 
-    def __init__(self, flow: Dataflow, known: Sequence[int]) -> None:
-        self._flow, self._known = flow, known
+    graph: fx.GraphModule
+    inputs: tuple[Any, ...] = ()
+    outputs: Mapping[int, RecordedTensor] = field(default_factory=dict)
 
     def at(self, leaf: Callable[[Any], Any]) -> Measures:
-        """Returns them with each leaf of the calls replaced by a function's result."""
-        return Measures(self._flow.at(leaf), self._known)
+        """Returns them with each input, and each size of a shape, replaced by a function's result."""
+        shapes = {ref: tuple(map(leaf, each.shape)) for ref, each in self.outputs.items()}
+        outputs = {ref: dataclasses.replace(self.outputs[ref], shape=shape) for ref, shape in shapes.items()}
+        return Measures(self.graph, tuple(map(leaf, self.inputs)), outputs)
 
     def check_known_everywhere(self) -> None:
         """Checks that each process can compute the measures.
@@ -117,37 +124,29 @@ class Measures:
         Raises:
             CannotCut: they depend on tensors of modules.
         """
-        for ref, call in self._flow.behind(self._flow.result.refs(), lambda ref, _: ref in self._known):
-            is_read = call is not None and ref not in self._known
-            if call is not None and is_read and any(isinstance(x, Owned) for x in call.arguments.leaves):
-                raise CannotCut(
-                    "its loss has weights of classes, which with a mesh only the process of the last stage "
-                    "has; leave out the labels, and compute the loss from the model's output"
-                )
+        if any(isinstance(each, Owned) for each in self.inputs):
+            raise CannotCut(
+                "its loss has weights of classes, which with a mesh only the process of the last stage "
+                "has; leave out the labels, and compute the loss from the model's output"
+            )
 
-    def of(self, inputs: Sequence[Tensor], sizes: Sequence[int], may_read: bool) -> Tensor:
-        """Returns the measures of a mini-batch, as shares read them.
-
-        Args:
-            inputs: the inputs of the mini-batch.
-            sizes: its sizes.
-            may_read: whether all tensors of modules are in this process.
-        """
+    def of(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Returns the measures of a mini-batch, as shares read them, given its inputs and its sizes."""
         device = inputs[0].device
 
-        def read(owned: Owned) -> Tensor:
-            return owned.read().to(device) if may_read else refuse_reading(owned)
+        def value(leaf: Any) -> Any:
+            leaf = at_sizes(leaf, sizes)
+            if isinstance(leaf, Ref) and leaf.index in self.outputs:
+                known = self.outputs[leaf.index]
+                shape = [at_sizes(size, sizes) for size in known.shape]
+                return torch.zeros((), dtype=known.dtype, device=device).expand(shape)
+            if isinstance(leaf, (Ref, Owned)):
+                return inputs[leaf.index] if isinstance(leaf, Ref) else leaf.read().to(device)
+            return device if isinstance(leaf, Device) else leaf
 
-        known = dict(enumerate(inputs))
-        for ref in self._known:
-            value = self._flow.values[ref]
-            shape = [size.at(sizes) if isinstance(size, Size) else size for size in value.shape]
-            known[ref] = torch.zeros((), dtype=value.dtype, device=device).expand(shape)
-        evaluation = Evaluation(self._flow, known, sizes, device, read=read)
         vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=device)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            found = [evaluation.value(ref).reshape(-1) for ref in self._flow.result.refs()]
-        fill_measures(vector, sizes[0], found)
+            fill_measures(vector, sizes[0], self.graph.forward(*map(value, self.inputs)))
         return vector
 
 
@@ -311,16 +310,13 @@ class _Splitting:
         graph, leaves = self._graph()
         inputs = [self._input(leaf) for leaf in leaves]
         split = split_loss(graph, inputs, self._sizes[0], self._mode, _CPU, divides=False)
-        tensors = [leaf for leaf in leaves if not isinstance(leaf, Size)]
+        tensors = [leaf for leaf in leaves if not isinstance(leaf, (Size, Device))]
         outputs = self._converted(split.share, [*tensors, Ref(self._measures)], self._added)
         if any(node.users for node in split.share.graph.nodes if node.target == "measures"):
-            counting: dict[int, list[Call]] = {}
-            counts = self._converted(split.measures, leaves, counting)
-            placeholders = split.measures.graph.find_nodes(op="placeholder")
-            used = [leaf for leaf, node in zip(leaves, placeholders, strict=True) if node.users]
-            calls = (*self._flow.calls, *(call for each in counting.values() for call in each))
-            flow = self._counted(calls, counts)
-            self._counting = Measures(flow, [leaf.index for leaf in used if self._is_output(leaf)])
+            used = [bool(x.users) for x in split.measures.graph.find_nodes(op="placeholder")]
+            leaves = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
+            known = {x.index: self._flow.values[x.index] for x in leaves if self._is_output(x)}
+            self._counting = Measures(split.measures, tuple(leaves), known)
         for i, (ref, kind) in enumerate(zip(self._wanted, split.kinds, strict=True)):
             if i in split.refused:
                 self._refused[ref] = str(split.refused[i])
@@ -328,10 +324,6 @@ class _Splitting:
                 self._refused[ref] = "its elements are in another order than the samples"
             elif kind is not None:
                 self._kinds[ref], self._found[ref] = kind, outputs[i]
-
-    def _counted(self, calls: Sequence[Call], counts: Sequence[Any]) -> Dataflow:
-        result = _nested(tuple(counts))
-        return dataclasses.replace(self._flow, values=tuple(self._values), calls=tuple(calls), result=result)
 
     def _average(self, ref: int) -> None:
         """Lets a value be the mean over samples of what it is for micro-batches."""
@@ -349,7 +341,9 @@ class _Splitting:
         (found,) = self._converted(fx.GraphModule(nn.Module(), graph), leaves, self._added)
         self._found[ref], self._kinds[ref] = found, "share"
         del self._refused[ref]
-        self._counting = self._counting or Measures(self._counted(self._flow.calls, ()), ())
+        nothing = fx.Graph()
+        nothing.output(())
+        self._counting = self._counting or Measures(fx.GraphModule(nn.Module(), nothing))
 
     # The graph.
 
@@ -382,7 +376,7 @@ class _Splitting:
         leaves: dict[Any, Any] = dict.fromkeys([*map(Ref, range(self._flow.num_inputs)), _OTHER_SIZES])
         for leaf in (*(x for call in calls for x in call.arguments.leaves), *map(Ref, self._wanted)):
             parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, Slice) else (leaf,)
-            leaves |= dict.fromkeys(x for x in parts if isinstance(x, (Ref, Owned, Size)) and x not in made)
+            leaves |= dict.fromkeys(x for x in parts if isinstance(x, _INPUTS) and x not in made)
         nodes = {leaf: graph.placeholder(f"x{i}") for i, leaf in enumerate(leaves)}
         for leaf in leaves:
             if isinstance(leaf, Ref) and self._flow.values[leaf.index].storage in self._mutated:
@@ -406,9 +400,7 @@ class _Splitting:
         def leaf_of(leaf: Any) -> Any:
             if isinstance(leaf, Slice):
                 return slice(*map(leaf_of, (leaf.start, leaf.stop, leaf.step)))
-            if isinstance(leaf, Device):
-                return _CPU
-            return nodes[leaf] if isinstance(leaf, (Ref, Owned, Size)) else leaf
+            return nodes[leaf] if isinstance(leaf, _INPUTS) else leaf
 
         args, kwargs = call.arguments.build(leaf_of)
         name = getattr(call.target, "__name__", "")
@@ -434,8 +426,8 @@ class _Splitting:
         return Input(self._fake(leaf), call is not None, why)
 
     def _fake(self, leaf: Any) -> Any:
-        if isinstance(leaf, Size):
-            return self._size(leaf)
+        if isinstance(leaf, (Size, Device)):
+            return self._size(leaf) if isinstance(leaf, Size) else _CPU
         if leaf is _OTHER_SIZES:
             value: Any = RecordedTensor(tuple(self._sizes[1:]), torch.bool, False, 0)
         else:

@@ -1,7 +1,6 @@
 """Finds how the loss of a mini-batch is the sum of shares of its micro-batches, for any function of a user.
 
 The function is captured by Dynamo, like a layer, with symbols for all sizes; `split_loss` splits its graph.
-On random numbers, the shares of parts of a mini-batch are compared with what the whole graph computes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,7 +26,6 @@ from gpipe_fast.trace.fake import hint
 from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
 from gpipe_fast.trace.symbols import SymbolicInputs
 from gpipe_fast.training.loss_graph import (
-    MAX_MEASURES,
     Input,
     MixesSamples,
     expression,
@@ -36,15 +33,8 @@ from gpipe_fast.training.loss_graph import (
     split_loss,
 )
 
-# Batch sizes of the parts on which a split loss is checked, and the error that sums in float32 may have.
-_PARTS = (2, 4, 3)
-_TOLERANCE = 1e-4
 # Numbers of samples for which the user's code has to decide alike.
 _NUMBERS = 2, 3, 100, 10_007, 1_000_003
-# Random numbers in the dtypes of the outputs and targets; else in float64.
-_EXACTLY = "positive, as they are"
-# The maximum number of elements of random outputs.
-_MAX_ELEMENTS = 2**23
 
 
 class UserLoss(nn.Module):
@@ -257,7 +247,8 @@ class _Analysis:
         states = LayerStates()
         states.of(loss, describe([loss])[0], None).add(loss, None, captured)
         self.state = StateKey.of(states, [loss], None)
-        self._check()
+        if not all(self._allows(self._of_samples(self._inputs, number)) for number in _NUMBERS):
+            raise MixesSamples("its Python code decides by the number of samples")
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Returns whether the split loss is that for outputs and targets like these."""
@@ -321,7 +312,7 @@ class _Analysis:
                     for each in self._all
                 ]
             )
-        return [tensor.detach().reshape(-1) for tensor in found]
+        return list(found)
 
     def _is_output(self, source: _Source | _Size) -> bool:
         return isinstance(source, int) and source < self._num_outputs
@@ -347,122 +338,6 @@ class _Analysis:
             return self._inputs[source]
         return symbolic.mode.from_tensor(_read(source, self._loss, ()), static_shapes=True)
 
-    # The check on random numbers.
-
-    def _check(self) -> None:
-        """Checks that the shares of the parts of a random mini-batch add up to its loss, and the gradients.
-
-        Raises:
-            MixesSamples: they do not.
-        """
-        if not all(self._allows(self._of_samples(self._inputs, number)) for number in _NUMBERS):
-            raise MixesSamples("its Python code decides by the number of samples")
-        failure: Exception | None = None
-        is_checked = False
-        for numbers in ("positive", "normal", "ones", "zeros", _EXACTLY):
-            if is_checked and numbers not in ("positive", "normal"):
-                break
-            try:
-                with undisturbed(self._device):
-                    found = self._compared(torch.Generator(self._device).manual_seed(0), numbers)
-            except Exception as error:  # numbers that do not fit, such as logarithms of negative ones
-                failure = error
-                continue
-            if not all(torch.isfinite(whole).all() for _, whole in found):
-                continue
-            is_checked = True
-            for parts, whole in found:
-                tolerance = _TOLERANCE if numbers != _EXACTLY else self._tolerance()
-                if not torch.allclose(parts, whole, tolerance, tolerance):
-                    raise MixesSamples(
-                        "on random numbers, what it gives for parts of a mini-batch does not add up to what "
-                        "it gives for the whole"
-                    )
-        if not is_checked:
-            reason = f": {failure}" if failure else ""
-            raise MixesSamples(f"on random numbers it gives no finite number{reason}")
-
-    def _tolerance(self) -> float:
-        """Returns the error that sums in the dtypes of the outputs and targets may have."""
-        dtypes = [each.dtype for each in self._inputs if each.is_floating_point()]
-        return 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
-
-    def _compared(self, generator: torch.Generator, kind: str) -> list[tuple[Tensor, Tensor]]:
-        """Returns pairs of what the parts and the whole of a random mini-batch give."""
-        is_double = kind != _EXACTLY
-        others = {
-            i: (own.double() if own.is_floating_point() and is_double else own.clone())
-            .detach()
-            .requires_grad_(own.requires_grad)
-            for i, each in enumerate(self._all)
-            if not isinstance(each, (int, _Size))
-            for own in [_read(each, self._loss, ())]
-        }
-
-        def inputs_of(tensors: Sequence[Tensor], with_sizes: bool) -> list[Any]:
-            return [
-                tensors[each]
-                if isinstance(each, int)
-                else tensors[each.tensor].shape[each.dim]
-                if isinstance(each, _Size)
-                else others[i]
-                for i, each in enumerate(self._all)
-                if with_sizes or not isinstance(each, _Size)
-            ]
-
-        columns = [self._random(i, generator, kind) for i in range(len(self._inputs))]
-        wholes = [
-            column[0] if dim is None else torch.cat(column, dim)
-            for column, dim in zip(columns, self._dims, strict=True)
-        ]
-        outputs = wholes[: self._num_outputs]
-        for tensor in outputs:
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.requires_grad_()
-        size = sum(_PARTS)
-        parts = [
-            [
-                whole if dim is None else whole.narrow(dim, sum(_PARTS[:i]), part)
-                for whole, dim in zip(wholes, self._dims, strict=True)
-            ]
-            for i, part in enumerate(_PARTS)
-        ]
-        assert self._captured.graph is not None
-        loss = self._captured.graph.forward(*inputs_of(wholes, True))[0]
-        vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
-        fill_measures(vector, size, self.measures(wholes[self._num_outputs :], size))
-        shares = [self.share.forward(*inputs_of(tensors, False), vector)[0] for tensors in parts]
-        total = sum(shares)
-        variable = [tensor for tensor in (*outputs, *others.values()) if tensor.requires_grad]
-        pairs = [(total.detach().double(), loss.detach().double())]
-        if loss.requires_grad:
-            gradients = [
-                torch.autograd.grad(each.sum(), variable, allow_unused=True) for each in (total, loss)
-            ]
-            for part, whole in zip(*gradients, strict=True):
-                zero = torch.zeros(())
-                pairs.append((zero if part is None else part, zero if whole is None else whole))
-        return pairs
-
-    def _random(self, index: int, generator: torch.Generator, kind: str) -> list[Tensor]:
-        """Returns random numbers in the place of an output or a target, for each part."""
-        own, dim = self._inputs[index], self._dims[index]
-        found = []
-        for part in _PARTS if dim is not None else (0,):
-            shape = [part if d == dim else hint(size) for d, size in enumerate(own.shape)]
-            if math.prod(shape) > _MAX_ELEMENTS:
-                raise MixesSamples("its outputs are too large for it")
-            options: dict[str, Any] = {"generator": generator, "device": self._device}
-            if not (own.is_floating_point() or own.is_complex()):
-                low, high = int(kind == "ones"), 1 if kind == "zeros" else 2
-                found.append(torch.randint(low, high, shape, **options).to(own.dtype))
-                continue
-            options["dtype"] = torch.float64
-            numbers = torch.randn(shape, **options) if kind == "normal" else torch.rand(shape, **options)
-            numbers = numbers if kind == "normal" else numbers * 0.9 + 0.05
-            found.append(numbers if kind != _EXACTLY else numbers.to(own.dtype))
-        return found
-
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
@@ -475,20 +350,6 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
-
-
-def fill_measures(vector: Tensor, batch_size: int, others: Sequence[Tensor]) -> None:
-    """Writes the measures of a mini-batch into a vector, as shares read it.
-
-    Args:
-        vector: zeros of float64, `MAX_MEASURES` of them.
-        batch_size: the number of samples.
-        others: the other measures.
-    """
-    vector[0] = batch_size
-    if others:
-        values = torch.cat([each.to(vector) for each in others])
-        vector[1 : 1 + len(values)] = values
 
 
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\](?:\.size\(\)\[(\d+)\])?")

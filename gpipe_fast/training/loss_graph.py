@@ -21,7 +21,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -32,10 +32,24 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.fake import depends_on_data, hint
-from gpipe_fast.training.sample_check import Mixed, SampleCheck, owners_of
+from gpipe_fast.training.sample_check import NUM_SAMPLES, Mixed, SampleCheck, owners_of
 
 # The maximum number of elements of all measures.
 MAX_MEASURES = 64
+
+
+def fill_measures(vector: Tensor, batch_size: int, others: Sequence[Tensor]) -> None:
+    """Writes the measures of a mini-batch into a vector, as shares read it.
+
+    Args:
+        vector: zeros of float64, `MAX_MEASURES` of them.
+        batch_size: the number of samples.
+        others: the other measures.
+    """
+    vector[0] = batch_size
+    if others:
+        values = torch.cat([each.detach().reshape(-1).to(vector) for each in others])
+        vector[1 : 1 + len(values)] = values
 
 
 class MixesSamples(Exception):
@@ -72,7 +86,7 @@ class Input:
     """An input of the graph of a loss.
 
     Attributes:
-        value: a fake tensor, or for a size of another input a symbol or number.
+        value: a fake tensor, or for a size of another input a symbol or number, or a device.
         is_output: whether it is an output of the last layer.
         why: why it is not known how it follows from the samples, if it is not.
     """
@@ -111,7 +125,7 @@ def split_loss(
     splitter = _Splitter(module, inputs, batch, device)
     with mode, enable_python_dispatcher():
         splitter.compute_values()
-    return splitter.split(divides)
+    return splitter.checked(module, splitter.split(divides), divides)
 
 
 def out_of_place(module: fx.GraphModule) -> fx.GraphModule:
@@ -287,6 +301,37 @@ class _Splitter:
             if node.op != "placeholder":
                 self._try(node)
         return self._finish(pytree.tree_leaves(output.args), divides)
+
+    def checked(self, module: fx.GraphModule, split: SplitLoss, divides: bool) -> SplitLoss:
+        """Returns the split losses, of which those are refused that random numbers show to be wrong."""
+        kinds = {
+            i: "share" if divides else kind
+            for i, kind in enumerate(split.kinds)
+            if kind in (_SHARE, _WHOLE) and i not in split.refused
+        }
+        placeholders = self._module.graph.find_nodes(op="placeholder")
+
+        def shares(tensors: Sequence[Tensor], whole: Sequence[Any]) -> Any:
+            # Of outputs, only shapes and dtypes are read.
+            known = [
+                torch.zeros_like(x) if each.is_output else x
+                for x, each in zip(whole, self._inputs, strict=True)
+            ]
+            vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
+            fill_measures(vector, NUM_SAMPLES, split.measures.forward(*known))
+            return split.share.forward(*tensors, vector)
+
+        try:
+            wrong = self._check.mismatched(
+                kinds, placeholders, lambda x: module.forward(*x), shares, self._reads.__contains__
+            )
+        except Mixed as mixed:
+            return replace(split, refused={**dict.fromkeys(kinds, MixesSamples(str(mixed))), **split.refused})
+        why = (
+            "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for "
+            "the whole"
+        )
+        return replace(split, refused={**dict.fromkeys(wrong, MixesSamples(why)), **split.refused})
 
     def _add_input(self, node: fx.Node, given: Input) -> None:
         if given.is_size:
@@ -658,8 +703,10 @@ class _Splitter:
 
     def _number(self, expression: Any, of_whole: bool = False) -> Any:
         """Adds a number, given as an expression of sizes: those at hand, or of the mini-batch."""
-        if isinstance(expression, (int, float, sympy.Number)):
-            return int(expression) if isinstance(expression, (int, sympy.Integer)) else float(expression)
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        if isinstance(expression, sympy.Number):
+            return int(expression) if isinstance(expression, sympy.Integer) else float(expression)
         if isinstance(expression, sympy.Symbol):
             if not of_whole or expression in self._constant_sizes:
                 return self._sizes[expression]

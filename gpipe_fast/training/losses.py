@@ -28,8 +28,8 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.trace.repeatable import content_of
 from gpipe_fast.trace.traceability import HOOKS
-from gpipe_fast.training.loss_analysis import Shares, UserLoss, fill_measures, name_of
-from gpipe_fast.training.loss_graph import MixesSamples
+from gpipe_fast.training.loss_analysis import Shares, UserLoss, name_of
+from gpipe_fast.training.loss_graph import MixesSamples, fill_measures
 
 Normalizer = float | Tensor | Callable[[Any], Any] | None
 LOSSES = "exact", "per-microbatch"

@@ -7,11 +7,14 @@ it runs on the numbers of fewer samples, as in a micro-batch, which must give th
 
 The position of a sample is another one in a micro-batch. So it may choose the sample's own elements, as in
 ``x[torch.arange(len(x)), labels]``, but it may not be a number to compute with.
+
+In the end, losses of random numbers, and their gradients, are compared with the sums of their shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
@@ -21,9 +24,12 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 
 # How many samples there are, and how often random numbers are drawn.
-_NUM_SAMPLES, _NUM_DRAWS = 3, 2
+NUM_SAMPLES, _NUM_DRAWS = 3, 2
 # The samples of micro-batches.
 _PARTS = (0, 1), (1, 2)
+# The samples of the micro-batches whose shares are compared with the whole, and the error that they may have.
+_UNEQUAL = (0,), (1, 2)
+_TOLERANCE = 1e-4
 # The maximum number of elements of an operand.
 _MAX_ELEMENTS = 2**22
 
@@ -33,7 +39,7 @@ Owners = Tensor
 
 def owners_of(number: int) -> Owners:
     """Returns the owners of a number of elements, as many of each sample after those of the one before."""
-    return torch.arange(_NUM_SAMPLES).repeat_interleave(number // _NUM_SAMPLES)
+    return torch.arange(NUM_SAMPLES).repeat_interleave(number // NUM_SAMPLES)
 
 
 class Mixed(Exception):
@@ -50,7 +56,7 @@ class SampleCheck:
     """
 
     def __init__(self, batch: sympy.Symbol, sizes: Mapping[sympy.Symbol, int], device: torch.device) -> None:
-        self._numbers = {batch: _NUM_SAMPLES, **sizes}
+        self._numbers = {batch: NUM_SAMPLES, **sizes}
         self._part_numbers = {**self._numbers, batch: len(_PARTS[0])}
         self._batch, self._device = batch, device
         self._owners: dict[fx.Node, list[Owners | None]] = {}
@@ -63,10 +69,24 @@ class SampleCheck:
         Raises:
             Mixed: it has two, or not as many elements for each sample.
         """
-        first, *others = (self._number(size) for size in node.meta["value"].shape if self._follows(size))
-        if others or first % _NUM_SAMPLES:
-            raise Mixed(f"a tensor of shape {list(node.meta['value'].shape)} has not as many for each sample")
-        self._owners[node] = [owners_of(first)]
+        self._check_number(node)
+        value = node.meta["value"]
+        dims = [dim for dim, size in enumerate(value.shape) if self._follows(size)]
+        if len(dims) > 1:
+            raise Mixed(f"a tensor of shape {list(value.shape)} has two dimensions of samples")
+        self._owners[node] = [owners_of(self._number(value.shape[dims[0]]))]
+
+    def _check_number(self, node: fx.Node) -> None:
+        """Checks that each sample has as many elements of a value.
+
+        Raises:
+            Mixed: there are others besides.
+        """
+        for value in _values(node):
+            sizes = [size for size in value.shape if self._follows(size)]
+            numbers = [(self._number(size), self._number(size, self._part_numbers)) for size in sizes]
+            if any(whole * len(_PARTS[0]) != part * NUM_SAMPLES for whole, part in numbers):
+                raise Mixed(f"a tensor of shape {list(value.shape)} has not as many for each sample")
 
     def owners(self, node: fx.Node) -> Owners | None:
         """Returns the owners along the batch dimension of a value; None if they are unknown."""
@@ -116,10 +136,11 @@ class SampleCheck:
             index: Any = node.args[1]
             self._owners[node] = [self._owners[first][index]]
             return
+        self._check_number(node)
         dims = [self._dim_of(result) for result in _values(node)]
         found: list[Tensor | None] = [None] * len(dims)
         for draw in range(_NUM_DRAWS):
-            before, *changed = self._run(node, draw, [(sample,) for sample in range(_NUM_SAMPLES)])
+            before, *changed = self._run(node, draw, [(sample,) for sample in range(NUM_SAMPLES)])
             for i, dim in enumerate(dims):
                 if dim is None:
                     continue
@@ -178,7 +199,7 @@ class SampleCheck:
         assert dim is not None
         rows = found.movedim(dim, 0)
         if (rows != rows[:1]).any() or not self._positions.isdisjoint(inputs):
-            order = torch.arange(_NUM_SAMPLES).to(rows).view([-1] + [1] * (rows.dim() - 1))
+            order = torch.arange(NUM_SAMPLES).to(rows).view([-1] + [1] * (rows.dim() - 1))
             if len(rows) != len(order) or (rows != order).any():
                 raise Mixed("it computes with the positions of samples in the mini-batch")
             self._positions.add(node)
@@ -199,6 +220,69 @@ class SampleCheck:
         scale = sum(each.abs().max() for each in (whole, one, other, both)) + 1e-30
         if (whole - one - other + both).abs().max() > 1e-6 * scale:
             raise Mixed("it multiplies samples with each other")
+
+    def mismatched(
+        self,
+        kinds: Mapping[int, str],
+        inputs: Sequence[fx.Node],
+        losses: Callable[[Sequence[Any]], Sequence[Any]],
+        shares: Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Any]],
+        is_variable: Callable[[fx.Node], bool],
+    ) -> set[int]:
+        """Returns the losses of random numbers that are not what the shares add up to, or their gradients.
+
+        Args:
+            kinds: the kind of each loss to compare, by number: ``'share'``, or another one for a loss that
+                is the same in every micro-batch.
+            inputs: the inputs of the losses.
+            losses: returns the losses of a mini-batch, given all inputs.
+            shares: returns those of a micro-batch, given its tensors and the inputs of the mini-batch.
+            is_variable: whether a gradient may reach an input.
+
+        Raises:
+            Mixed: a loss has no finite number.
+        """
+        wrong, left, failure = set[int](), set(kinds), ""
+        for is_exact, kind in itertools.product((False, True), ("positive", "normal", "ones", "zeros")):
+            if not left and (is_exact or kind != "normal"):
+                continue
+            generator = torch.Generator(self._device).manual_seed(0)
+            given = {node: self._random(node, kind, generator, is_exact) for node in inputs}
+            variables = [x for n, x in given.items() if _is_tensor(x) and is_variable(n)]
+            variables = [x.requires_grad_() for x in variables if x.is_floating_point() or x.is_complex()]
+            try:
+                whole = losses([*given.values()])
+                parts = [shares(self._samples_of(given, each), [*given.values()]) for each in _UNEQUAL]
+                for i, each in kinds.items():
+                    total = sum(part[i] for part in parts) / (1 if each == "share" else len(parts))
+                    pairs = _with_gradients(total, whole[i], variables)
+                    if all(torch.isfinite(own).all() for _, own in pairs):
+                        left.discard(i)
+                        tolerance = self._tolerance(inputs) if is_exact else _TOLERANCE
+                        if not all(torch.allclose(*pair, tolerance, tolerance) for pair in pairs):
+                            wrong.add(i)
+            except Exception as error:  # numbers that do not fit, such as logarithms of negative ones
+                failure = f": {error}"
+        if left:
+            raise Mixed(f"on random numbers it gives no finite number{failure}")
+        return wrong
+
+    def _samples_of(self, given: Mapping[fx.Node, Any], samples: Sequence[int]) -> list[Tensor]:
+        """Returns the tensors among inputs, with the elements of some samples."""
+        found = []
+        for node, x in given.items():
+            owners, value = self._owners.get(node, [None])[0], node.meta["value"]
+            if _is_tensor(x) and owners is not None:
+                rows = torch.isin(owners, torch.tensor(samples)).nonzero().flatten()
+                x = x.index_select(self._dim_of(value) or 0, rows.to(x.device))
+            found += [x] if _is_tensor(x) else []
+        return found
+
+    @staticmethod
+    def _tolerance(inputs: Iterable[fx.Node]) -> float:
+        """Returns the error that sums in the dtypes of the inputs may have."""
+        dtypes = {x.dtype for node in inputs for x in _values(node) if x.is_floating_point()}
+        return 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def _run(
         self,
@@ -231,10 +315,16 @@ class SampleCheck:
                 failure = error
         raise Mixed(f"it could not be checked on random numbers: {failure}")
 
-    def _random(self, node: fx.Node, kind: str, generator: torch.Generator) -> Any:
+    def _random(self, node: fx.Node, kind: str, generator: torch.Generator, is_exact: bool = False) -> Any:
+        """Returns random numbers of a kind for a value; floating ones in float64, unless `is_exact`."""
         if node in self._of_sizes:
             return self._of_sizes[node]
-        return pytree.tree_map(lambda leaf: self._drawn(leaf, kind, generator), node.meta["value"])
+
+        def drawn(leaf: Any) -> Any:
+            found = self._drawn(leaf, kind, generator)
+            return found.to(leaf.dtype) if is_exact and _is_tensor(leaf) else found
+
+        return pytree.tree_map(drawn, node.meta["value"])
 
     def _drawn(self, value: Any, kind: str, generator: torch.Generator) -> Any:
         if not isinstance(value, Tensor):
@@ -243,8 +333,8 @@ class SampleCheck:
         if torch.Size(shape).numel() > _MAX_ELEMENTS:
             raise Mixed("its operands are too large to be checked on random numbers")
         if not (value.is_floating_point() or value.is_complex()):
-            high = 1 if kind == "zeros" else 2
-            return torch.randint(high, shape, generator=generator, device=self._device).to(value.dtype)
+            low, high = int(kind == "ones"), 1 if kind == "zeros" else 2
+            return torch.randint(low, high, shape, generator=generator, device=self._device).to(value.dtype)
         dtype = torch.complex128 if value.is_complex() else torch.float64
         if kind == "normal":
             return torch.randn(shape, generator=generator, dtype=dtype, device=self._device)
@@ -340,3 +430,19 @@ def _completed(owners: Owners, inherited: Iterable[Owners]) -> Owners:
         if other.shape == owners.shape:
             owners = torch.where(owners < 0, other, owners)
     return owners
+
+
+def _with_gradients(total: Tensor, loss: Tensor, variables: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Returns pairs of what shares add up to and a loss, and of the gradients of both."""
+    pairs: list[tuple[Any, Any]] = [(total.detach(), loss.detach())]
+    if loss.requires_grad and variables:
+        gradients = [
+            torch.autograd.grad(
+                each.sum().real, variables, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            if each.requires_grad
+            else map(torch.zeros_like, variables)
+            for each in (total, loss)
+        ]
+        pairs += zip(*gradients, strict=True)
+    return [(part.to(torch.complex128), whole.to(torch.complex128)) for part, whole in pairs]

@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "mul at .*positions of samples",
     ),
     "a centre": (lambda m, y, c, k: (y - y.mean(0)).square().mean(), "sub at .*test_shares.py:"),
+    "a row besides": (
+        lambda m, y, c, k: torch.cat([y.mean((1, 2)), m.scale.view(1)]).mean(),
+        "cat at .*not as many for each sample",
+    ),
     "of a block": (lambda m, y, c, k: m.rows(y)[1], "Rows at .*test_shares.py:.*all samples"),
 }
 

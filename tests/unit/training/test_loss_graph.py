@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.trace.dynamo import Refused
-from gpipe_fast.training.loss_analysis import Shares, UserLoss, fill_measures
-from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples
+from gpipe_fast.training.loss_analysis import Shares, UserLoss
+from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples, fill_measures
 
 CPU = torch.device("cpu")
 OUTPUT = torch.linspace(-2, 2, 50, dtype=torch.float64).view(10, 5).sin()
@@ -150,6 +150,14 @@ COMPUTES_WITH_POSITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "every other": lambda y, t: y[torch.arange(0, len(y), 2)].mean(),
     "counted": lambda y, t: (y[:, 0] * torch.ones(len(y)).cumsum(0)).mean(),
 }
+# Each has rows besides those of samples, which a sum over micro-batches would count several times.
+WITH_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "joined behind": lambda y: torch.cat([y, y.new_ones(1, 5)]),
+    "joined before": lambda y: torch.cat([y.new_ones(2, 5), y]),
+    "padded": lambda y: F.pad(y, (0, 0, 0, 1), value=3.0),
+    "padded and cut": lambda y: F.pad(y, (0, 0, 0, 1), value=3.0)[1:],
+    "left out": lambda y: y[1:],
+}
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "root": (lambda y, t: F.mse_loss(y, t).sqrt(), "sqrt .*: it is not linear in what is added up"),
     "product of shares": (lambda y, t: y.mean() * t.mean() * y.sum(), "mul .*: it is not linear"),
@@ -160,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "pairs": (lambda y, t: (y @ t.T).sum(), "matmul .*: it compares samples with each other"),
     "divided by outputs": (lambda y, t: t.sum() / y.sum(), "truediv .*: it is not linear"),
-    "order": (lambda y, t: (y - y.flip(0)).abs().mean(), "on random numbers, what it gives for parts"),
+    "order": (lambda y, t: (y - y.flip(0)).abs().mean(), "`: it mixes samples"),
     "too many": (
         lambda y, t: (y / t.mean(0)).sum(),
         "mean .*: it computes more than 63 numbers of all targets",
@@ -178,6 +186,14 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     **{
         f"positions, {name}": (loss_fn, "it computes with the positions of samples")
         for name, loss_fn in COMPUTES_WITH_POSITIONS.items()
+    },
+    **{
+        f"rows {name}, {kind}": (
+            lambda y, t, rows=rows, kind=kind: getattr(rows(y), kind)(),
+            "not as many for each sample",
+        )
+        for name, rows in WITH_ROWS.items()
+        for kind in ("sum", "mean")
     },
     "others by position": (
         lambda y, t: torch.cat([y, y]).repeat_interleave(2, 0)[positions(y)].mean(),
