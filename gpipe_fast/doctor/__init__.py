@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable
 from gpipe_fast.devices import Device
 from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports import checkup
-from gpipe_fast.reports.checkup import Case, Checkup, FusedCheck
+from gpipe_fast.reports.checkup import Case, Checkup
 from gpipe_fast.reports.doctor import doctor
 
-__all__ = ["Case", "Checkup", "FusedCheck", "check", "doctor"]
+__all__ = ["Case", "Checkup", "check", "doctor"]
 
 
 def check(devices: Iterable[Device] | None = None, show: Callable[[str], object] | None = None) -> Checkup:
     """Compares small models with the plain loop, in every checkpoint mode and over every transport.
 
-    It takes about a minute; no case begins after two, and the report lists those that were skipped. On GPUs,
-    cases run with ``torch.use_deterministic_algorithms``, without which equal bits are not guaranteed. A case
-    that fails does not end the check. Then one stage on the first GPU is trained with and without fused
-    kernels, and both are compared with float64::
+    It takes about a minute. On GPUs, cases run with ``torch.use_deterministic_algorithms``, without which
+    equal bits are not guaranteed. A case that fails does not end the check. Then one stage on the first GPU
+    is trained with and without fused kernels, and both are compared with float64::
 
         python -m gpipe_fast.doctor --check
 

@@ -152,9 +152,8 @@ gpipe_fast.switches
   disabled(*names)
 gpipe_fast.doctor
   class Case(model, transport, checkpoint, ok, result)
-  class Checkup(machine, stages, cases, fused, left_out, seconds)
+  class Checkup(machine, stages, cases, seconds)
     properties: headline, ok
-  class FusedCheck(ok, result)
   check(devices=None, show=None)
   doctor, as in gpipe_fast
 gpipe_fast.kernels
