@@ -18,7 +18,6 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Accumulate, AccumulateAll, Call
-from tests.described import describe
 from tests.fake_cuda.fake_devices import copied, gradients, plain_loop, run_cases
 from tests.stages import trace_joint
 
@@ -48,10 +47,10 @@ def weight_gradients_use_addmm_unless_deterministic() -> None:
     """One step adds the other four gradients: two biases, and a norm's two parameters."""
     program = lowered_backward(block(), AccumulationPolicy())
     products = [step for step in program.steps if isinstance(step, Call) and step.op is aten.addmm.out]
-    assert len(products) >= 2, describe(program)
-    assert gradients_per_step(program) == [4], describe(program)
+    assert len(products) >= 2, program.steps
+    assert gradients_per_step(program) == [4], program.steps
     program = lowered_backward(block(), AccumulationPolicy(deterministic=True))
-    assert gradients_per_step(program) == [6], describe(program)
+    assert gradients_per_step(program) == [6], program.steps
 
 
 def casts_are_fused_into_accumulation() -> None:
@@ -64,9 +63,9 @@ def casts_are_fused_into_accumulation() -> None:
         if isinstance(step, AccumulateAll)
         for a, v in zip(step.accumulators, step.values, strict=True)
     }
-    assert (torch.float32, torch.bfloat16) in added, describe(program)
+    assert (torch.float32, torch.bfloat16) in added, program.steps
     later = [s for s in program.steps if isinstance(s, Call) and s.when is ActiveRuns.LATER]
-    assert not any(step.op is aten.copy_.default for step in later), describe(program)
+    assert not any(step.op is aten.copy_.default for step in later), program.steps
 
 
 def tied_gradients_are_added_one_by_one() -> None:
@@ -74,7 +73,7 @@ def tied_gradients_are_added_one_by_one() -> None:
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     second.bias = first.bias
     program = lowered_backward([first, second], AccumulationPolicy())
-    assert gradients_per_step(program) == [1, 1], describe(program)
+    assert gradients_per_step(program) == [1, 1], program.steps
 
 
 def deterministic_gradients_equal_the_plain_loop() -> None:

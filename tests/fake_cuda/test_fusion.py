@@ -1,23 +1,19 @@
-"""Fused kernels in stages, run by Triton's interpreter on the fake runtime: what is fused, and its errors.
-
-`python -m tests.fake_cuda.test_fusion` writes the table of fused nodes.
-"""
+"""Fused kernels in stages: what they save, and their errors in Triton's interpreter on the fake runtime."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bench import measure
 from tests.conftest import HAS_TRITON
-from tests.fake_cuda import process
-from tests.fake_cuda.build import build
+from tools import fusion
+from tools.stages import STAGES
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-TABLE = Path(__file__).with_name("fused_nodes.txt")
 # Stage, precision and checkpoint mode.
 CASES = [
     ("GPT", "autocast", "except_last"),
@@ -39,19 +35,23 @@ CASES = [
 MAX_RATIO, MAX_RATIO_OF_NOISE = 2, 8
 
 
-def fused_nodes(libraries: tuple[Path, Path], *stages: str) -> str:
-    """Returns the table, or the rows of some stages."""
-    return "\n".join(process.run("fused_nodes.py", libraries, *stages, limit=600)) + "\n"
-
-
-@pytest.mark.parametrize("stages", [("GPT", "head"), pytest.param((), marks=pytest.mark.extended)], ids=str)
-def test_the_fused_nodes_are_those_of_the_table(
+@pytest.mark.parametrize(
+    "stages", [("GPT", "head"), pytest.param(tuple(STAGES), marks=pytest.mark.extended)], ids=["some", "all"]
+)
+def test_bytes_and_launches_are_those_of_the_table(
     stages: tuple[str, ...], libraries: tuple[Path, Path]
 ) -> None:
-    graphs = re.split(r"^(?! )", TABLE.read_text(), flags=re.MULTILINE)[1:-1]
-    rows = [graph for graph in graphs if not stages or graph.partition("\n")[0].rsplit(", ", 2)[0] in stages]
-    found = fused_nodes(libraries, *stages)
-    assert found == "".join(rows), "python -m tests.fake_cuda.test_fusion writes the table"
+    """A kernel that no longer replaces its operators shows here: `python -m tools fusion` counts again."""
+    backward, forward = fusion.tables(fusion.run("large", stages, libraries[0]))
+    lines = (measure.RESULTS / "fusion.md").read_text().splitlines()
+    committed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    found = [list(map(str, row)) for row in (*backward, *forward.rows)]
+    assert list(map(numbers, found)) == [numbers(row) for row in committed if row and row[0] in stages]
+
+
+def numbers(row: list[str]) -> list[object]:
+    """Returns a row of the table with its numbers as such."""
+    return [*row[:2], *(float(cell.rstrip("%")) for cell in row[2:])]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,3 @@ def test_errors_are_at_most_twice_those_of_pytorch(
         noise = rounding < 1e-3 * expected
         allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, 2 * rounding)
         assert error <= allowed, f"result {index}: {error / allowed:.3f} of the error allowed"
-
-
-if __name__ == "__main__":
-    TABLE.write_text(fused_nodes(build()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -174,7 +175,7 @@ class Step:
         length: of random sequences of layers.
         way: one of `WAYS`.
         loss: a key of `LOSSES`, or "noise": random gradients; of steps, a key of `STEP_LOSSES`.
-        mode: a key of `MODES`, of calls.
+        mode: a key of `MODES`; of steps, evaluations and streams, only that of inference counts.
         change: one of `CHANGES`.
     """
 
@@ -587,11 +588,16 @@ def _described(outputs: Any) -> Result:
 
 def _stream(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
     calls = [run.arguments(number, item)[:2] for item in range(3)]
-    with _cast(run), torch.no_grad():
+    with _cast(run), _without_gradients(model, run.steps[number]):
         if isinstance(model, PlainLoop):
             return _described([model(*args, **kwargs) for args, kwargs in calls])
         items = [kwargs if kwargs and not args else args for args, kwargs in calls]
         return _described(list(model.stream(items, depth=(None, 1, 2)[number % 3])))
+
+
+def _without_gradients(model: GPipe | PlainLoop, step: Step) -> AbstractContextManager[Any]:
+    is_inference = step.mode == "inference" and isinstance(model, GPipe)
+    return torch.inference_mode() if is_inference else torch.no_grad()
 
 
 def _step(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
@@ -605,7 +611,7 @@ def _step(model: GPipe | PlainLoop, run: Run, number: int) -> Result:
     if isinstance(model, GPipe):
         model.schedule = step.way if is_step else model.schedule
         options = {"loss_fn": loss.make(number), "normalizer": divisor if loss.is_normalizer else None}
-        with _cast(run):
+        with _cast(run), contextlib.nullcontext() if is_step else _without_gradients(model, step):
             found = (model.step if is_step else model.evaluate)(*args, **kwargs, target=target, **options)
     else:
         with _cast(run), torch.set_grad_enabled(is_step):

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import random
 import warnings
 import weakref
 from collections import Counter
@@ -218,6 +219,38 @@ REGRESSIONS: dict[str, list[Run]] = {
 def test_a_regression(name: str) -> None:
     for run in REGRESSIONS[name]:
         check(run)
+
+
+# Calls, of which each must serve those in other modes: what it traces, or asks to be traced later.
+_MODES = [
+    *(Step(6, mode=mode, training=training) for mode in MODES for training in (True, False)),
+    Step(6, way="gpipe", loss="squares"),
+    *(
+        Step(6, way=way, loss=loss, mode=mode, training=False)
+        for way, loss in (("evaluate", "squares"), ("stream", "noise"))
+        for mode in ("no_grad", "inference")
+    ),
+]
+
+
+def check_modes(layer: str, steps: list[Step]) -> None:
+    layers = ("linear, tanh", layer, "linear, tanh")
+    check(Run(layers=layers, balance=(1, 2), input_gradient=False, steps=(*steps, *steps[:2])))
+
+
+_OF_MODES = ("branch on data", "data-dependent shape", "batch norm", "linear, tanh")
+
+
+@pytest.mark.parametrize("layer", _OF_MODES)
+def test_training_after_inference_of_the_same_layers(layer: str) -> None:
+    check_modes(layer, [_MODES[0], _MODES[4], _MODES[0], _MODES[6], _MODES[4], _MODES[0]])
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("layer", _OF_MODES)
+@pytest.mark.parametrize("seed", range(100))
+def test_orders_of_modes(seed: int, layer: str) -> None:
+    check_modes(layer, random.Random(seed).sample(_MODES, 4))
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
