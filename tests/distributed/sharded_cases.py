@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from gpipe_fast import GPipe, shard
 from gpipe_fast.container import runner_of
 from gpipe_fast.distributed import ranks
+from tests.distributed import tensor_cases
 from tests.distributed.cases import TIMEOUT, _error_of
 from tests.distributed.checkpoint_cases import FLAT
 from tests.distributed.tensor_cases import MODELS, Case, batch, gpt, loss_of, own_optimizer, square_of, whole
@@ -230,28 +231,39 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=FLAT), strict=True))
 
 
-def trained(name: str, stages: int, folder: Path) -> tuple[list[float], list[float]]:
+def made_along(dim: str, name: str, stages: int, *balance: tuple[int, ...]) -> GPipe:
+    """Returns a model whose parameters are divided along 'fsdp' or 'tp'."""
+    return (made if dim == "fsdp" else tensor_cases.made)(name, stages, *balance)
+
+
+def trained(dim: str, name: str, stages: int, folder: Path) -> tuple[list[float], list[float]]:
     """Trains as one process does, saves, and goes on; returns the losses and those after the save."""
     warnings.simplefilter("ignore")
-    single, pipe = MODELS[name](), made(name, stages)
+    single, pipe = MODELS[name](), made_along(dim, name, stages)
     optimizer = own_optimizer(pipe)
     losses, named = train(pipe, optimizer, range(10), single), dict(single.named_parameters())
     assert pipe.state_dict().keys() <= single.state_dict().keys()
     for key, parameter in pipe.named_parameters():
         if not parameter.is_meta:
             torch.testing.assert_close(whole(parameter.detach()), named[key].detach(), rtol=1e-3, atol=1e-4)
+    (x, y), *_ = shares(pipe, batch(8, 70), batch(8, 71))
+    loss = pipe.evaluate(x, target=y, loss_fn=loss_of, normalizer=len(x))
+    expected = loss_of(single(batch(8, 70)), batch(8, 71)).detach() / 8
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     dcp.save(state_of(pipe, optimizer), checkpoint_id=folder)
     return losses, train(pipe, optimizer, range(10, 13))
 
 
-def loaded(name: str, stages: int, folder: Path) -> list[float]:
+def loaded(dim: str, name: str, stages: int, folder: Path) -> list[float]:
     """Loads what another number of processes has saved; returns the losses of the steps that follow.
 
     A single process loads a plain model.
     """
     warnings.simplefilter("ignore")
     alone, single = dist.get_world_size() == 1, MODELS[name]()
-    pipe = GPipe(single, [3, 3], chunks=4, schedule="1f1b") if alone else made(name, stages, (2, 4))
+    pipe = (
+        GPipe(single, [3, 3], chunks=4, schedule="1f1b") if alone else made_along(dim, name, stages, (2, 4))
+    )
     model = single if alone else pipe
     optimizer = own_optimizer(model)
     state = state_of(model, optimizer)

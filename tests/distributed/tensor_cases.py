@@ -10,16 +10,13 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -363,63 +360,6 @@ def made(name: str, stages: int, balance: tuple[int, ...] = (3, 3), **options: A
 
 def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if not p.is_meta], lr=0.01, eps=1e-3)
-
-
-def train(pipe: GPipe, steps: range, single: nn.Sequential | None = None) -> list[float]:
-    """Trains with clipping, and compares with one process; returns the losses."""
-    optimizer, other = own_optimizer(pipe), None if single is None else own_optimizer(single)
-    losses = []
-    for step in steps:
-        x, y = batch(8, step), batch(8, step + 50)
-        optimizer.zero_grad()
-        options: dict[str, Any] = {"optimizer": optimizer, "max_norm": 0.5}
-        losses.append(pipe.step(x, target=y, loss_fn=loss_of, normalizer=8, **options).item())
-        if single is not None and other is not None:
-            other.zero_grad()
-            expected = plain_step(single, x, y, 4, "1f1b")
-            nn.utils.clip_grad_norm_(single.parameters(), 0.5)
-            other.step()
-            assert abs(losses[-1] - expected.item()) < 1e-3
-    return losses
-
-
-def trained(name: str, stages: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Trains as one process does, saves, and goes on; returns the losses and those after the save."""
-    warnings.simplefilter("ignore")
-    single = MODELS[name]()
-    pipe = made(name, stages)
-    losses = train(pipe, range(10), single)
-    named = dict(single.named_parameters())
-    for key, parameter in pipe.named_parameters():
-        if not parameter.is_meta:
-            torch.testing.assert_close(whole(parameter.detach()), named[key].detach(), rtol=1e-3, atol=1e-4)
-    x, y = batch(8, 70), batch(8, 71)
-    loss = pipe.evaluate(x, target=y, loss_fn=loss_of, normalizer=8)
-    torch.testing.assert_close(loss, loss_of(single(x), y).detach() / 8, rtol=1e-4, atol=1e-4)
-    dcp.save({"model": get_model_state_dict(pipe)}, checkpoint_id=folder)
-    return losses, train(pipe, range(10, 13))
-
-
-def loaded(name: str, stages: int, folder: Path) -> list[float]:
-    """Loads what another number of processes has saved; returns the losses of the steps that follow.
-
-    A process of one stage and one shard loads a plain model.
-    """
-    warnings.simplefilter("ignore")
-    if dist.get_world_size() == 1:
-        single = MODELS[name]()
-        state: dict[str, Any] = {"model": single.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        single.load_state_dict(state["model"])
-        return train(GPipe(single, [3, 3], chunks=4, schedule="1f1b"), range(10, 13))
-    pipe = made(name, stages, (2, 4))
-    with torch.no_grad():
-        for parameter in pipe.parameters():
-            local(parameter).zero_()
-    state = {"model": get_model_state_dict(pipe)}
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(pipe, state["model"])
-    return train(pipe, range(10, 13))
 
 
 def counted_bytes(name: str) -> list[tuple[int, int]]:

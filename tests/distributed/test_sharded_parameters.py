@@ -39,16 +39,17 @@ def test_a_step_gathers_once_and_sums_once(
     assert run_ranks(size, cases.counted, stages, balance, checkpoint, chunks) == [(1 + own, 1, 1)] * size
 
 
+@pytest.mark.parametrize("dim", ["fsdp", "tp"])
 @pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
 def test_training_with_clipping_saved_and_loaded_elsewhere(
-    name: str, size: int, stages: int, tmp_path: Path
+    name: str, size: int, stages: int, dim: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(size, cases.trained, name, stages, tmp_path)
+    found = run_ranks(size, cases.trained, dim, name, stages, tmp_path)
     losses, later = found[0]
     assert found == [(losses, later)] * size
     assert losses[-1] < losses[0]
     for other, number in [(1, 1), (4, 2)] if size == 2 else [(1, 1), (2, 1)]:
-        for losses in run_ranks(other, cases.loaded, name, number, tmp_path):
+        for losses in run_ranks(other, cases.loaded, dim, name, number, tmp_path):
             assert losses == pytest.approx(later, rel=1e-4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,21 +36,6 @@ def test_numbers_of_samples_that_change(name: str) -> None:
 @pytest.mark.parametrize("length", [8, pytest.param(7, marks=pytest.mark.extended)])
 def test_layers_that_redistribute(length: int) -> None:
     assert run_ranks(2, cases.redistributing, length) == [[]] * 2
-
-
-@pytest.mark.parametrize(("name", "size", "stages"), [("llama", 2, 1), ("gpt", 4, 2)])
-def test_training_with_clipping_saved_and_loaded_elsewhere(
-    name: str, size: int, stages: int, tmp_path: Path
-) -> None:
-    found = run_ranks(size, cases.trained, name, stages, tmp_path)
-    losses, later = found[0]
-    assert found == [(losses, later)] * size
-    assert losses[-1] < losses[0]
-    others = [(1, 1), (4, 2)] if size == 2 else [(1, 1), (2, 1)]
-    for other, number in others:
-        # The optimizer begins anew, as it did not in the processes that went on.
-        first, *_ = run_ranks(other, cases.loaded, name, number, tmp_path)
-        assert first[0] == pytest.approx(later[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", 0.5])
