@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -119,7 +121,44 @@ def profile_layers(
         check_timeout(timeout)
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads must be a positive integer, got {threads!r}")
-    return profile(module, sample, device, timeout=timeout, chunks=chunks, threads=threads, progress=progress)
+    layers = _layers(module)
+    target = first_device() if device is None else _devices.parse_device(device, "device")
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
+    check_layers_have_data(layers)
+    check_layers_fit(layers, target)
+    # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
+    batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
+    threads = threads or threads_of(module)
+    times: list[list[RunTimes]] = [[] for _ in layers]
+    with (
+        _isolated_random_state(target),
+        intra_op_threads(threads),
+        working("measuring layers", show=progress) as work,
+    ):
+        first, number = first_microbatch(sample, chunks, target, batch_dim), itertools.count(1)
+        expected = len(layers) * (1 if timeout is None else 1 + TARGET_ROUNDS)
+        run = functools.partial(_round, layers, first, target, lambda: work.count(next(number), expected))
+        sizes = run(LayerMeasurement.sizes)
+        if timeout is not None and layers:
+            share = timeout / (TARGET_ROUNDS * len(layers))
+            begun, rounds = perf_counter(), 0
+            while rounds < MIN_ROUNDS or perf_counter() - begun < timeout:
+                for own, new in zip(times, run(lambda each: each.times(share)), strict=True):
+                    own += new
+                rounds += 1
+    return [
+        LayerProfile(
+            index,
+            name,
+            type(layer).__name__,
+            median(run.forward for run in own) if own else math.nan,
+            median(run.backward for run in own) if own else math.nan,
+            *sizes[index],
+            threads,
+        )
+        for index, ((name, layer), own) in enumerate(zip(layers, times, strict=True))
+    ]
 
 
 def check_timeout(timeout: float) -> None:
@@ -146,49 +185,6 @@ def check_is_sequence(module: nn.Module) -> None:
             raise ValueError(
                 f"{layer_title(name, layer)} has lazy parameters; run the module once on a sample"
             )
-
-
-def profile(
-    module: nn.Sequential | LayerSequence,
-    sample: Any,
-    device: Device | None,
-    *,
-    timeout: float | None,
-    chunks: int = 1,
-    threads: int | None = None,
-    progress: bool | None = None,
-) -> list[LayerProfile]:
-    """Measures each layer like `profile_layers`, without checking ``module`` and ``timeout``."""
-    layers = _layers(module)
-    target = first_device() if device is None else _devices.parse_device(device, "device")
-    if target.type not in ("cpu", "cuda"):
-        raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
-    check_layers_have_data(layers)
-    check_layers_fit(layers, target)
-    # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
-    batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
-    if threads is None:
-        threads = threads_of(module)
-    with (
-        _isolated_random_state(target),
-        intra_op_threads(threads),
-        working("measuring layers", show=progress) as work,
-    ):
-        first = first_microbatch(sample, chunks, target, batch_dim)
-        rounds = _Rounds(layers, first, target, timeout, work.count)
-        sizes, times = rounds.run_round(LayerMeasurement.sizes), rounds.times()
-    return [
-        LayerProfile(
-            index,
-            name,
-            type(layer).__name__,
-            median(run.forward for run in times[index]),
-            median(run.backward for run in times[index]),
-            *sizes[index],
-            threads,
-        )
-        for index, (name, layer) in enumerate(layers)
-    ]
 
 
 def table(profiles: Iterable[LayerProfile]) -> str:
@@ -235,62 +231,35 @@ def _isolated_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Rounds:
-    """Rounds over all layers in order; each layer runs on the output of the previous one.
+def _round(
+    layers: Sequence[tuple[str, nn.Module]],
+    sample: LayerOutput,
+    device: torch.device,
+    count: Callable[[], object],
+    measure: Callable[[LayerMeasurement], _T],
+) -> list[_T]:
+    """Returns the result of ``measure`` for each layer, which runs on the output of the previous one.
 
     Args:
         layers: the named layers.
         sample: the input of the first layer.
         device: the device on which copies of the layers run.
-        timeout: the time to measure for, in seconds, or None.
-        count: called after each measurement, with the number of measurements so far and the expected total.
+        count: called after each layer.
+        measure: measures a layer.
+
+    Raises:
+        RuntimeError: a layer fails; the message names the layer.
     """
-
-    def __init__(
-        self,
-        layers: Sequence[tuple[str, nn.Module]],
-        sample: LayerOutput,
-        device: torch.device,
-        timeout: float | None,
-        count: Callable[[int, int], object],
-    ) -> None:
-        self._layers, self._sample, self._device = layers, sample, device
-        self._timeout, self._count, self._measured = timeout, count, 0
-        self._expected = 1 if timeout is None else 1 + MIN_ROUNDS
-
-    def run_round(self, measure: Callable[[LayerMeasurement], _T]) -> list[_T]:
-        """Runs one round; returns the result of ``measure`` for each layer.
-
-        Raises:
-            RuntimeError: a layer fails; the message names the layer.
-        """
-        found: list[_T] = []
-        layer_input = self._sample
-        for name, layer in self._layers:
-            try:
-                measurement = LayerMeasurement(layer, layer_input, self._device)
-                found.append(measure(measurement))
-            except Exception as error:
-                raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
-            layer_input = measurement.output_of_run
-            self._measured += 1
-            self._count(self._measured, self._expected * len(self._layers))
-        return found
-
-    def times(self) -> list[list[RunTimes]]:
-        """Returns the times of every run of each layer, in as many rounds as the timeout permits."""
-        if self._timeout is None or not self._layers:
-            return [[RunTimes(math.nan, math.nan)]] * len(self._layers)
-        found: list[list[RunTimes]] = [[] for _ in self._layers]
-        share = self._timeout / (TARGET_ROUNDS * len(self._layers))
-        begun, spent, rounds = perf_counter(), 0.0, 0
-        while rounds < MIN_ROUNDS or spent < self._timeout:
-            new_times = self.run_round(lambda measurement: measurement.times(share))
-            for times, new in zip(found, new_times, strict=True):
-                times += new
-            rounds, spent = rounds + 1, perf_counter() - begun
-            self._expected = 1 + max(MIN_ROUNDS, math.ceil(rounds * max(1.0, self._timeout / spent)))
-        return found
+    found: list[_T] = []
+    for name, layer in layers:
+        try:
+            measurement = LayerMeasurement(layer, sample, device)
+            found.append(measure(measurement))
+        except Exception as error:
+            raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+        sample = measurement.output_of_run
+        count()
+    return found
 
 
 class LayerOutput(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_fast.balance.partition import balance_by_cost, check_partitions
 from gpipe_fast.devices import Device
 from gpipe_fast.layers.structure import LayerSequence
-from gpipe_fast.profile import LayerProfile, check_is_sequence, check_timeout, profile, profile_layers
+from gpipe_fast.profile import check_is_sequence, check_timeout, profile_layers
 
 
 def balance_by_time(
@@ -49,9 +49,7 @@ def balance_by_time(
     check_is_sequence(module)
     check_partitions(partitions, len(module))
     check_timeout(timeout)
-    threads = max(1, torch.get_num_threads() // partitions)
-    profiles = profile_layers(module, sample, device=device, timeout=timeout, threads=threads)
-    return _balance_by_measured_time(partitions, profiles)
+    return default_balance(partitions, module, sample, timeout=timeout, device=device)
 
 
 def balance_by_size(
@@ -136,11 +134,6 @@ def default_balance(
     if not len(module):
         return []
     partitions = min(partitions, len(module))
-    check_partitions(partitions, len(module))
     threads = threads or max(1, torch.get_num_threads() // partitions)
-    profiles = profile(module, microbatch, device, timeout=timeout, threads=threads)
-    return _balance_by_measured_time(partitions, profiles)
-
-
-def _balance_by_measured_time(partitions: int, profiles: list[LayerProfile]) -> list[int]:
+    profiles = profile_layers(module, microbatch, device=device, timeout=timeout, threads=threads)
     return balance_by_cost(partitions, [each.forward_seconds + each.backward_seconds for each in profiles])

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.layers.structure import Inputs, call_unpacked
-from gpipe_fast.profile import profile
+from gpipe_fast.profile import profile_layers
 from gpipe_fast.reports.advice import LayerCosts, Measurements
 from gpipe_fast.reports.events import PythonTime
 from gpipe_fast.reports.explain import explain_call, on_absent_device
@@ -276,8 +276,8 @@ def _measure_layers(
     found, threads = [], runner_of(model).threads()
     for _ in range(2):
         try:
-            each = profile(
-                layers, microbatch, device, timeout=_PROFILE_SECONDS, threads=threads, progress=False
+            each = profile_layers(
+                layers, microbatch, device=device, timeout=_PROFILE_SECONDS, threads=threads, progress=False
             )
         except Exception:
             return None

@@ -174,7 +174,7 @@ def test_an_interrupted_template_is_made_by_the_next_call(number: int) -> None:
 def test_an_interrupted_measurement_is_repeated_by_the_next_call() -> None:
     torch.manual_seed(0)
     model = GPipe(nn.Sequential(*(Block() for _ in range(3))), devices=["cpu", "cpu"], chunks=8)
-    with interrupt_at(automatic.profile.__code__, 1):
+    with interrupt_at(automatic.profile_layers.__code__, 1):
         model(features(16))
     assert balance_is_pending(model)
     before = tensors_of(model)
