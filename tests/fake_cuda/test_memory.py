@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 MODELS = ("uneven", "gpt", "dropout", "resnet", "unet")
 NAMES = "always,except_last,never"
+CALLS = ("", "gpipe", "1f1b", "zb-h1")
 SETTINGS = "always,except_last,never,0.0,0.25,0.5,0.75,1.0"
 
 
@@ -35,8 +36,33 @@ def check_predictions(libraries: tuple[Path, Path], *words: str, case: str = "pr
     return number
 
 
-def test_memory_is_predicted(libraries: tuple[Path, Path]) -> None:
-    assert check_predictions(libraries, "uneven", "1f1b", "2", "4", "always,never,0.5") == 6
+# Model, schedule of a step or '' for a call, numbers of stages and of micro-batches, and settings.
+PREDICTED = ("uneven", "1f1b", "2", "4", "always,never,0.5")
+MORE_PREDICTED = [
+    ("unet", "", "1", "1", "always,never"),  # the memory of a concatenation is freed
+    *(("gpt", schedule, "1,4", "4", "always,never,0.5") for schedule in CALLS),
+    *(("dropout", schedule, "1,4", "4", "always,never,0.5") for schedule in CALLS),
+    *((model, "", "1,2", "4", "always,never,0.5") for model in ("resnet", "unet")),  # convolutions
+]
+MANY_PREDICTED = [
+    *((model, schedule, "1,2,4", "1,4,16", SETTINGS) for model in MODELS[1:] for schedule in CALLS),
+    *(("unet", schedule, "2,4", "1,4", "always,never,0.5") for schedule in CALLS),  # skip connections
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        PREDICTED,
+        *(pytest.param(words, marks=pytest.mark.extended) for words in MORE_PREDICTED),
+        *(pytest.param(words, marks=pytest.mark.soak) for words in MANY_PREDICTED),
+    ],
+    ids=" ".join,
+)
+def test_memory_is_predicted(words: tuple[str, ...], libraries: tuple[Path, Path]) -> None:
+    stages, microbatches, settings = (word.split(",") for word in words[2:])
+    number = sum(map(int, stages)) * len(microbatches) * len(settings)
+    assert check_predictions(libraries, *words) == number
 
 
 @pytest.mark.extended
@@ -46,42 +72,6 @@ def test_memory_is_predicted_whatever_order_stages_run_in(
 ) -> None:
     """A stage may recompute before the next one has fetched what it stashed."""
     assert check_predictions(libraries, "unet", schedule, "2", "4", "0.5", "12", case="delayed") == 24
-
-
-@pytest.mark.extended
-def test_memory_of_a_concatenation_is_freed(libraries: tuple[Path, Path]) -> None:
-    assert check_predictions(libraries, "unet", "", "1", "1", "always,never") == 2
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("model", ["gpt", "dropout"])
-def test_memory_is_predicted_for_every_schedule(
-    model: str, schedule: str, libraries: tuple[Path, Path]
-) -> None:
-    assert check_predictions(libraries, model, schedule, "1,4", "4", "always,never,0.5") == 5 * 3
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("model", ["gpt", "dropout", "resnet", "unet"])
-def test_memory_is_predicted_in_every_setting(
-    model: str, schedule: str, libraries: tuple[Path, Path]
-) -> None:
-    assert check_predictions(libraries, model, schedule, "1,2,4", "1,4,16", SETTINGS) == 7 * 3 * 8
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("model", "stages"), [("resnet", "1,2"), ("unet", "1,2")])
-def test_memory_of_convolutions_is_predicted(model: str, stages: str, libraries: tuple[Path, Path]) -> None:
-    number = sum(map(int, stages.split(",")))
-    assert check_predictions(libraries, model, "", stages, "4", "always,never,0.5") == 3 * number
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("schedule", ["", "gpipe", "1f1b", "zb-h1"])
-def test_memory_of_skip_connections_is_predicted(schedule: str, libraries: tuple[Path, Path]) -> None:
-    assert check_predictions(libraries, "unet", schedule, "2,4", "1,4", "always,never,0.5") == 6 * 2 * 3
 
 
 @pytest.mark.extended

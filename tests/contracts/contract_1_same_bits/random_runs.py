@@ -81,7 +81,7 @@ def draw_of(subject: str, seed: int) -> Run:
     balance = _draw_balance(r, len(list(SUBJECTS[subject].make())))
     shares = [_draw_checkpoint(r, len(balance)) for _ in range(3)]
     layouts = [r.choice(LAYOUTS[:3]) for _ in range(4)]
-    ways = ("call",) if subject in _SUBJECTS_OF_SEVERAL_USES else ("call", *SCHEDULES)
+    ways = ("call", "crossed calls", *SCHEDULES)[: 2 if subject in _SUBJECTS_OF_SEVERAL_USES else None]
     sizes = _SIZES_OF_SINGLE_PIXELS if subject == "channels_last: batch norm, 1 pixels wide" else _SIZES
     uneven, way = sizes[-1], r.choice(ways)
     steps = [

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from tests.contracts.contract_1_same_bits.conjugation import (
-    COMPLEX,
     TABLES,
-    TO_REAL,
     Names,
     layers_of,
     names_of_operators,
@@ -36,68 +34,6 @@ def gradient_of(draw: random.Random, layers: list[Names], x: Tensor) -> Tensor:
     return noise(draw, (len(x), 4), real.to_complex() if is_complex else real)
 
 
-@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table]])
-@pytest.mark.sampled(8)
-def test_every_operator_equals_the_plain_loop(table: str, name: str) -> None:
-    layers = [[(table, name)]]
-    draw = random.Random(name)
-    x, plain = input_of(draw, layers, torch.complex64), layers_of(layers, torch.complex64)
-    gradient = gradient_of(draw, layers, x)
-    expected = loop_step(plain, x, 2, gradient=gradient)
-    pipe = GPipe(layers_of(layers, torch.complex64), [1], chunks=2)
-    assert unequal(pipeline_step(pipe, x, gradient=gradient), expected) == []
-
-
-@pytest.mark.parametrize("seed", range(NUM_CASES))
-@pytest.mark.sampled(6)
-def test_random_layers_equal_the_plain_loop(seed: int) -> None:
-    draw = random.Random(seed)
-    layers = names_of_operators(draw, draw.randint(1, 3))
-    dtype, chunks = draw.choice([torch.complex64, torch.complex128]), draw.choice([1, 2, 3])
-    checkpoint, input_gradient = draw.choice(["always", "never", 0.5]), draw.random() < 0.8
-    x, plain = input_of(draw, layers, dtype), layers_of(layers, dtype)
-    gradient = gradient_of(draw, layers, x)
-    expected = loop_step(plain, x, chunks, input_gradient, gradient)
-    with torch.no_grad(), restored(plain):
-        expected_output = plain_loop(plain, x, chunks)
-    for balance in [[len(layers)], [1] * len(layers)][: len(layers)]:
-        pipe = GPipe(layers_of(layers, dtype), balance, chunks=chunks, checkpoint=checkpoint)
-        for _ in range(2):  # the second step knows the layouts of the first one's gradients
-            assert unequal(pipeline_step(pipe, x, None, input_gradient, gradient), expected) == [], layers
-        with torch.no_grad():
-            assert unequal({"output": pipe(x)}, {"output": expected_output}) == [], layers
-
-
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.sampled(1)
-def test_other_sizes_a_stream_and_a_step_equal_the_plain_loop(seed: int) -> None:
-    draw = random.Random(seed)
-    layers = names_of_operators(draw, draw.randint(1, 3))
-    plain, own = (layers_of(layers, torch.complex64) for _ in range(2))
-    pipe = GPipe(own, [len(layers)], chunks=2)
-    draws = draw.getstate()
-    sizes = (4, 6, 8, 10, 14)
-    for size in sizes:  # the same bits, so that one trace with symbols serves all
-        draw.setstate(draws)
-        x = input_of(draw, layers, torch.complex64, size)
-        gradient = gradient_of(draw, layers, x)
-        expected = loop_step(plain, x, 2, gradient=gradient)
-        assert unequal(pipeline_step(pipe, x, gradient=gradient), expected) == [], (layers, size)
-    with torch.no_grad(), restored(plain):
-        outputs = [plain_loop(plain, x[:size], 2) for size in (14, 4, 14)]
-    with restored(pipe):
-        for output, expected_output in zip(pipe.stream([x, x[:4], x]), outputs, strict=True):
-            assert unequal({"output": output}, {"output": expected_output}) == [], layers
-    x = x.detach().requires_grad_()
-    total = squares(plain(x), gradient)
-    total.backward()
-    expected_gradient, x.grad = x.grad, None
-    whole = GPipe(own, [1] * len(layers), chunks=1)
-    found = whole.step(x, target=gradient, loss_fn=squares, normalizer=1)
-    losses = {"loss": found, "gradient": x.grad}
-    assert unequal(losses, {"loss": total.detach(), "gradient": expected_gradient}) == []
-
-
 class InPython(nn.Module):
     """A layer whose forward branches on a sum."""
 
@@ -112,27 +48,65 @@ class InPython(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("seed", range(100))
-@pytest.mark.sampled(2)
-def test_layers_in_python_and_other_stages_receive_conjugated_tensors(seed: int) -> None:
-    draw = random.Random(seed)
-    makes, reads = (draw.choice(names) for names in (["conj", "ifft", "sqrt"], ["expand", *COMPLEX]))
-    layers: list[Names] = [[("complex", makes)], [("complex", reads)], [("to real", draw.choice([*TO_REAL]))]]
-    in_python = draw.choice([[], [0], [1], [2], [0, 1], [0, 2], [1, 2]])
-    x = input_of(draw, layers, torch.complex64, 30)
-    plain, own = (layers_of(layers, torch.complex64) for _ in range(2))
-    for each in (plain, own):
+def check(draw: random.Random, layers: list[Names]) -> None:
+    """Compares steps, calls, streams and losses of layers, some of which may run in Python, at several sizes.
+
+    All mini-batches have the same bits, so that one trace with symbols serves all sizes.
+    """
+    dtype, chunks = draw.choice([torch.complex64, torch.complex128]), draw.choice([1, 2, 3])
+    checkpoint, input_gradient = draw.choice(["always", "never", 0.5]), draw.random() < 0.8
+    sizes = draw.choice([(6, 6), (30, 30), (6, 8, 10, 12, 18)])
+    in_python = draw.choice([[], [], [*range(len(layers))], [draw.randrange(len(layers))]])
+
+    def made() -> nn.Sequential:
+        found = layers_of(layers, dtype)
         for index in in_python:
-            each[index] = InPython(each[index])
-    gradient = gradient_of(draw, layers, x)
-    expected = loop_step(plain, x, 2, gradient=gradient)
-    pipe = GPipe(own, draw.choice([[3], [1, 2], [2, 1]]), chunks=2)
-    for index in range(3):  # layers in Python run first, then those around them become programs
-        assert unequal(pipeline_step(pipe, x, gradient=gradient), expected) == [], (layers, in_python, index)
+            found[index] = InPython(found[index])
+        return found
+
+    plain, state = made(), draw.getstate()
+    for balance in [[len(layers)], [1] * len(layers)][: len(layers)]:
+        pipe = GPipe(made(), balance, chunks=chunks, checkpoint=checkpoint)
+        for size in (*sizes, sizes[-1]):  # layers in Python run first, then those around become programs
+            draw.setstate(state)
+            x = input_of(draw, layers, dtype, size)
+            gradient = gradient_of(draw, layers, x)
+            expected = loop_step(plain, x, chunks, input_gradient, gradient)
+            found = pipeline_step(pipe, x, None, input_gradient, gradient)
+            assert unequal(found, expected) == [], (layers, in_python, size)
+        with torch.no_grad(), restored(plain), restored(pipe):
+            wanted = plain_loop(plain, x, chunks), *(plain_loop(plain, part, chunks) for part in (x, x[:6]))
+            for output, expected_output in zip((pipe(x), *pipe.stream([x, x[:6]])), wanted, strict=True):
+                assert unequal({"output": output}, {"output": expected_output}) == [], (layers, in_python)
+    if not in_python:
+        check_loss(made(), plain, x, gradient)
+
+
+def check_loss(layers: nn.Sequential, plain: nn.Sequential, x: Tensor, target: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    total = squares(plain(x), target)
+    total.backward()
+    expected, x.grad = x.grad, None
+    pipe = GPipe(layers, [1] * len(layers), chunks=1)
+    loss = pipe.step(x, target=target, loss_fn=squares, normalizer=1)
+    assert unequal({"loss": loss, "gradient": x.grad}, {"loss": total.detach(), "gradient": expected}) == []
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().sum()
+
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table]])
+@pytest.mark.sampled(8)
+def test_every_operator_equals_the_plain_loop(table: str, name: str) -> None:
+    check(random.Random(name), [[(table, name)]])
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.sampled(8)
+def test_random_layers_equal_the_plain_loop(seed: int) -> None:
+    draw = random.Random(seed)
+    check(draw, names_of_operators(draw, draw.randint(1, 3)))
 
 
 class Recorded(nn.Module):

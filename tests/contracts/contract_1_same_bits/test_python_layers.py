@@ -19,10 +19,7 @@ from gpipe_fast.runtime.segments import SegmentSearch
 from tests.internals import compiler_of
 from tests.reference import (
     loop_step,
-    pipeline,
     pipeline_step,
-    plain_loop,
-    restored,
     unequal,
 )
 from tests.untraceable import (
@@ -156,17 +153,3 @@ def test_a_layer_that_writes_its_input_does_not_change_the_callers_tensor(layout
         assert torch.equal(GPipe(layers, [1, 1], chunks=2)(x), expected)
         pipeline_step(GPipe(layers, [1, 1], chunks=2), x)
     assert torch.equal(x, original)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_inference_mode_equals_the_plain_loop(training: bool) -> None:
-    layers = model(FunctionLayer(branch_on_data), Recurrent(nn.LSTM, num_layers=2, dropout=0.5)).train(
-        training
-    )
-    pipe = GPipe(layers, [2, 9], chunks=M)
-    with torch.inference_mode(), restored(layers):
-        expected = plain_loop(layers, features(), M)
-    with torch.inference_mode(), without_warnings():
-        for _ in range(3):
-            with restored(layers):
-                assert torch.equal(pipeline(pipe, features()), expected)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,33 +83,6 @@ def test_autocast_with_a_grad_scaler_equals_the_plain_loop() -> None:
         return scales
 
     check_equal_training(train, make_both())
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_copies_are_independent_of_the_original(checkpoint: str) -> None:
-    """Copies by deepcopy, pickle and torch.save, each between a forward and its backward."""
-
-    def save_and_load(model: GPipe) -> Any:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    plain, pipe = make_both(checkpoint=checkpoint)
-    x, y = batch(0)
-    for copy_model in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load):
-        torch.manual_seed(7)
-        loss = F.cross_entropy(pipe(x), y)
-        other = copy_model(pipe)
-        loss.backward()
-        assert (other.balance, other.chunks, other.checkpoint) == ([2, 4], CHUNKS, checkpoint)
-        assert list(other.state_dict()) == list(pipe.state_dict())
-        assert all(p.grad is None for p in other.parameters())
-        reference = copy.deepcopy(plain)
-        reference.load_state_dict(other.state_dict())
-        check_equal_training(lambda model: F.cross_entropy(model(x), y).backward(), (reference, other))
-        pipe.zero_grad()
 
 
 def run_gradient_descent(
