@@ -284,11 +284,6 @@ class _Up(nn.Module):
         return x * skip
 
 
-def _dropout() -> tuple[nn.Sequential, Tensor]:
-    layers = (nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.Dropout(0.2))
-    return nn.Sequential(*layers), torch.randn(BATCH, 16)
-
-
 def _convolutions() -> tuple[nn.Sequential, Tensor]:
     # No pooling layer, since its backward is not deterministic on GPUs.
     first = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
@@ -301,20 +296,13 @@ def _gpt() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*layers), torch.randint(32, (BATCH, 6))
 
 
-def _branch() -> tuple[nn.Sequential, Tensor]:
-    layers = nn.Linear(16, 16), _Branch(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
-    return nn.Sequential(*layers), torch.randn(BATCH, 16)
-
-
-def _skip() -> tuple[nn.Sequential, Tensor]:
-    layers = nn.Linear(16, 16), _Down(), nn.Linear(16, 16), nn.Dropout(0.2), _Up(), nn.Linear(16, 4)
+def _python_and_skip() -> tuple[nn.Sequential, Tensor]:
+    layers = nn.Linear(16, 16), _Down(), _Branch(), nn.GELU(), nn.Dropout(0.2), _Up(), nn.Linear(16, 4)
     return nn.Sequential(*layers), torch.randn(BATCH, 16)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
-    "MLP with dropout": _dropout,
+    "GPT with dropout": _gpt,
     "convolutions, batch norm": _convolutions,
-    "GPT": _gpt,
-    "a layer in Python": _branch,
-    "a skip connection": _skip,
+    "Python, skip connection": _python_and_skip,
 }

@@ -20,7 +20,7 @@ from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.structure import Inputs, call_unpacked, flatten
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.steps import backward_of_sum, unchanged
-from gpipe_fast.reports.tables import Printed, Table, ms, others_running, plain, size
+from gpipe_fast.reports.tables import Printed, Table, ms, others_running, size
 
 _ROUNDS = 5
 PIPELINE = "the pipeline"
@@ -59,11 +59,6 @@ class Comparison(Printed):
     candidates: tuple[Compared, ...]
     load: float
     processors: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
-        found: dict[str, Any] = plain(self)
-        return found
 
     def _parts(self) -> list[str | Table]:
         rows = []

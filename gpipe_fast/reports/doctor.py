@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -188,14 +187,15 @@ def _transport(model: GPipe) -> list[str]:
 
 
 def fused_lines(model: GPipe) -> list[str]:
-    """Returns report lines on the fused kernels of a model: for each graph, what they compute and save."""
+    """Returns report lines on the fused kernels of a model."""
     if all(device.type == "cpu" for device in model.devices):
         return []
     reasons = {why_unfused(device, model.fuse) for device in model.devices if device.type != "cpu"}
     if None not in reasons:
         return [f"none, because {reason}" for reason in reasons]
-    lines = list(dict.fromkeys(_fused_line(*each) for each in replaced_by_graph(model)))
-    lines += [f"left out: {kernel}" for kernel in left_out.names()]
+    replaced = [len(each) for _, _, each in replaced_by_graph(model)]
+    groups = f"{sum(replaced)} groups of operators in {len(replaced)} graphs; model.explain(x) lists them"
+    lines = [groups] * bool(replaced) + [f"left out: {kernel}" for kernel in left_out.names()]
     return lines or ["unknown until the first call"]
 
 
@@ -205,15 +205,6 @@ def replaced_by_graph(model: GPipe) -> Iterator[tuple[Stage, str, Sequence[Repla
         for lowered in compiled.traced.lowered.values():
             for graph, replaced in lowered.replaced.items():
                 yield compiled.stage, graph, replaced
-
-
-def _fused_line(stage: Stage, graph: str, replaced: Sequence[Replaced]) -> str:
-    counts = Counter(each.name for each in replaced)
-    kinds = "; ".join(f"{count} x {kind}" for kind, count in counts.items())
-    saved = sum(each.saved for each in replaced) / 2**20
-    last = stage.first_layer + len(stage.layers) - 1
-    where = f"layer {last}" if last == stage.first_layer else f"layers {stage.first_layer} to {last}"
-    return f"{where}, {graph}: {kinds or 'none'} ({saved:.1f} MiB less traffic)"
 
 
 def describe_code(gpu: Capability, archs: str) -> str:
@@ -228,40 +219,23 @@ def describe_code(gpu: Capability, archs: str) -> str:
         archs: the architectures for which the extension was built, as in TORCH_CUDA_ARCH_LIST, such as
             ``8.0;9.0+PTX``; or ``none`` for a build without CUDA.
     """
-    version = _version(gpu)
+    version = f"{gpu[0]}.{gpu[1]}"
+    setting = f"TORCH_CUDA_ARCH_LIST={version}"
     if archs == "none":
-        setting = _arch_list_setting(gpu)
         return f"the extension was built without CUDA; rebuild it with a CUDA toolkit for {setting}"
-    machine_code: list[Capability] = []
-    ptx: list[Capability] = []
-    for arch in re.split(r"[;\s]+", archs.strip()):
-        parsed = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
-        if parsed is None:
-            return (
-                f"unknown whether the extension has code for it: it was built for {archs}, and "
-                f"{arch!r} is not a version"
-            )
-        built = int(parsed[1]), int(parsed[2])
-        if parsed[3] == "a" and built != gpu:
-            continue
-        if built[0] == gpu[0] and built[1] <= gpu[1]:
+    machine_code, ptx = list[Capability](), list[Capability]()
+    for major, minor, suffix, has_ptx in re.findall(r"(\d+)\.(\d+)([af]?)(\+PTX)?", archs):
+        built = int(major), int(minor)
+        if built[0] == gpu[0] and (built == gpu if suffix == "a" else built <= gpu):
             machine_code.append(built)
-        if parsed[4] and not parsed[3] and built <= gpu:
+        if has_ptx and not suffix and built <= gpu:
             ptx.append(built)
     if machine_code:
-        return f"the extension has code for it, built for {_version(max(machine_code))}"
+        return "the extension has code for it, built for {}.{}".format(*max(machine_code))
     if ptx:
+        newest = "{}.{}".format(*max(ptx))
         return (
-            f"the extension has PTX for it, of {_version(max(ptx))}, which the driver compiles when "
-            f"it is loaded; rebuild with {_arch_list_setting(gpu)} to avoid that"
+            f"the extension has PTX for it, of {newest}, which the driver compiles when it is loaded; "
+            f"rebuild with {setting} to avoid that"
         )
-    setting = _arch_list_setting(gpu)
     return f"the extension has no code for {version}, only for {archs}; rebuild it with {setting}"
-
-
-def _version(capability: Capability) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
-def _arch_list_setting(gpu: Capability) -> str:
-    return f"TORCH_CUDA_ARCH_LIST={_version(gpu)}"

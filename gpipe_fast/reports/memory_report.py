@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from gpipe_fast.layers.quantized import stored_tensors
 from gpipe_fast.reports.advice import as_code
-from gpipe_fast.reports.report import StageMemory
 from gpipe_fast.reports.tables import Printed, Table, plain, size
 from gpipe_fast.runtime.stage_memory import StageBytes, block_bytes
 
@@ -32,15 +31,15 @@ class MemoryReport(Printed):
         stages: what each stage needs; None if that is not known, because layers run in Python.
         optimizer: the state of the optimizer for the parameters of each stage; 0 if no optimizer was passed.
         devices: the device of each stage.
-        measured: what was recorded in a step, if it was asked for; else empty.
         unknown: for each stage, the reason why its bytes are not known, or an empty text.
     """
 
     stages: tuple[StageBytes | None, ...]
     optimizer: tuple[int, ...]
     devices: tuple[str, ...]
-    measured: tuple[StageMemory, ...] = ()
     unknown: tuple[str, ...] = ()
+
+    _properties = ("totals",)
 
     @property
     def totals(self) -> dict[str, int | None]:
@@ -50,11 +49,6 @@ class MemoryReport(Printed):
             before = found.get(device, 0)
             found[device] = None if own is None or before is None else before + own.total + state
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as numbers, strings, lists and dicts, for JSON."""
-        found: dict[str, Any] = plain(self)
-        return found | {"totals": self.totals}
 
     def _tables(self) -> Iterator[Table]:
         headers = ["stage", "device", *StageBytes._fields, "optimizer", "total"]
@@ -69,9 +63,6 @@ class MemoryReport(Printed):
         if len(self.stages) > 1:
             totals = [[device, "?" if own is None else size(own)] for device, own in self.totals.items()]
             yield Table("", ["device", "total"], totals)
-        if self.measured:
-            headers = ["stage", *(f"{name} measured" for name in StageMemory._fields)]
-            yield Table("", headers, [[str(i), *map(size, own)] for i, own in enumerate(self.measured)])
 
     def _notes(self) -> list[str]:
         """Returns a line for each reason why bytes are not known, with the stages that it concerns."""

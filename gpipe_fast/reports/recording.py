@@ -21,7 +21,6 @@ from gpipe_fast.lower.steps import Launch
 from gpipe_fast.reports.blame import Phase
 from gpipe_fast.reports.events import Event, PythonTime
 from gpipe_fast.reports.report import Report, StageSizes
-from gpipe_fast.reports.tables import Table, ms
 from gpipe_fast.reports.timeline import sender_of
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.python_layers import LayerTime, timing_layers
@@ -40,7 +39,7 @@ class Recording:
 
     Durations and the bubble refer to one training step, or to one forward; if several ran, to the latest.
     The user's loss runs between forward and backward, so the time between them is not counted. ``print``
-    shows a summary.
+    shows the report.
 
     Attributes:
         stages: events by stage, in order of time.
@@ -150,27 +149,13 @@ class Recording:
         return found
 
     def __str__(self) -> str:
-        """Returns a line about the step, then a table with a row for each stage, then the stages' kernels.
-
-        A stage is busy while it computes, and waiting while it waits at a slot. The rest of the time in which
-        it is not busy it copies, or is idle, such as before its first and after its last action.
-        """
+        """Returns the text of the report, then the kernels of each stage."""
         try:
             report = self.report()
         except ValueError as error:
             return f"Recording: {error}"
-        rows = [
-            [str(stage), ms(own.busy), ms(own.waiting), f"{1 - own.busy / report.step:.1%}"]
-            for stage, own in enumerate(report.stages)
-        ]
-        headline = (
-            f"Recording: {'step' if self.has_backward else 'forward'} of {ms(report.step)} ms, "
-            f"{len(self.stages)} stages, {report.num_microbatches} micro-batches, "
-            f"bubble {report.bubble:.1%}, critical path {ms(report.path_seconds)} ms"
-        )
-        table = Table("", ["stage", "busy ms", "waiting ms", "not busy"], rows).text()
         kernels = [f"stage {i} launches {', '.join(names)}" for i, names in enumerate(self.kernels) if names]
-        return "\n\n".join([headline, table, *(["\n".join(kernels)] if kernels else [])])
+        return "\n\n".join([str(report), *(["\n".join(kernels)] if kernels else [])])
 
     def critical_path(self) -> float:
         """Returns the minimum seconds of the step: its schedule simulated with the measured durations.

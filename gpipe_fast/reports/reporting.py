@@ -18,8 +18,7 @@ from gpipe_fast.layers.structure import Inputs, call_unpacked
 from gpipe_fast.profile import profile_layers
 from gpipe_fast.reports.advice import LayerCosts, Measurements
 from gpipe_fast.reports.events import PythonTime
-from gpipe_fast.reports.explain import explain_call, on_absent_device
-from gpipe_fast.reports.explanation import Explanation
+from gpipe_fast.reports.explanation import Explanation, explain_call, on_absent_device
 from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
 from gpipe_fast.reports.recording import Recording, exchange_stages, kernel_names, record, stage_sizes
 from gpipe_fast.reports.report import Report
@@ -107,7 +106,6 @@ class Reporting(Container):
         loss_fn: Callable[..., Any] | None = None,
         normalizer: Any = None,
         optimizer: OptimizerChoice = None,
-        measure: bool = False,
         device: Device | None = None,
         **kwargs: Any,
     ) -> MemoryReport:
@@ -129,7 +127,6 @@ class Reporting(Container):
             normalizer: As for `step`.
             optimizer: An optimizer, or a function that makes one of a list of parameters, such as
                 ``torch.optim.AdamW``; its state is counted.
-            measure: Whether to record some steps, too, as `report` does, which runs the layers.
             device: ``"cuda"`` for stages that are on a GPU each, which the machine need not have; the layers
                 may then be on the meta device. By default the model's own devices.
             kwargs: The first layer's keyword arguments.
@@ -137,18 +134,12 @@ class Reporting(Container):
         Raises:
             TypeError: As for `step`; or ``optimizer`` is none; or ``device`` is neither a name, a number
                 nor a device.
-            ValueError: As for `step`; or the model has no layers; or ``device`` is no CUDA device, or is
-                passed with ``measure``.
+            ValueError: As for `step`; or the model has no layers; or ``device`` is no CUDA device.
             RuntimeError: As for `forward`.
         """
         runner, absent = self._runner, None
         if device is not None:
             first = absent_gpu(device)
-            if measure:
-                raise ValueError(
-                    f"measure=True runs the layers on their own devices, got device={str(first)!r}, too; "
-                    "leave one of them out"
-                )
             absent = [torch.device(first.type, stage) for stage in range(len(runner.stages))]
         if not len(self):
             raise ValueError("the model has no layers, so it needs no memory; pass some to GPipe")
@@ -167,16 +158,12 @@ class Reporting(Container):
             objective = Objective(loss_of(loss_fn, normalizer))
             longer, given = with_loss(runner, inputs, self.training, objective, targets)
         found, unknown = _predicted(longer, inputs, self.training, given, absent)
-        measured = (
-            steps_of(self, args, kwargs, target, loss_fn, normalizer).report(False).memory if measure else ()
-        )
         devices = absent or self.devices
         each = zip(_parameters_by_stage(runner), devices, strict=True)
         return MemoryReport(
             tuple(found),
             tuple(optimizer_bytes(optimizer, own, place) for own, place in each),
             tuple(map(str, devices)),
-            measured,
             tuple(unknown),
         )
 

@@ -30,7 +30,7 @@ from gpipe_fast.reports.advice import (
 )
 from gpipe_fast.reports.recording import Recording
 from gpipe_fast.reports.report import Report, undisturbed
-from gpipe_fast.reports.tables import Printed, Table, ms, others_running, plain
+from gpipe_fast.reports.tables import Printed, Table, ms, others_running
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 # The limits of the number of steps that are recorded for each setting, and the seconds that they may take
@@ -73,15 +73,12 @@ class Tuning(Printed):
     after: float
     is_complete: bool
 
+    _properties = ("code",)
+
     @property
     def code(self) -> str:
         """The fastest settings as a line of Python; empty if the present ones are the fastest."""
         return as_code(self.settings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
-        found: dict[str, Any] = plain(self)
-        return found | {"code": self.code}
 
     def _headline(self) -> str:
         rest = "" if self.is_complete else " There was no time to try all advice."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tabulate import tabulate
 
@@ -40,7 +40,14 @@ class Table(NamedTuple):
 
 
 class Printed:
-    """Base of reports, which ``print`` shows as text and notebooks as HTML."""
+    """Base of reports, dataclasses which ``print`` shows as text and notebooks as HTML."""
+
+    _properties: ClassVar[tuple[str, ...]] = ()  # those that `to_dict` has besides the attributes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as numbers, strings, lists and dicts, for JSON. Times are in seconds."""
+        found: dict[str, Any] = plain(self)
+        return found | {name: getattr(self, name) for name in self._properties}
 
     def _parts(self) -> Iterable[str | Table]:
         raise NotImplementedError

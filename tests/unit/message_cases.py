@@ -160,7 +160,6 @@ ARGUMENTS = [
     case("no layers", "pass some to GPipe", do_without_layers, "memory"),
     case("for the model's own", "memory_limit = None", do, "memory", memory="1GiB", device="cuda"),
     case("a backward reached an input of stage 0, layer 1", "return the tensor", loss_on_what_is_kept),
-    case("got device='cuda:0', too", "leave one of", do, "memory", measure=True, device="cuda"),
     case("got '20 apples'", "offload", pipe, memory="20 apples"),
     case("memory has 3 values", "one for each device", pipe, memory=["1GiB"] * 3),
     case("with memory='1GiB'", "pass checkpoint", setattr, pipe(memory="1GiB"), "capture", True),

@@ -39,7 +39,7 @@ gpipe_fast
     insert(index, module)
     load_state_dict(state_dict, strict=True, assign=False)
     load_weights(source, *, strict=True, init=None)
-    memory(*args, target=None, loss_fn=None, normalizer=None, optimizer=None, measure=False, device=None,
+    memory(*args, target=None, loss_fn=None, normalizer=None, optimizer=None, device=None,
         **kwargs)
     pop(key=-1)
     prepare(*args, also=(), **kwargs)
@@ -92,7 +92,7 @@ gpipe_fast.recording
     properties: code
   class MemoryChoices(choices)
     properties: code; to_dict()
-  class MemoryReport(stages, optimizer, devices, measured=(), unknown=())
+  class MemoryReport(stages, optimizer, devices, unknown=())
     properties: totals; to_dict()
   class Phase(schedule, events, waits, python=(), undisturbed=mappingproxy({}))
     properties: window; interpreted(stage=None); replay(faster=mappingproxy({})); seconds(); transit(send)

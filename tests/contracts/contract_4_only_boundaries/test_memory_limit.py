@@ -136,13 +136,14 @@ def test_tune_returns_settings_within_a_memory() -> None:
 def test_what_is_predicted_is_what_a_recording_counts() -> None:
     pipe, x = gpt(balance=[3, 4], checkpoint="except_last")
     target = torch.zeros_like(x)
-    report = pipe.memory(x, target=target, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW, measure=True)
+    report = pipe.memory(x, target=target, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW)
+    recorded = pipe.report(x, target=target, loss_fn=F.mse_loss).memory
     shapes = pipe.memory(x.to("meta"), target=target.to("meta"), loss_fn=F.mse_loss)
     assert shapes.stages == report.stages
     assert report.to_dict()["totals"]["cpu"] == sum(
         own.total + state for own, state in zip(report.stages, report.optimizer, strict=True) if own
     )
-    for own, state, measured in zip(report.stages, report.optimizer, report.measured, strict=True):
+    for own, state, measured in zip(report.stages, report.optimizer, recorded, strict=True):
         assert own is not None
         assert own.parameters == measured.parameters
         assert 2 * own.parameters <= state <= 2 * own.parameters + 1024  # AdamW's moments and steps

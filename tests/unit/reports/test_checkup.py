@@ -60,7 +60,7 @@ def test_every_built_in_model_passes_the_check() -> None:
     with mock.patch.object(checkups, "CHECKPOINT_MODES", ["except_last"]):
         checkup = check()
     assert checkup, checkup
-    assert "GPT                       hand-over  except_last       equal, 29 tensors\n" in str(checkup)
+    assert "GPT with dropout          hand-over  except_last       equal, 29 tensors\n" in str(checkup)
     assert checkup.stages == ("cpu", "cpu")
     assert [case.model for case in checkup.cases] == [*checkups.MODELS, "fused kernels"]
 
