@@ -227,11 +227,7 @@ class Report(Printed):
             tables.append({"caption": table.caption, "headers": table.headers, "rows": table.rows})
             if "code" in table.headers:
                 tables[-1]["code"] = [table.headers.index("code")]
-        data = found | {
-            "headline": self.headline(),
-            "tables": tables,
-            "critical_path": [str(action) for action in self.critical_path],
-        }
+        data = found | {"headline": self.headline(), "tables": tables}
         return page.report_page(data, title or "A recorded step")
 
     def timeline(self) -> dict[str, Any]:

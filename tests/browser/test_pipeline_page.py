@@ -155,7 +155,7 @@ def test_the_balance_by_mouse_touch_and_keyboard(open_file: Callable[..., Any]) 
     assert shown(page)["time"] == before
 
 
-def test_play_pause_step_speed_and_scrub(open_file: Callable[..., Any]) -> None:
+def test_play_pause_step_and_scrub(open_file: Callable[..., Any]) -> None:
     clock = "window.now = 0; performance.now = () => 1000 * window.now;"
     page = open_file(PAGE, script=clock, reduced_motion="no-preference")
     assert page.locator("#play").inner_text() == "Play"
@@ -173,8 +173,7 @@ def test_play_pause_step_speed_and_scrub(open_file: Callable[..., Any]) -> None:
     page.locator("#again").click()  # while it plays
     page.evaluate(play_for, 3)
     assert position(page) == pytest.approx(3 / 12)
-    page.locator("#speed").select_option("2")
-    page.evaluate(play_for, 3)
+    page.evaluate(play_for, 6)
     assert position(page) == pytest.approx(9 / 12)
     assert page.locator("#scrub").input_value() == "750"
     page.locator("#play").click()
@@ -237,12 +236,6 @@ def test_the_picture_is_scrubbed_zoomed_and_read(page: Any) -> None:
     for _ in range(2):
         timeline.press("ArrowDown")
     assert "1F0: stage 1, forward of micro-batch 0" in page.locator("#tooltip").inner_text()
-    image = "page.timeline.canvas.toDataURL()"
-    seen = {page.evaluate(image)}
-    for control in ("#arrows", "#critical"):
-        page.locator(control).click()
-        seen.add(page.evaluate(image))
-    assert len(seen) == 3
 
 
 def test_every_caption_sets_the_picture_that_it_explains(page: Any) -> None:
@@ -298,11 +291,10 @@ def test_the_fifth_caption_names_the_best_number_of_micro_batches(page: Any) -> 
 
 def test_light_and_dark(open_file: Callable[..., Any]) -> None:
     page = open_file(PAGE, color_scheme="dark")
-    for expected, ground in (("dark", "rgb(21, 23, 27)"), ("light", "rgb(250, 249, 246)")):
-        assert page.evaluate("document.documentElement.dataset.theme") == expected
+    for scheme, ground in (("dark", "rgb(21, 23, 27)"), ("light", "rgb(250, 249, 246)")):
+        page.emulate_media(color_scheme=scheme)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
         assert low_contrasts(page) == {}
-        page.locator("#theme").click()
 
 
 def test_every_control_is_named_and_reached_by_keyboard(page: Any) -> None:

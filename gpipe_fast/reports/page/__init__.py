@@ -43,8 +43,7 @@ def report_page(data: Mapping[str, Any], title: str) -> str:
              "arrows": [{"from": [stage, time], "to": [stage, time], "critical": bool}],
              "between": [[begin, end]],      # where the caller computes the loss; idle time leaves it out
              "tables": [{"caption": str, "headers": [str], "rows": [[str or number]],
-                         "code": [1]}],      # optional: the columns that contain code to copy
-             "critical_path": ["0F0"]}
+                         "code": [1]}]}      # optional: the columns that contain code to copy
 
             The actions of a stage must not overlap. Times need not be sorted.
         title: the title of the page.

@@ -56,7 +56,6 @@ class Timeline {
   // `pick` is called with the time of a click, and while one drags over a timeline that is not zoomed.
   constructor(canvas, tooltip, pick = null) {
     Object.assign(this, { canvas, tooltip, pick, now: null, isPlaying: false });
-    [this.showArrows, this.showCritical] = [true, true];
     this.selected = null;
     this.pointers = new Map();
     this.context = canvas.getContext("2d");
@@ -188,7 +187,7 @@ class Timeline {
     c.clip();
     c.globalAlpha = alpha;
     this.data.stages.forEach((stage, row) => this.drawRow(stage, row));
-    if (this.showArrows) this.drawArrows(alpha);
+    this.drawArrows(alpha);
     for (const [begin, end, name] of this.data.between || []) this.drawBand(begin, end, name || "loss");
     c.restore();
   }
@@ -237,12 +236,12 @@ class Timeline {
       c.fillStyle = this.colour("on-block");
       c.fillRect(left, top, width - gap, 2);
     }
-    if (action.critical && this.showCritical) {
+    if (action.critical) {
       c.fillStyle = this.colour("critical-bar");
       c.fillRect(left, top + bar - 4, Math.max(width, 1), 4);
     }
     if (isTransfer(action.kind)) return;
-    const middle = top + bar / 2 - (action.critical && this.showCritical ? 1 : 0);
+    const middle = top + bar / 2 - (action.critical ? 1 : 0);
     // All names of blocks of one width look alike: in full, only the number, or nothing.
     if (width < this.numberWidth) return;
     if (width < this.nameWidth) this.label(`${action.microbatch}`, left, right, middle, "on-block", 10, 1);
@@ -295,7 +294,7 @@ class Timeline {
     c.lineWidth = 1;
     for (const { from, to, critical } of arrows) {
       const isDown = to[0] > from[0];
-      const colour = this.colour(critical && this.showCritical ? "critical" : "arrow");
+      const colour = this.colour(critical ? "critical" : "arrow");
       const [x1, y1] = [this.x(from[1]), this.top(from[0]) + (isDown ? this.bar : 0)];
       const [x2, y2] = [this.x(to[1]), this.top(to[0]) + (isDown ? 0 : this.bar)];
       const bend = (y2 - y1) / 2;
@@ -562,32 +561,13 @@ function fillLegend(element, entries) {
   );
 }
 
-// Connects the buttons that both pages have. Light or dark is the system's choice until the button is used.
+// Connects what both pages have: the buttons that zoom, and the system's light or dark colours.
 function setUpButtons(timeline, redraw) {
-  const button = byId("theme");
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  const show = () => {
-    const isDark = chosen ?? system.matches;
-    document.documentElement.dataset.theme = isDark ? "dark" : "light";
-    button.textContent = isDark ? "Light" : "Dark";
-    button.setAttribute("aria-label", `${button.textContent} colours`);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     timeline.readColours();
     redraw();
-  };
-  button.addEventListener("click", () => {
-    chosen = !(chosen ?? system.matches);
-    show();
   });
-  system.addEventListener("change", show);
-  show();
   byId("zoom-in").addEventListener("click", () => timeline.zoom(2));
   byId("zoom-out").addEventListener("click", () => timeline.zoom(0.5));
   byId("zoom-fit").addEventListener("click", () => timeline.fit());
-  for (const [id, name] of [["arrows", "showArrows"], ["critical", "showCritical"]]) {
-    byId(id).addEventListener("change", ({ target }) => {
-      timeline[name] = target.checked;
-      timeline.draw();
-    });
-  }
 }

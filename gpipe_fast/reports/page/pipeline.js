@@ -3,7 +3,7 @@
 
 // The simulated model, for a whole mini-batch on one device: milliseconds and bytes.
 const MODEL = { forward: 100, backward: 200, activations: 4 * 2 ** 30, boundary: 100 * 2 ** 20 };
-const STEP_SECONDS = 12; // of the animation at speed 1
+const STEP_SECONDS = 12; // of the animation
 const UPDATE = 0.05; // of the step's time, for the drawing of the update
 const COSTS = { least: 0.2, most: 3, step: 0.1 };
 const SCHEDULE_NOTES = {
@@ -83,7 +83,7 @@ const TOUR = [
   },
 ];
 
-const state = { ...DEFAULTS, position: 0, playing: false, speed: 1, caption: 0 };
+const state = { ...DEFAULTS, position: 0, playing: false, caption: 0 };
 const motion = matchMedia("(prefers-reduced-motion: reduce)");
 const timeline = new Timeline(byId("timeline"), byId("tooltip"), (time) => seek(time));
 const clock = () => performance.now() / 1000;
@@ -243,9 +243,9 @@ function play() {
   let before = clock();
   const frame = () => {
     const now = clock();
-    const rate = (timeline.data.end / STEP_SECONDS) * state.speed;
+    const rate = timeline.data.end / STEP_SECONDS;
     if (motion.matches) {
-      if (now - before >= 0.5 / state.speed) [before] = [now, seek(eventTime(1))];
+      if (now - before >= 0.5) [before] = [now, seek(eventTime(1))];
     } else {
       seek(state.position + (now - before) * rate);
       before = now;
@@ -431,7 +431,6 @@ function setUp() {
   on("step", "click", () => pause(eventTime(1)));
   on("back", "click", () => pause(eventTime(-1)));
   on("scrub", "input", ({ value }) => pause((timeline.data.end * value) / 1000));
-  on("speed", "change", ({ value }) => (state.speed = Number(value)));
   showCaption(0, false);
   setUpButtons(timeline, drawTime);
 }

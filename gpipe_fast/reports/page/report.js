@@ -12,12 +12,6 @@ function element(name, text = "", className = "") {
   return made;
 }
 
-function panelOf(...parts) {
-  const panel = element("section", "", "panel");
-  panel.append(...parts);
-  return panel;
-}
-
 function copyButton(code) {
   const button = element("button", "Copy");
   button.type = "button";
@@ -44,19 +38,9 @@ function tableOf({ caption, headers, rows, code = [] }) {
     return row;
   };
   table.append(element("caption", caption), cells("th", headers), ...rows.map((row) => cells("td", row)));
-  return panelOf(table);
-}
-
-function pathOf(names) {
-  const list = element("ol", "", "path");
-  list.tabIndex = 0; // it scrolls
-  for (const name of names) {
-    const kind = name.replace(/^\d+/, "").replace(/\d+$/, "");
-    const item = element("li", name, isTransfer(kind) ? "other" : "");
-    if (!isTransfer(kind)) item.style.setProperty("--swatch", `var(--${kind})`);
-    list.append(item);
-  }
-  return panelOf(element("h2", "Critical path"), list);
+  const panel = element("section", "", "panel");
+  panel.append(table);
+  return panel;
 }
 
 function legendEntries() {
@@ -77,7 +61,7 @@ function legendEntries() {
 byId("headline").textContent = data.headline;
 byId("timeline").setAttribute("aria-label", `Timeline of ${data.stages.length} stages. ${data.headline}`);
 fillLegend(byId("legend"), legendEntries());
-byId("tables").append(...data.tables.map(tableOf), ...(data.critical_path.length ? [pathOf(data.critical_path)] : []));
+byId("tables").append(...data.tables.map(tableOf));
 timeline.show(data);
 byId("save").addEventListener("click", () => {
   const link = element("a");
