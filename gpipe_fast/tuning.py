@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports.memory_report import MemoryChoice, MemoryChoices
 from gpipe_fast.reports.reporting import steps_of
 from gpipe_fast.reports.steps import Tuning
-from gpipe_fast.runtime.first_balance import partitions_of
+from gpipe_fast.runtime.first_balance import fastest_of, partitions_of
+from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.settings import MemoryLimit, checked_memory
 from gpipe_fast.runtime.stage import TRACING_LOCK
-from gpipe_fast.schedule.budget import BudgetError
-from gpipe_fast.schedule.cuts import Partition
 from gpipe_fast.unsupported import uncompiled
+
+# How many choices `tune` returns for a memory.
+_NUM_CHOICES = 3
 
 
 @uncompiled
@@ -125,27 +129,24 @@ def _choices_within(
     counts = [runner.chunks_of(inputs.batch_size)]
     if model.chunks == "auto":
         counts = sorted({*counts, *(2**i for i in range(inputs.batch_size.bit_length()))})
-    found: list[tuple[Partition, int]] = []
-    failure: BudgetError | None = None
+    estimates: list[tuple[float, tuple[int, ...], Call]] = []
     with TRACING_LOCK, torch.enable_grad():
         runner.detect_changes()
         for count in counts:
-            try:
-                call = replace(runner.call_of(inputs, training=True), chunks=count)
-                partitions = partitions_of(runner, call, model.schedule)
-                found += [(own, count) for own in partitions(limits)]
-            except BudgetError as error:
-                failure = error
+            call = replace(runner.call_of(inputs, training=True), chunks=count)
+            estimated = partitions_of(runner, call, model.schedule)(limits)
+            estimates += [(time, balance, call) for time, balance in islice(estimated, _NUM_CHOICES)]
+        estimates.sort(key=itemgetter(0))
+        found, failure = fastest_of(runner, [own[1:] for own in estimates[: 2 * _NUM_CHOICES]], limits)
     if failure is not None and not found:
         raise failure
-    found.sort(key=lambda each: each[0].climb.time)
     return MemoryChoices(
         tuple(
             MemoryChoice(
-                {"balance": list(own.balance), "chunks": count, "memory_limit": memory},
-                own.climb.time / 1e9,
-                tuple(map(int, own.climb.bytes)),
+                {"balance": list(balance), "chunks": call.chunks, "memory_limit": memory},
+                choice.nanoseconds / 1e9,
+                tuple(own.total for own in choice.bytes),
             )
-            for own, count in found[:3]
+            for choice, balance, call in found[:_NUM_CHOICES]
         )
     )

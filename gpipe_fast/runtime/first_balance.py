@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,25 @@ from torch import nn
 from gpipe_fast.balance.automatic import default_balance
 from gpipe_fast.layers.structure import Inputs
 from gpipe_fast.lower.checkpoint import checkpoint_policy
-from gpipe_fast.runtime.memory_limit import Limits, choice_within, partitions_within
+from gpipe_fast.runtime.memory_limit import (
+    Choice,
+    LimitError,
+    Limits,
+    choice_within,
+    layer_needs,
+    relative_sizes,
+)
 from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.schedule import ScheduleChoice
-from gpipe_fast.schedule.budget import BudgetError
-from gpipe_fast.schedule.cuts import Partition
+from gpipe_fast.schedule import ScheduleChoice, schedule_for
+from gpipe_fast.schedule.cuts import partitions
 from gpipe_fast.user_warning import warn_user
 
 if TYPE_CHECKING:
     from gpipe_fast.runtime.runner import Runner
+
+# How many of the best partitions by estimates are compared by their plans.
+_NUM_TRIED = 2
 
 
 def first_balance(
@@ -38,7 +48,7 @@ def first_balance(
         schedule: that of the step that follows; None if none does.
 
     Raises:
-        BudgetError: nothing fits into the memory.
+        LimitError: nothing fits into the memory.
     """
     limits = runner.settings.limits(runner.placement.devices)
     if limits is None:
@@ -74,8 +84,8 @@ def _by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
 def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     """Returns the balance with which a step that fits into the memory is fastest.
 
-    The costs of single layers are estimates of those of stages. So the fastest partition by these is
-    compared with the fastest one of all, by their plans. If none fits, the one that needs least is tried.
+    Estimates are from single layers. So a few of the best partitions by these, and the fastest of all, are
+    compared by their plans. If none fits, the first one is tried.
 
     Args:
         runner: the runner of the layers.
@@ -83,35 +93,51 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
         call: the call, with the order of the step that follows; None if there is none.
 
     Raises:
-        BudgetError: nothing fits into the memory.
+        LimitError: nothing fits into the memory.
     """
-    partitions = partitions_of(runner, call, "gpipe" if call.order is None else call.order.schedule)
-    try:
-        candidates = [tuple(partitions(limits)[0].balance)]
-    except BudgetError as error:
-        candidates = [tuple(error.balance)]
-    candidates.append(tuple(partitions(dict.fromkeys(limits, math.inf))[0].balance))
-    times: dict[tuple[int, ...], float] = {}
-    failure: BudgetError | None = None
-    for candidate in dict.fromkeys(candidates):
-        planner = runner.planner_for(list(candidate), runner.placement.devices)
+    schedule = "gpipe" if call.order is None else call.order.schedule
+    tried = itertools.islice(partitions_of(runner, call, schedule)(limits), _NUM_TRIED)
+    balances = [balance for _, balance in tried]
+    balances += [next(partitions_of(runner, call, schedule)(dict.fromkeys(limits, math.inf)))[1]]
+    found, failure = fastest_of(runner, [(balance, call) for balance in dict.fromkeys(balances)], limits)
+    if found:
+        return list(found[0][1])
+    if call.order is None and failure is not None:
+        raise failure
+    return list(balances[0])  # a step has a loss, too, and with it the last stage may need less
+
+
+def fastest_of(
+    runner: Runner, tried: Sequence[tuple[tuple[int, ...], Call]], limits: Limits
+) -> tuple[list[tuple[Choice, tuple[int, ...], Call]], LimitError | None]:
+    """Returns those balances and calls whose plans fit, the fastest first, and why the first other does not.
+
+    Args:
+        runner: the runner of the layers.
+        tried: the balances, and the calls.
+        limits: the bytes for each device.
+    """
+    found: list[tuple[Choice, tuple[int, ...], Call]] = []
+    failure: LimitError | None = None
+    for balance, call in tried:
+        planner = runner.planner_for(list(balance), runner.placement.devices)
         try:
-            times[candidate] = choice_within(planner, call, limits).nanoseconds
-        except BudgetError as error:
+            found.append((choice_within(planner, call, limits), balance, call))
+        except LimitError as error:
             failure = failure or error
-    if failure is not None and not times:
-        if call.order is None:
-            raise failure
-        times[candidates[0]] = 0.0  # a step has a loss, too, and with it the last stage may need less
-    fastest = min(times, key=times.__getitem__)
-    return list(fastest)
+    return sorted(found, key=lambda each: each[0].nanoseconds), failure
 
 
 def partitions_of(
     runner: Runner, call: Call, schedule: ScheduleChoice
-) -> Callable[[Limits], list[Partition]]:
-    """Returns a function that returns the fastest partitions for a call within limits."""
+) -> Callable[[Limits], Iterator[tuple[float, tuple[int, ...]]]]:
+    """Returns a function that yields partitions for limits, as `partitions` does."""
+    devices = runner.placement.devices
     ones = [1] * len(runner.layers)
-    planner = runner.planner_for(ones, [runner.placement.devices[0]] * len(ones))
-    call = replace(call, checkpoint=checkpoint_policy("always", len(ones), True), order=None)
-    return partitions_within(planner, call, runner.placement.devices, schedule)
+    planner = runner.planner_for(ones, [devices[0]] * len(ones))
+    alone = replace(call, checkpoint=checkpoint_policy("always", len(ones), True), order=None)
+    layers, sizes = layer_needs(planner, alone), relative_sizes(alone)
+    recomputed = itertools.product(range(len(devices)), range(len(sizes)))
+    num_devices = len(set(devices))
+    made = schedule_for(schedule, len(devices), len(sizes), num_devices=num_devices, recomputed=[*recomputed])
+    return lambda limits: partitions(layers, devices, limits, sizes, made)

@@ -1,9 +1,18 @@
 """What each stage saves of each micro-batch, so that a step fits into a number of bytes for each device.
 
-The stages are traced first. The ladders of their graphs (gpipe_fast/lower/ladder.py), the times of their
-operators and the schedule are what gpipe_fast/schedule/budget.py chooses from. Programs are then lowered for
-what was chosen, and the choice is made again with the scratch memory that they turn out to need. At last the
-plan is made, and counted as `GPipe.memory` does; the choice is made once more with what it leaves, or lacks.
+From recomputing everything on, the stages of a device climb the ladders of their graphs
+(gpipe_fast/lower/ladder.py) in small steps: one more rung for one class of micro-batches, first where a byte
+saves most time. Micro-batches that are kept at different times are in one class, because they share the
+bytes::
+
+    4 micro-batches, of which the stage keeps 2 at a time      step   m0  m1  m2  m3
+                                                                  0    0   0   0   0   rung of each
+                                                                  1    0   1   0   1
+                                                                  2    1   1   1   1
+                                                                  3    1   2   1   2
+
+More steps never recompute more, so a step of the schedule never takes longer. How many of them fit is found
+by tries, whose plans are lowered, and counted as `GPipe.memory` does.
 
 If something has to be recomputed, only few boundary tensors may wait between stages. A fast stage then waits
 for a slower one during the step instead of at its end, and the limit need not hold what would wait.
@@ -13,10 +22,12 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -29,30 +40,51 @@ from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.module_warnings import InPython
 from gpipe_fast.runtime.plan import planned_schedule
-from gpipe_fast.runtime.planner import Call, Choice, Planner, why_in_python
-from gpipe_fast.runtime.stage_memory import (
-    StageBytes,
-    buffer_bytes,
-    gradient_bytes,
-    parameter_bytes,
-    scratch_bytes,
-    spec_bytes,
-    stage_bytes,
-)
-from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
-from gpipe_fast.schedule.budget import UNDER_WAY, Budget, Climb, Rung, StageCosts
-from gpipe_fast.schedule.cuts import Partition, best_partitions
-from gpipe_fast.trace.joint_graph import JointGraph, parameters_of
+from gpipe_fast.runtime.planner import Call, Planner, why_in_python
+from gpipe_fast.runtime.stage import Stage
+from gpipe_fast.runtime.stage_memory import StageBytes, spec_bytes, stage_bytes
+from gpipe_fast.schedule import Action, Kind, Schedule, Simulation
+from gpipe_fast.schedule.cuts import LayerNeeds, Rung
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
-# How often programs are lowered for a choice. After that, one is made among those that are lowered.
-_MAX_ATTEMPTS = 8
-# How often plans are counted, and the share of a limit that a plan may leave unused without another attempt.
-_MAX_PLANS = 6
-_UNUSED_SHARE = 0.01
+# How many plans are tried, and the share of a limit that one may leave unused without another try.
+_MAX_TRIES, _UNUSED_SHARE = 8, 0.01
 # How many boundary tensors may wait on a connection. One is enough if all actions take equally long.
 _SLOTS = 2
 Limits = Mapping[torch.device, float]
+_Rows = Sequence[Sequence[int]]  # for each stage, the rung of each micro-batch
+
+
+class Choice(NamedTuple):
+    """What to save so that a call fits into the memory.
+
+    Attributes:
+        checkpoint: what each stage saves of each micro-batch.
+        nanoseconds: the simulated time of a step.
+        slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
+        bytes: what each stage needs.
+    """
+
+    checkpoint: Checkpoint
+    nanoseconds: float
+    slots: int | None
+    bytes: Sequence[StageBytes] = ()
+
+    def applied_to(self, call: Call) -> Call:
+        """Returns the call with this choice in place of its own."""
+        return replace(call, checkpoint=self.checkpoint, slots=self.slots)
+
+    def by_device(self, stages: Sequence[Stage]) -> Mapping[torch.device, int]:
+        """Returns the sums of what the stages of each device need."""
+        found = defaultdict[torch.device, int](int)
+        for own, stage in zip(self.bytes, stages, strict=True):
+            found[stage.device] += own.total
+        return found
+
+
+class LimitError(ValueError):
+    """A limit within which no step fits."""
 
 
 def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
@@ -67,249 +99,193 @@ def choice_within(planner: Planner, call: Call, limits: Limits) -> Choice:
         limits: the bytes for each device.
 
     Raises:
-        ValueError: even if everything is recomputed, a step needs more; the message says how much, for what.
+        LimitError: even if everything is recomputed, a step needs more; the message says how much, for what.
         RuntimeError: a layer cannot be traced.
     """
     key = call.key(), tuple(limits.items())
     known = planner.within.lookup(key)
-    if known is not None:
-        return known
-    limited = _Limited(planner, call)
-    found = limited.nothing_recomputed
-    if min(limited.unused(found, limits).values()) < 0:
-        limited.calibrate()
-        found = limited.fastest(limits)
-    planner.within[key] = found
+    if known is None:
+        known = planner.within[key] = _Climb(planner, call).choice_within(limits)
+    return known
+
+
+def layer_needs(planner: Planner, call: Call) -> list[LayerNeeds]:
+    """Returns what each layer costs, given a planner in which it is a stage of its own.
+
+    Raises:
+        RuntimeError: a layer cannot be traced.
+    """
+    climb = _Climb(planner, call)
+    found = []
+    for number, (stage, own) in enumerate(zip(planner.stages, climb.compiled[0], strict=True)):
+        alone = replace(call, checkpoint=Checkpoint(((NO_RECOMPUTE,),)))
+        (needed,) = stage_bytes([stage], [[pipeline[number]] for pipeline in climb.compiled], alone)
+        boundary, outputs = (spec_bytes(each.tensors, stage.device) for each in (own.inputs, own.outputs))
+        found.append(
+            LayerNeeds(
+                *climb.times[number],
+                climb.rungs[number],
+                boundary if stage.first_layer else 0,  # the first one's are parts of the caller's
+                outputs,
+                needed.parameters + needed.buffers + needed.gradients,
+                needed.intermediates,
+            )
+        )
     return found
 
 
-def partitions_within(
-    planner: Planner, call: Call, devices: Sequence[torch.device], schedule: ScheduleChoice
-) -> Callable[[Limits], list[Partition]]:
-    """Returns a function that returns the three fastest partitions that fit into limits, with what they save.
-
-    They are chosen by the costs of single layers. The limits are as for `choice_within`, or infinite. The
-    function raises a ValueError if no partition fits; the message says what is needed at least, for what.
-
-    Args:
-        planner: traces the layers, each of which is a stage of its own.
-        call: as for `choice_within`.
-        devices: the device of each stage of the partitions.
-        schedule: the schedule of the partitions.
-
-    Raises:
-        RuntimeError: as for `choice_within`.
-    """
-    layers = _Limited(planner, call)
-    number, num_devices = len(layers.sizes), len(set(devices))
-
-    def with_recomputes(recomputed: frozenset[tuple[int, int]]) -> Schedule:
-        found = schedule_for(schedule, len(devices), number, num_devices=num_devices, recomputed=recomputed)
-        return found.with_fewer_slots(_SLOTS)
-
-    return lambda limits: best_partitions(layers.layer_costs, devices, limits, layers.sizes, with_recomputes)
+def relative_sizes(call: Call) -> list[float]:
+    """Returns the size of each micro-batch of a call, relative to the largest."""
+    found = [sum(math.prod(spec.shape) for spec in each.tensors) for each in call.microbatches]
+    return [own / max(1, *found) for own in found]
 
 
-class _Limited:
-    """The stages of a call, for which rungs are chosen.
+class _Step(NamedTuple):
+    """One more rung for some micro-batches of a stage; `saved` are the bytes that all of them save more."""
+
+    stage: int
+    rung: int
+    microbatches: Sequence[int]
+    saved: float
+
+
+class _Climb:
+    """The ladders of the stages of a call.
 
     Attributes:
-        sizes: the size of each micro-batch, relative to the largest.
+        compiled: the compiled stages for the first micro-batch, and for the last.
+        rungs: the ladder of each stage, for the first micro-batch.
+        times: the nanoseconds of each stage's forward of it, and of its backward without recomputation.
     """
 
     def __init__(self, planner: Planner, call: Call) -> None:
         self._planner, self._stages, self._call = planner, planner.stages, call
-        compiled = _compiled(planner, call)
-        self._compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, len(compiled) - 1)]
         self._number = len(call.microbatches)
-        first = self._stages[0].device
-        samples = [spec_bytes(call.microbatches[m].tensors, first) for m in range(self._number)]
-        self.sizes = [own / max(1, *samples) for own in samples]
-        self._defers = call.order is not None and self._schedule(frozenset()).defers_weights
+        compiled = _compiled(planner, call)
+        self.compiled = [pipeline for m, pipeline in enumerate(compiled) if m in (0, self._number - 1)]
         graphs = [own.traced.joint for own in compiled[0]]
-        self._saved = [_saved_bytes(joint) for joint in graphs]
-        # For each stage, the scratch memory of the rungs whose programs are lowered.
-        self._scratch = [dict[int, int]() for _ in graphs]
-        # For each stage, what the plans that were made need beside the costs, which are estimates.
-        self._beside: list[float] = [0.0] * len(graphs)
-        self._gradients = [
-            gradient_bytes(own, {p for p in parameters_of(own.layers) if p.requires_grad})
-            for own in self._stages
-        ]
-        for stage, saved in enumerate(self._saved):
-            self._lower(stage, {0, len(saved) - 1})
-        self._times = [self._costs_of(i, joint) for i, joint in enumerate(graphs)]
+        self.rungs, self.times = list(map(_rungs, graphs)), list(map(_times, graphs))
+        self._sizes = relative_sizes(call)
 
-    @property
-    def layer_costs(self) -> list[StageCosts]:
-        """The costs of each stage, without what depends on the stages next to it."""
-        return [replace(own, rungs=self._rungs(stage, own)) for stage, own in enumerate(self._times)]
-
-    @property
-    def costs(self) -> list[StageCosts]:
-        """The costs of each stage, with the scratch memory of the rungs as far as it is known."""
-        return [
-            replace(own, fixed={**own.fixed, UNDER_WAY: beside})
-            for own, beside in zip(self.layer_costs, self._beside, strict=True)
-        ]
-
-    @property
-    def everything_recomputed(self) -> Choice:
-        """The choice that needs least."""
-        return self._same_everywhere(FULL_RECOMPUTE, [0] * len(self._stages), _SLOTS)
-
-    @property
-    def nothing_recomputed(self) -> Choice:
-        """The choice that takes the least time."""
-        return self._same_everywhere(NO_RECOMPUTE, [len(saved) - 1 for saved in self._saved], None)
-
-    def _same_everywhere(self, fraction: SavedFraction, rungs: Sequence[int], slots: int | None) -> Choice:
-        budget = Budget(self.costs, self.sizes, self._schedule)
-        time = budget.time_of([[rung] * self._number for rung in rungs])
-        return Choice(Checkpoint(((fraction,),) * len(rungs)), time, slots)
-
-    def calibrate(self) -> None:
-        """Corrects the costs so that recomputing everything needs what its plan needs."""
-        needed = self._needed(self.everything_recomputed)
-        least = Budget(self.costs, self.sizes, self._schedule).least()
-        self._beside = [math.ceil(own.total - size) for own, size in zip(needed, least, strict=True)]
-
-    def fastest(self, limits: Limits) -> Choice:
-        """Returns the fastest of a few choices whose plans fit, as `choice_within`.
-
-        `choose` estimates what a plan needs, and here the plan is counted. What it leaves of the limits is
-        added to its estimate, or what it lacks is taken away, and the next choice may need so much. Between
-        an estimate whose plan fits and one whose plan does not, that is their mean.
-        """
-        found = self.everything_recomputed
-        given, enough, too_much = dict(limits), dict[torch.device, float](), dict[torch.device, float]()
-        tried = set[Checkpoint]()
-        for _ in range(_MAX_PLANS):
-            choice, estimates = self.choose(given)
-            if choice.checkpoint in tried:
-                break
-            tried.add(choice.checkpoint)
-            unused = self.unused(choice, limits)
-            fits = min(unused.values()) >= 0
-            if fits and choice.nanoseconds < found.nanoseconds:
+    def choice_within(self, limits: Limits) -> Choice:
+        """Returns the fastest of a few choices whose plans fit."""
+        top = [[len(own) - 1] * self._number for own in self.rungs]
+        everything_saved = self._choice(top, None)
+        if all(everything_saved.by_device(self._stages)[device] <= size for device, size in limits.items()):
+            return everything_saved
+        found = self._choice([[0] * self._number for _ in self.rungs], _SLOTS)
+        searches = {}
+        for device, limit in limits.items():
+            stages = [i for i, stage in enumerate(self._stages) if stage.device == device]
+            least, most = (each.by_device(self._stages)[device] for each in (found, everything_saved))
+            if least > limit:
+                raise _limit_error(device, limit, {i: found.bytes[i] for i in stages})
+            searches[device] = _Search(self._steps(stages), limit, least, most)
+        for _ in range(_MAX_TRIES):
+            rows = [[0] * self._number for _ in self.rungs]
+            for search in searches.values():
+                for step in search.steps[: search.next]:
+                    for m in step.microbatches:
+                        rows[step.stage][m] = step.rung
+            choice = self._choice(rows, _SLOTS)
+            needed = choice.by_device(self._stages)
+            if all(needed[device] <= limit for device, limit in limits.items()):
                 found = choice
-            if fits and all(left <= _UNUSED_SHARE * limits[device] for device, left in unused.items()):
+            for device, search in searches.items():
+                search.note(needed[device])
+            if all(search.is_done for search in searches.values()):
                 break
-            for device, left in unused.items():
-                if left < 0:
-                    too_much[device] = min(estimates[device], too_much.get(device, math.inf))
-                elif fits:
-                    enough[device] = max(estimates[device], enough.get(device, 0.0))
-                wanted = estimates[device] + left
-                if device in too_much and device in enough:
-                    wanted = (enough[device] + too_much[device]) / 2
-                least = self._by_device(Budget(self.costs, self.sizes, self._schedule).least())
-                given[device] = max(wanted, least[device])
         return found
 
-    def _by_device(self, sizes: Iterable[float]) -> Mapping[torch.device, float]:
-        """Returns the sums of what the stages of each device need."""
-        found = defaultdict[torch.device, float](float)
-        for size, stage in zip(sizes, self._stages, strict=True):
-            found[stage.device] += size
-        return found
-
-    def choose(self, limits: Limits) -> tuple[Choice, Mapping[torch.device, float]]:
-        """Returns the fastest choice that fits by estimates, as `choice_within`, and its estimated bytes."""
-        for _ in range(_MAX_ATTEMPTS):
-            climb = Budget(self.costs, self.sizes, self._schedule).choose(limits)
-            unknown = [set(row) - self._scratch[stage].keys() for stage, row in enumerate(climb.rungs)]
-            for stage, rungs in enumerate(unknown):
-                self._lower(stage, rungs)
-            if not any(unknown):
-                break
-        else:
-            climb = self._known_choice(limits)
-        return self._choice_of(climb), self._by_device(climb.bytes)
-
-    def unused(self, choice: Choice, limits: Limits) -> dict[torch.device, float]:
-        """Returns how many bytes of each device's limit a choice's plan leaves; negative if it exceeds it."""
-        needed = self._by_device(own.total for own in self._needed(choice))
-        return {device: limit - needed[device] for device, limit in limits.items()}
-
-    def _needed(self, choice: Choice) -> list[StageBytes]:
+    def _choice(self, rows: _Rows, slots: int | None) -> Choice:
+        fractions = (
+            tuple(_fraction(rungs, rung) for rung in row) for rungs, row in zip(self.rungs, rows, strict=True)
+        )
+        choice = Choice(Checkpoint(tuple(fractions)), self._time_of(rows), slots)
         call = choice.applied_to(self._call)
-        return stage_bytes(self._stages, _compiled(self._planner, call), call)
+        return choice._replace(bytes=stage_bytes(self._stages, _compiled(self._planner, call), call))
 
-    def _known_choice(self, limits: Limits) -> Climb:
-        """Returns the best choice among the rungs whose programs are lowered."""
-        known = [sorted(own) for own in self._scratch]
-        costs = [
-            replace(own, rungs=tuple(own.rungs[rung] for rung in known[stage]))
-            for stage, own in enumerate(self.costs)
-        ]
-        climb = Budget(costs, self.sizes, self._schedule).choose(limits)
-        rungs = (tuple(known[stage][rung] for rung in row) for stage, row in enumerate(climb.rungs))
-        return replace(climb, rungs=tuple(rungs))
+    def _steps(self, stages: Sequence[int]) -> list[_Step]:
+        """Returns the steps of the stages of a device: first those that save most time for their bytes."""
+        found: list[tuple[float, _Step]] = []
+        kept = Simulation.of(self._schedule([[True] * self._number for _ in self.rungs])).kept
+        for stage in stages:
+            gain = float("inf")
+            for rung, (before, after) in enumerate(pairwise(self.rungs[stage]), 1):
+                saved = after.saved - before.saved
+                # Never before the rung below.
+                gain = min(gain, (before.recompute - after.recompute) / saved) if saved else gain
+                for first in range(kept[stage]):
+                    own = range(first, self._number, kept[stage])
+                    found.append((-gain, _Step(stage, rung, own, saved * len(own))))
+        return [step for _, step in sorted(found, key=operator.itemgetter(0))]
 
-    def _rungs(self, stage: int, costs: StageCosts) -> tuple[Rung, ...]:
-        """Returns the rungs of a stage with the scratch memory of those that are lowered.
-
-        That of the others is between that of the nearest ones, in proportion to what is saved.
-        """
-        saved, known = self._saved[stage], sorted(self._scratch[stage].items())
-        found = []
-        for number, rung in enumerate(costs.rungs):
-            (low, first), (high, last) = next(
-                pair for pair in pairwise([*known, known[-1]]) if number <= pair[1][0]
-            )
-            share = (saved[number] - saved[low]) / max(1, saved[high] - saved[low])
-            found.append(replace(rung, scratch=first + share * (last - first)))
-        return tuple(found)
-
-    def _schedule(self, recomputed: frozenset[tuple[int, int]]) -> Schedule:
-        fractions = [
-            [FULL_RECOMPUTE if (stage, m) in recomputed else NO_RECOMPUTE for m in range(self._number)]
-            for stage in range(len(self._stages))
-        ]
+    def _schedule(self, recomputed: Sequence[Sequence[object]]) -> Schedule:
+        fractions = [[FULL_RECOMPUTE if each else NO_RECOMPUTE for each in row] for row in recomputed]
         return planned_schedule(self._stages, fractions, True, self._call.order, _SLOTS)
 
-    def _costs_of(self, index: int, joint: JointGraph) -> StageCosts:
-        stage, own = self._stages[index], self._compiled[0][index]
-        rungs = Ladder.of(joint).rungs
-        times = Counter[bool]()
-        for node in joint.module.graph.nodes:
-            computes = node.op == "call_function" and node.target is not operator.getitem
-            if computes and source_of(node).base is node:
-                times[is_backward(node)] += _time_of(node)
-        inputs, outputs = (spec_bytes(each.tensors, stage.device) for each in (own.inputs, own.outputs))
-        is_first = stage.first_layer == 0  # its inputs are parts of the caller's
-        return StageCosts(
-            times[False],
-            times[True],
-            tuple(Rung(s, rung.recompute) for s, rung in zip(self._saved[index], rungs, strict=True)),
-            0 if is_first else inputs,
-            {
-                "parameters": parameter_bytes(stage),
-                "buffers": buffer_bytes(stage),
-                "gradients": self._gradients[index],
-            },
-            stage.device,
-            outputs,
-            scratch_stays=stage.device.type == "cpu",
-        )
+    def _time_of(self, rows: _Rows) -> float:
+        """Returns the simulated time of a step."""
+        again = [[own[rung].recompute for rung in row] for own, row in zip(self.rungs, rows, strict=True)]
+        schedule = self._schedule(again)
+        recomputes = {(a.stage, a.microbatch) for row in schedule.stages for a in row if a.kind is Kind.R}
 
-    def _choice_of(self, climb: Climb) -> Choice:
-        fractions = (
-            tuple(_fraction(self._saved[stage], rung) for rung in row)
-            for stage, row in enumerate(climb.rungs)
-        )
-        return Choice(Checkpoint(tuple(fractions)), climb.time, _SLOTS)
+        def seconds(action: Action) -> float:
+            stage, kind, m = action
+            (forward, backward), recompute = self.times[stage], again[stage][m]
+            # Without an R, a backward recomputes what it needs.
+            late = 0.0 if (stage, m) in recomputes else recompute
+            time = {
+                Kind.F: forward,
+                Kind.R: recompute,
+                Kind.B: backward + late,
+                Kind.I: backward / 2 + late,
+                Kind.W: backward / 2,
+            }
+            return time.get(kind, 0.0) * self._sizes[m]
 
-    def _lower(self, stage: int, rungs: Collection[int]) -> None:
-        """Lowers the programs of some rungs of a stage, and notes their scratch memory."""
-        for rung in rungs:
-            found = []
-            for pipeline in self._compiled:
-                fraction = _fraction(self._saved[stage], rung)
-                lowered = pipeline[stage].traced.lower(fraction, self._defers)
-                found.append(scratch_bytes(lowered, self._gradients[stage], self._stages[stage].device))
-            self._scratch[stage][rung] = max(found)
+        return Simulation.of(schedule, seconds).time
+
+
+class _Search:
+    """The search for the number of steps that fit into the limit of a device.
+
+    Attributes:
+        steps: the steps.
+        next: the number of them to try next; the most that are known to fit if `is_done`.
+    """
+
+    def __init__(self, steps: Sequence[_Step], limit: float, least: float, most: float) -> None:
+        self.steps, self._limit = steps, limit
+        self._saved = [*accumulate((step.saved for step in steps), initial=0.0)]
+        # The most steps that fit, and the least that do not, as far as known, with what they need.
+        self._low, self._high = (0, least), (len(steps) + (most <= limit), most)
+        self.next = 0
+        self._choose()
+
+    def note(self, needed: float) -> None:
+        """Notes what the next number of steps needs, and chooses another one."""
+        if needed <= self._limit:
+            self._low = self.next, needed
+        else:
+            self._high = self.next, needed
+        self._choose()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no other number is worth a try."""
+        return self.next == self._low[0]
+
+    def _choose(self) -> None:
+        """Chooses the number that just fits if what is needed grows like what is saved."""
+        (low, least), (high, most) = self._low, self._high
+        unused = self._limit - least
+        if high - low <= 1 or unused <= _UNUSED_SHARE * self._limit:
+            self.next = low
+            return
+        last = self._saved[min(high, len(self.steps))]
+        saved = self._saved[low] + (last - self._saved[low]) * unused / max(1.0, most - least)
+        self.next = min(max(low + 1, bisect_right(self._saved, saved) - 1), high - 1)
 
 
 def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]:
@@ -326,25 +302,57 @@ def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]
     )
 
 
-def _saved_bytes(joint: JointGraph) -> list[int]:
-    """Returns the bytes that are saved on each rung of the graph's ladder."""
+def _rungs(joint: JointGraph) -> list[Rung]:
+    """Returns the rungs of a graph's ladder, with the bytes that are saved on each."""
     value_of = {node.name: node.meta.get("val") for node in joint.module.graph.nodes}
 
     def size(names: Sequence[str]) -> int:
         return sum(bytes_of(value_of[name]) for name in names)
 
-    return list(accumulate(size(rung.added) - size(rung.dropped) for rung in Ladder.of(joint).rungs))
+    rungs = Ladder.of(joint).rungs
+    saved = accumulate(size(rung.added) - size(rung.dropped) for rung in rungs)
+    return [Rung(own, rung.recompute) for own, rung in zip(saved, rungs, strict=True)]
 
 
-def _fraction(saved: Sequence[int], rung: int) -> SavedFraction:
-    """Returns a saved fraction whose furthest rung is this one: half way to the next one that saves more."""
-    if saved[rung] == saved[-1]:
-        return NO_RECOMPUTE
-    if rung == 0 == saved[rung]:
-        return FULL_RECOMPUTE
-    following = next(size for size in saved[rung:] if size > saved[rung])
-    return (saved[rung] + following) / 2 / saved[-1]
+def _times(joint: JointGraph) -> tuple[int, int]:
+    """Returns the nanoseconds of a graph's forward and of its backward."""
+    times = Counter[bool]()
+    for node in joint.module.graph.nodes:
+        computes = node.op == "call_function" and node.target is not operator.getitem
+        if computes and source_of(node).base is node:
+            times[is_backward(node)] += _time_of(node)
+    return times[False], times[True]
 
 
 def _time_of(node: fx.Node) -> int:
     return nanoseconds(node) if isinstance(node.meta.get("val"), (AnyTensor, tuple, list)) else 0
+
+
+def _fraction(rungs: Sequence[Rung], rung: int) -> SavedFraction:
+    """Returns a saved fraction whose furthest rung is this one: half way to the next one that saves more."""
+    saved = rungs[rung].saved
+    if saved == rungs[-1].saved:
+        return NO_RECOMPUTE
+    if rung == 0 == saved:
+        return FULL_RECOMPUTE
+    following = next(own.saved for own in rungs[rung:] if own.saved > saved)
+    return (saved + following) / 2 / rungs[-1].saved
+
+
+def _limit_error(device: torch.device, limit: float, needed: Mapping[int, StageBytes]) -> LimitError:
+    texts = []
+    for stage, own in needed.items():
+        parts = [f"{_mib(size)} of {name.replace('_', ' ')}" for name, size in own._asdict().items() if size]
+        texts.append(f"stage {stage}: {', '.join(parts)}")
+    total = sum(own.total for own in needed.values())
+    return LimitError(
+        f"memory is {_mib(limit, math.floor)} on {device}, but at least {_mib(total, math.ceil)} is needed "
+        f"if everything is recomputed ({'; '.join(texts)}); "
+        "pass at least that, use more chunks, or a balance with fewer layers on this device"
+    )
+
+
+def _mib(size: float, rounded: Callable[[float], int] = round) -> str:
+    if size < 2**17:
+        return f"{rounded(size):,} bytes"
+    return f"{rounded(size / 2**20 * 10) / 10:.1f} MiB"

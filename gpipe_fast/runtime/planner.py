@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.traceability import check_can_run
+
+if TYPE_CHECKING:
+    from gpipe_fast.runtime.memory_limit import Choice
 
 # The maximum number of signatures whose plans a module caches, and of plans of each, for gradients in other
 # layouts.
@@ -137,24 +140,6 @@ class Signature:
             changed = self.layers.changed_since(before.layers)
             found[found.index("layers")] = f"the state of layers {changed}"
         return found
-
-
-class Choice(NamedTuple):
-    """What to save so that a call fits into the memory.
-
-    Attributes:
-        checkpoint: what each stage saves of each micro-batch.
-        nanoseconds: the simulated time of a step.
-        slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
-    """
-
-    checkpoint: Checkpoint
-    nanoseconds: float
-    slots: int | None
-
-    def applied_to(self, call: Call) -> Call:
-        """Returns the call with this choice in place of its own."""
-        return replace(call, checkpoint=self.checkpoint, slots=self.slots)
 
 
 # The cache key of plans.

@@ -292,25 +292,6 @@ def _add_whole(
     end.append(Change("under_way", -sum(each.outputs.get(_plain(last), 0) for each in own)))
 
 
-def scratch_bytes(lowered: LoweredStage, gradients: int, device: torch.device) -> int:
-    """Returns the most that the programs of a stage need beside what they are given, save and return.
-
-    Args:
-        lowered: the programs.
-        gradients: the bytes of the gradients of parameters, which do not count.
-        device: the device of the stage.
-    """
-    programs = [each for each in (lowered.forward, lowered.backward, lowered.weights) if each is not None]
-    roles = (GraphRole.SAVED, GraphRole.BUFFER, GraphRole.OUTPUT)
-    results = set[int]().union(*(_results(lowered.forward, role) for role in roles))
-    found = _peak(lowered.forward, False, device) - _value_bytes(lowered.forward, results, device)
-    for each in programs[1:]:
-        freed = _freed(lowered, device) if each is lowered.backward and lowered.weights is None else {}
-        runs = [_peak(each, is_first, device, freed=freed) for is_first in (False, True)]
-        found = max(found, runs[0], runs[1] - gradients)
-    return found + _staying_bytes(programs, device)
-
-
 def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
     """Returns the scratch memory that stays between runs: see Arena in csrc/program/program.h."""
     return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0

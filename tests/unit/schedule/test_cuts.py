@@ -1,72 +1,57 @@
-"""Cuts and recomputation chosen together."""
+"""Estimates of the fastest partition of layers within a number of bytes."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from functools import partial
 
 import pytest
 
-from gpipe_fast.schedule.budget import Budget, BudgetError, Rung, StageCosts
-from gpipe_fast.schedule.cuts import best_partitions, stage_costs
-from gpipe_fast.schedule.simulation import Simulation
-from tests.unit.schedule.test_budget import MIB, random_stage, schedules
+from gpipe_fast.schedule import schedule_for
+from gpipe_fast.schedule.cuts import LayerNeeds, Rung, partitions
+
+MIB = 2**20
 
 
-def random_layer(draw: random.Random) -> StageCosts:
-    own = random_stage(draw, draw.randint(2, 5), "")
-    scratch = draw.randint(1, 20) * MIB
-    rungs = tuple(Rung(rung.saved, rung.recompute, scratch) for rung in own.rungs)
-    return StageCosts(
-        own.forward,
-        own.backward,
-        rungs,
-        own.boundary,
-        {"parameters": draw.randint(1, 9) * MIB},
-        "",
-        draw.randint(1, 4) * MIB,
-    )
-
-
-def balances(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
-    return [tuple(b - a for a, b in itertools.pairwise((0, *own, num_layers))) for own in cuts]
+def random_layer(draw: random.Random) -> LayerNeeds:
+    """Returns a layer whose first rungs save most time for their bytes, as those of minimum cuts do."""
+    forward = draw.uniform(1, 3)
+    steps = [(draw.uniform(0.1, 1), draw.randint(1, 20) * MIB) for _ in range(draw.randint(1, 4))]
+    steps.sort(key=lambda step: step[0] / step[1], reverse=True)
+    left = forward
+    rungs = [Rung(0, left)]
+    for time, size in steps:
+        left -= forward * time / sum(time for time, _ in steps)
+        rungs.append(Rung(rungs[-1].saved + size, max(0.0, left)))
+    sizes = (draw.randint(1, most) * MIB for most in (5, 4, 9, 20))
+    return LayerNeeds(forward, 2 * forward, rungs, *sizes)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_no_partition_of_all_is_faster(name: str) -> None:
+def test_every_partition_is_found_once_and_the_least_time_comes_first(name: str) -> None:
     draw = random.Random(name)
     for _ in range(6):
-        num_layers, num_stages, number = draw.choice([(6, 3, 4), (7, 2, 6), (5, 4, 3)])
+        num_layers, num_stages, number = draw.choice([(6, 3, 4), (7, 2, 6), (5, 4, 3), (4, 1, 2)])
         layers = [random_layer(draw) for _ in range(num_layers)]
         devices = [f"gpu{stage}" for stage in range(num_stages)]
-        sizes = [1.0] * (number - 1) + [draw.choice([0.5, 1.0])]
-        schedule_of = schedules(name, num_stages, number)
+        recomputed = [*itertools.product(range(num_stages), range(number))]
+        schedule = schedule_for(name, num_stages, number, recomputed=recomputed)
+        times = []
+        for factor in (1, 3, 1000):
+            limits = dict.fromkeys(devices, factor * 40.0 * MIB)
+            found = [*partitions(layers, devices, limits, [1.0] * (number - 1) + [0.5], schedule)]
+            assert [time for time, _ in found] == sorted(time for time, _ in found)
+            cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+            every = {tuple(b - a for a, b in itertools.pairwise((0, *own, num_layers))) for own in cuts}
+            assert sorted(balance for _, balance in found) == sorted(every)
+            times.append(found[0][0])
+        assert times == sorted(times, reverse=True)  # more bytes are never slower
 
-        everything = schedule_of(frozenset(itertools.product(range(num_stages), range(number))))
-        costs_of = partial(
-            stage_costs, devices=devices, kept=Simulation.of(everything).kept, slots=everything.slots
-        )
 
-        def budget_of(
-            balance: tuple[int, ...], layers=layers, sizes=sizes, of=schedule_of, costs_of=costs_of
-        ):
-            ends = itertools.accumulate(balance)
-            parts = [layers[end - size : end] for end, size in zip(ends, balance, strict=True)]
-            return Budget([costs_of(p, s) for s, p in enumerate(parts)], sizes, of)
-
-        everywhere = {balance: budget_of(balance) for balance in balances(num_layers, num_stages)}
-        least = min(max(budget.least()) for budget in everywhere.values())
-        limits = dict.fromkeys(devices, least * draw.uniform(1.05, 2))
-        times = {}
-        for balance, budget in everywhere.items():
-            try:
-                times[balance] = budget.choose(limits).time
-            except BudgetError:
-                continue
-        found = best_partitions(layers, devices, limits, sizes, schedule_of)
-        assert [p.climb.time for p in found] == pytest.approx(sorted(times.values())[: len(found)])
-        assert len(found) == min(3, len(times))
-        for partition in found:
-            assert partition.climb.time == times[partition.balance]
+def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None:
+    own = [LayerNeeds(1, 2, [Rung(0, 0)], 0, 0, fixed * MIB, 0) for fixed in (1.0, 1.0, 1.0, 5.0)]
+    schedule = schedule_for("gpipe", 2, 4, recomputed=[])
+    for limit, balance in ((100, (2, 2)), (5, (3, 1)), (1, (3, 1))):
+        time, found = next(partitions(own, "ab", dict.fromkeys("ab", limit * MIB), [1.0] * 4, schedule))
+        assert found == balance
+        assert (time < 1e18) == (limit >= 5)
