@@ -20,6 +20,7 @@ from gpipe_fast.devices import Device
 from gpipe_fast.distributed.mesh import check_one_replica, checked_timeout, refuse_ddp
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
+from gpipe_fast.from_model.calls import Making
 from gpipe_fast.from_model.pipelined import make_pipelined
 from gpipe_fast.from_model.tensor_plan import apply_plan
 from gpipe_fast.layers.structure import BatchDim
@@ -285,8 +286,9 @@ class GPipe(Reporting):
             number = processes.size
             if processes.num_shards > 1:
                 apply_plan(model, mesh["tp"])  # type: ignore[index]  # no process group has parts
-        places = devices, number, settings, loss, cls._over, processes
-        return make_pipelined(model, args, kwargs, blocks, balance, *places)
+        sizes = None if balance is None else list(balance)
+        how = Making(cls._over, blocks, sizes, devices, number, loss, processes)
+        return make_pipelined(model, args, kwargs, how, settings)
 
     @classmethod
     def _over(cls, runner: Runner) -> GPipe:

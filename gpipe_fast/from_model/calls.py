@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -25,14 +25,11 @@ from gpipe_fast.from_model.capture import (
     has_gaps,
     surroundings,
 )
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow
-from gpipe_fast.from_model.decisions import decide_by, decides_alike, repeated
+from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Differs, at_sizes, batch_dims
+from gpipe_fast.from_model.evaluate import decide_by, decides_alike, repeated
 from gpipe_fast.from_model.graph_reader import open_dataclass
-from gpipe_fast.from_model.kinds import CallKind, Group, Path
-from gpipe_fast.from_model.outputs import leaf_names
-from gpipe_fast.from_model.program import Program, SplitInputs
+from gpipe_fast.from_model.program import CallKind, Group, Path, Program, SplitInputs, leaf_names
 from gpipe_fast.from_model.shares import reducing_modules, small_lengths, uses_number
-from gpipe_fast.from_model.sizes import Differs, at_sizes, batch_dims
 from gpipe_fast.from_model.stand_ins import PLAIN
 from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointChoice
@@ -69,52 +66,53 @@ _GUIDE = f"see 'A model that is not a Sequential', {page('guide/not_sequential.m
 Parts = list[list[Tensor]]
 
 
+@dataclass(frozen=True)
+class Making:
+    """How a model becomes a pipeline, besides by the settings of its runners.
+
+    Attributes:
+        face: returns the `GPipe` over a runner.
+        blocks: the blocks that the user names, or None.
+        balance: the number of blocks, or of layers, of each partition; None to measure it.
+        devices: as for `GPipe`.
+        num_devices: how many devices there are; None for the CPU.
+        loss: ``'exact'`` or ``'per-microbatch'``.
+        processes: the processes of the stages.
+    """
+
+    face: Callable[[Runner], Any]
+    blocks: Blocks | None = None
+    balance: Sequence[int] | None = None
+    devices: Iterable[Device] | Device | None = None
+    num_devices: int | None = None
+    loss: str = "exact"
+    processes: Processes = ONE_PROCESS
+
+
 class Calls:
     """Runs the calls of a pipelined model.
 
     Args:
         model: the plain model.
-        blocks: the blocks that the user names, or None.
-        balance: the number of blocks, or of layers, of each partition; None to measure it.
-        num_devices: how many devices there are; None for the CPU.
-        loss: ``'exact'`` or ``'per-microbatch'``.
+        how: how it becomes a pipeline.
         settings: the settings of all runners.
-        devices: as for `GPipe`.
-        face: returns the `GPipe` over a runner.
-        processes: the processes of its stages.
 
     Attributes:
+        how: as above.
         settings: as above; other ones hold from the next call on.
-        processes: as above.
-        face: as above.
+        processes: the processes of the stages.
         checkpoint_before: the checkpoint mode that gradient checkpointing has replaced, or None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        balance: list[int] | None,
-        num_devices: int | None,
-        loss: str,
-        settings: Settings,
-        devices: Iterable[Device] | Device | None,
-        face: Callable[[Runner], Any],
-        processes: Processes = ONE_PROCESS,
-    ) -> None:
-        self.loss, self.settings = loss, settings
-        self._named = blocks
-        self._measured = balance is None
-        self._balance: list[int] | None = None
+    def __init__(self, model: nn.Module, how: Making, settings: Settings) -> None:
+        self.how, self.settings, self.processes = how, settings, how.processes
         self._settled = False
         self.blocks: list[nn.Module] = []
         self._opened: set[nn.Module] = set()  # without the model itself
-        if blocks is not None:
-            self.set_blocks(model, named_blocks(model, blocks))
-        self._needed = len(balance) if balance is not None else num_devices or 2
-        self._balance = balance
-        self._devices, self.face = devices, face
-        self.processes = processes
+        if how.blocks is not None:
+            self.set_blocks(model, named_blocks(model, how.blocks))
+        self._balance = None if how.balance is None else list(how.balance)
+        self._needed = how.num_devices or 2 if self._balance is None else len(self._balance)
         # The modules that return values of all samples, and whether they can be opened.
         self._reducing: dict[nn.Module, bool] = {}
         self.checkpoint_before: CheckpointChoice | None = None
@@ -122,17 +120,16 @@ class Calls:
         self._forget()
 
     def _forget(self) -> None:
-        self._kinds: OrderedDict[Any, CallKind] = OrderedDict()
+        # By all but sizes: the shapes of the latest new kind of call, dimensions that vary, and the kinds.
+        self._kinds: Cache[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = Cache(_MAX_KINDS)
         self._structures: Cache[Structure, None] = Cache(_MAX_KINDS)  # of the arguments
         self._programs: list[Program] = []
-        # By everything but sizes: the shapes of the latest call, the dimensions that vary, and the kinds.
-        self._lengths: dict[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = {}
 
     def set_blocks(
         self, model: nn.Module, blocks: list[nn.Module], opened: set[nn.Module] | None = None
     ) -> None:
         """Sets the blocks, and the modules that are recorded by what they call."""
-        if self._measured:  # for other blocks
+        if self.how.balance is None:  # for other blocks
             self._balance, self._settled = None, False
         self.blocks = blocks
         self._opened = (opened_for(model, blocks) if opened is None else opened) - {model}
@@ -170,7 +167,7 @@ class Calls:
             )
         check_module(layers)
         children = dict(layers.named_children())
-        placement = Placement.checked(children, balance, self._devices, self.processes)
+        placement = Placement.checked(children, balance, self.how.devices, self.processes)
         runner = Runner(children, placement, self.settings, self.processes)
         runner.warns_of_inputs = False  # which inputs are split is known
         if self.processes.is_mesh:
@@ -186,9 +183,7 @@ class Calls:
                 "a model with a mesh cannot be copied or pickled, because its processes make it together; "
                 "save model.state_dict(), which has the tensors of the own stages"
             )
-        return {
-            k: v for k, v in vars(self).items() if k not in ("_kinds", "_structures", "_programs", "_lengths")
-        }
+        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_structures", "_programs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -250,14 +245,13 @@ class Calls:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Program, SplitInputs]:
         """Returns the program of a mini-batch, with the present settings, and the arguments of its call."""
-        call = _CallOf(self, model, _inputs(model, args, kwargs))
-        kind, program, parts = self._find(call)
+        _, program, given = self._find(model, args, kwargs)
         runner = program.runner
         if runner.settings is not self.settings:
             runner.apply(self.settings)
         if self._settled and self._balance is not None and runner.placement.balance != self._balance:
             runner.place(self._balance, runner.placement.choice)
-        return program, call.split(kind, parts)
+        return program, given
 
     def end(self, program: Program) -> None:
         """Keeps the balance that the first call has measured."""
@@ -267,11 +261,9 @@ class Calls:
     def loop(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the micro-batches by the plain model, one after the other, and returns what `run` does."""
         self.processes.refuse("the plain loop", "make the model without mesh to compare with it")
-        inputs = _inputs(model, args, kwargs)
-        call = _CallOf(self, model, inputs)
-        kind, program, parts = self._find(call)
+        call, program, given = self._find(model, args, kwargs)
         with keyed_rng(model):  # type: ignore[arg-type]
-            return program.plain_loop(call.plain, call.split(kind, parts))
+            return program.plain_loop(call.plain, given)
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the program of a call, and finds the blocks if the user names none."""
@@ -279,15 +271,18 @@ class Calls:
             _log.info(
                 "%s: a pipeline keeps no cache of earlier tokens, so use_cache is off", type(model).__name__
             )
-        self._find(_CallOf(self, model, _inputs(model, args, kwargs)))
+        self._find(model, args, kwargs)
 
     def batch_size(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Returns the number of samples of a mini-batch; arguments as of `run`."""
-        call = _CallOf(self, model, _inputs(model, args, kwargs))
-        kind, _, parts = self._find(call)
-        return sum(sizes[0] for sizes in call.sizes(kind, parts))
+        _, _, given = self._find(model, args, kwargs)
+        return sum(sizes[0] for sizes in given.sizes)
 
-    def _find(self, call: _CallOf) -> tuple[CallKind, Program, Parts]:
+    def _find(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_CallOf, Program, SplitInputs]:
+        """Returns a call, its program, and its inputs; arguments as of `run`."""
+        call = _CallOf(self, model, _inputs(model, args, kwargs))
         try:
             # No block may run in Python while the model is recorded, because its parameters are away then. A
             # running block may itself wait for the tracing lock, so the tracing lock is acquired last.
@@ -296,7 +291,7 @@ class Calls:
                     for lock in program.runner.locks():
                         held.enter_context(lock)
                 held.enter_context(TRACING_LOCK)
-                return call.find()
+                return call, *call.find()
         except (CannotCut, Differs) as refused:
             otherwise = "for another batch size, forward " if isinstance(refused, Differs) else ""
             raise RuntimeError(
@@ -370,22 +365,21 @@ class _CallOf:
         self._whole = frozenset(i for i, dim in enumerate(inputs.dims.inputs) if dim is None)
         found = inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
         self._device = torch.device("cpu") if found.type == "meta" else found
+        self._may_read = not calls.processes.is_mesh  # the tensors of all modules
         self._found: dict[Any, CapturedCall] = {}  # to find the blocks
 
-    def find(self) -> tuple[CallKind, Program, Parts]:
-        """Returns the kind of the call, its program, and the inputs of each micro-batch."""
-        calls, key = self._calls, self._key()
-        kind = calls._kinds.get(key)
+    def find(self) -> tuple[Program, SplitInputs]:
+        """Returns the program of the call, and its inputs and those of its micro-batches."""
+        calls, shapes = self._calls, [x.shape for x in self._inputs.tensors]
+        _, _, kinds = calls._kinds.lookup(self._key()) or ([], [], [])
+        kind = next((each for each in kinds if each.includes(shapes)), None)
         if kind is None:
             calls.note_number(self._inputs.structure)
             kind = self._new_kind()
-            calls._kinds[self._key()] = kind  # the key is another one once the blocks are found
-            while len(calls._kinds) > _MAX_KINDS:
-                calls._kinds.popitem(last=False)
         parts = self._parts(kind)
         program = self._program(kind, parts)
         calls._programs = [*(each for each in calls._programs if each is not program), program]
-        return kind, program, parts
+        return program, SplitInputs(self._inputs.tensors, parts, self.sizes(kind, parts))
 
     def advice_on_nested_arguments(self) -> str:
         """Returns how to pass the tensors of the first list, tuple or dict among the arguments, if any."""
@@ -409,17 +403,9 @@ class _CallOf:
         name = self._names[inner]
         return name and f"pipeline {name} alone, as for vision-language models, "
 
-    def _key(self, shapes: bool = True) -> Any:
-        """Returns what the kind of a call depends on; without sizes, if they may differ."""
-        tensors = tuple(
-            (
-                *((tuple(x.shape), x.stride()) if shapes else _order(x)),
-                x.dtype,
-                x.requires_grad,
-                bits_of(x),
-            )
-            for x in self._inputs.tensors
-        )
+    def _key(self) -> Any:
+        """Returns what the kind of a call depends on besides sizes."""
+        tensors = tuple((*_order(x), x.dtype, x.requires_grad, bits_of(x)) for x in self._inputs.tensors)
         modes = surroundings(self._device), torch.is_inference_mode_enabled(), torch.get_default_dtype()
         modules = self.modules
         model = (
@@ -438,8 +424,7 @@ class _CallOf:
         # Of these, PyTorch 2.11 guards the code alone, and not the default arguments.
         values = [x for m in (self._model, *self._calls._opened) for x in vars(m).values()]
         functions = tuple(x for x in values if isinstance(x, FunctionType))
-        chunks = self._calls.settings.chunks if shapes else None
-        more = self._device, self._whole, modes, model, called, functions, chunks
+        more = self._device, self._whole, modes, model, called, functions
         return self._inputs.structure, tensors, more
 
     def _called(self) -> Iterator[nn.Module]:
@@ -460,16 +445,12 @@ class _CallOf:
                 f"{[list(x.shape) for x in tensors]}; pass a batch of samples"
             )
         if not calls.blocks or not self._names.keys() >= set(calls.blocks):
-            if calls._named is not None:
-                calls.set_blocks(self._model, named_blocks(self._model, calls._named))
+            if calls.how.blocks is not None:
+                calls.set_blocks(self._model, named_blocks(self._model, calls.how.blocks))
             else:
                 found = find_blocks(self._model, self._record_whole, calls._needed)
                 calls.set_blocks(self._model, *found)
         lengths, known = self._length_groups()
-        shapes = [x.shape for x in tensors]
-        for kind in known:
-            if kind.includes(shapes):
-                return kind
         first_error: Exception | None = None
         for split in splits:
             for groups in (lengths, []) if lengths else ([],):
@@ -487,8 +468,8 @@ class _CallOf:
 
     def _length_groups(self) -> tuple[list[Group], list[CallKind]]:
         """Returns the dimensions that vary between calls that are otherwise equal, and their kinds."""
-        key, shapes = self._key(shapes=False), [x.shape for x in self._inputs.tensors]
-        before, known, kinds = self._calls._lengths.get(key, (shapes, self._likely_lengths(), []))
+        key, shapes = self._key(), [x.shape for x in self._inputs.tensors]
+        before, known, kinds = self._calls._kinds.get(key, (shapes, self._likely_lengths(), []))
         group_of = {dim: index for index, group in enumerate(known) for dim in group}
         groups: dict[Any, list[tuple[int, int]]] = {}
         for index, (old, new) in enumerate(zip(before, shapes, strict=True)):
@@ -497,7 +478,7 @@ class _CallOf:
                 if group is not None or old[dim] != new[dim]:
                     groups.setdefault((group, old[dim], new[dim]), []).append((index, dim))
         found = [tuple(group) for group in groups.values()]
-        self._calls._lengths[key] = shapes, found, kinds
+        self._calls._kinds[key] = shapes, found, kinds
         return found, kinds
 
     def _likely_lengths(self) -> list[Group]:
@@ -554,12 +535,6 @@ class _CallOf:
     ) -> Any:
         return tuple(kind.split.items()), kind.lengths, len(parts[0]), frozenset(opened), frozenset(blocks)
 
-    @staticmethod
-    def _scalars(flow: Dataflow) -> list[int]:
-        """Returns the values without a batch dimension that the model returns."""
-        refs = dict.fromkeys(flow.result.refs())
-        return [ref for ref in refs if not batch_dims(flow.values[ref])]
-
     # Micro-batches.
 
     def _parts(self, kind: CallKind) -> Parts:
@@ -572,10 +547,6 @@ class _CallOf:
         count = min(map(len, split.values()))
         parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]
         return parts
-
-    def split(self, kind: CallKind, parts: Parts) -> SplitInputs:
-        """Returns the inputs of the call and of its micro-batches."""
-        return SplitInputs(self._inputs.tensors, parts, self.sizes(kind, parts))
 
     @staticmethod
     def sizes(kind: CallKind, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
@@ -626,7 +597,7 @@ class _CallOf:
             if path.state not in held:
                 held[path.state] = path.state.holds(self._model)
             serves = held[path.state] and self._serves(kind, path, tensors)
-            if serves and self._decides(path.flow, tensors, sizes):
+            if serves and decides_alike(path.flow, tensors, sizes, self._device, self._may_read):
                 return path
         path = self._capture(kind, tensors, parts)
         held[path.state] = True
@@ -640,11 +611,6 @@ class _CallOf:
             if conditions is not None:
                 path.small[sizes[0]] = conditions
         return path.is_for(sizes)
-
-    def _decides(self, flow: Dataflow, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
-        """Returns whether forward decides by the elements of tensors as it did in a capture."""
-        may_read = not self._calls.processes.is_mesh
-        return decides_alike(flow, tensors, sizes, self._device, may_read)
 
     def _add_path(self, kind: CallKind, captured: CapturedCall, fixed: Mapping[int, int]) -> Path:
         calls, flow = self._calls, captured.flow
@@ -661,7 +627,7 @@ class _CallOf:
                 small_lengths(flow.conditions, self.sizes(kind, [self._inputs.tensors])[0][1:]),
                 calls.blocks,
                 leaf_names(opened),
-                calls.loss,
+                calls.how.loss,
                 output_class,
                 calls.new_runner,
                 calls.processes.is_mesh,
@@ -679,10 +645,12 @@ class _CallOf:
         Raises:
             CannotCut: there is one.
         """
-        for decision in flow.decisions if self._calls.loss == "exact" else ():
+        refs = dict.fromkeys(flow.result.refs())
+        scalars = [ref for ref in refs if not batch_dims(flow.values[ref])]
+        for decision in flow.decisions if self._calls.how.loss == "exact" else ():
             is_number = type(decision.answer) in (int, float)
             is_split = is_number and flow.depends_on(decision.arguments.refs(), kind.split)
-            if is_split and any(uses_number(flow, ref, decision.answer) for ref in self._scalars(flow)):
+            if is_split and any(uses_number(flow, ref, decision.answer) for ref in scalars):
                 raise CannotCut(
                     f"a loss is computed with a number that is read from a tensor at {decision.place}; "
                     "compute with the tensor, without item(), or pass loss='per-microbatch' to "
@@ -764,7 +732,7 @@ class _CallOf:
         opens = {module for module, opens in self._calls._reducing.items() if opens}
         modules = modules._replace(opened=modules.opened | opens)
         given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
-        own = self._decide_by(tensors, sizes, modules.opened)
+        own = decide_by(tensors, sizes, self._device, self._may_read, modules.opened)
         decide = own if answers is None else repeated(answers)
         found = capture_call(self._model, given, modules, self._device, decide)
         # Modules of losses are captured by what they call.
@@ -793,15 +761,10 @@ class _CallOf:
         except Exception:
             tensors = self._inputs.tensors
             given = Given(tensors, {}, (), (), self._build)
-            decide = self._decide_by(tensors, (), modules.opened)
+            decide = decide_by(tensors, (), self._device, self._may_read, modules.opened)
             return capture_call(self._model, given, modules, self._device, decide).flow
         self._found[self._likely_key(kind, parts, modules.opened, blocks)] = found
         return found.flow
-
-    def _decide_by(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], opened: Container[nn.Module]
-    ) -> Any:
-        return decide_by(tensors, sizes, self._device, not self._calls.processes.is_mesh, opened)
 
     def _check_hooks(self) -> None:
         """Refuses hooks on modules that contain blocks, because such modules are not called as a whole."""

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 
-from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Decision, Nested, Place, Surroundings
+from gpipe_fast.from_model.dataflow import (
+    CannotCut,
+    Dataflow,
+    Decision,
+    Differs,
+    Nested,
+    Place,
+    Size,
+    Surroundings,
+    symbol_of,
+)
 from gpipe_fast.from_model.evaluate import Unknown
 from gpipe_fast.from_model.graph_reader import (
     CONSTANTS,
@@ -33,7 +43,6 @@ from gpipe_fast.from_model.graph_reader import (
     place_of,
     plain,
 )
-from gpipe_fast.from_model.sizes import Differs, Size, symbol_of
 from gpipe_fast.from_model.stand_ins import (
     COLLECTED,
     ReadOwned,

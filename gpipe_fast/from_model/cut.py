@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
-from gpipe_fast.from_model.dataflow import Call, CannotCut, Counted, Dataflow
-from gpipe_fast.from_model.sizes import Size, sizes_of
+from gpipe_fast.from_model.dataflow import Call, CannotCut, Counted, Dataflow, Size
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ def _last_uses(
 def sizes_in(flow: Dataflow, calls: Sequence[Call]) -> list[int]:
     """Returns the sizes that numbers among the arguments of calls follow, and likely sizes of results."""
     likely = [flow.values[ref].shape for call in calls if call.sizes_are_likely for ref in call.result.refs()]
-    found = [number for call in calls for number in sizes_of(call.arguments.leaves)]
-    found += [number for shape in likely for number in sizes_of(shape)]
-    return sorted({size for number in found for size in number.sizes()})
+    found = chain(*(call.arguments.parts() for call in calls), *likely)
+    return sorted({size for number in found if isinstance(number, Size) for size in number.sizes()})
 
 
 def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, int] | None:

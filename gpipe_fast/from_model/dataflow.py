@@ -8,18 +8,25 @@ Each call has the values that it reads and those that it makes, by number; the c
         calls[2]   <4> = transformer.wpe(<3>)
         calls[3]   <5> = <2> + <4>
         ...
+
+Numbers that follow from sizes of the inputs, the batch size and lengths, are expressions of symbols: a size
+of 4 in a capture of 4 samples may be the batch size, or a 4 that the model has by chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
+import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.fake_tensors import PythonPrinter
 
 
 class CannotCut(RuntimeError):
@@ -56,11 +63,13 @@ class Owned:
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice whose bounds are leaves, too."""
+    """A slice.
 
-    start: Any
-    stop: Any
-    step: Any
+    Attributes:
+        bounds: its start, stop and step, which are leaves, too.
+    """
+
+    bounds: tuple[Any, Any, Any]
 
 
 class Device(NamedTuple):
@@ -108,26 +117,23 @@ class Nested:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
 
+    def parts(self) -> Iterator[Any]:
+        """Returns the leaves, with the bounds of slices in their place."""
+        return chain.from_iterable(x.bounds if isinstance(x, Slice) else (x,) for x in self.leaves)
+
     def refs(self) -> Iterator[int]:
         """Returns the numbers of the values in it."""
-        return _refs(self.leaves)
+        return (part.index for part in self.parts() if isinstance(part, Ref))
 
-    def build(self, leaf: Callable[[Any], Any]) -> Any:
-        """Returns the nested value, with each leaf replaced by a function's result."""
-        return pytree.tree_unflatten([leaf(each) for each in self.leaves], self.spec)
+    def map(self, part: Callable[[Any], Any]) -> Nested:
+        """Returns it with each part replaced by a function's result."""
+        leaves = (Slice(tuple(map(part, x.bounds))) if isinstance(x, Slice) else part(x) for x in self.leaves)
+        return Nested(tuple(leaves), self.spec)
 
-
-def _refs(leaves: Sequence[Any]) -> Iterator[int]:
-    for leaf in leaves:
-        if isinstance(leaf, Ref):
-            yield leaf.index
-        elif isinstance(leaf, Slice):
-            yield from _refs((leaf.start, leaf.stop, leaf.step))
-
-
-def map_slice(leaf: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns a slice of a `Slice`, with each bound replaced by a function's result."""
-    return slice(function(leaf.start), function(leaf.stop), function(leaf.step))
+    def build(self, part: Callable[[Any], Any]) -> Any:
+        """Returns the nested value, with each part replaced by a function's result."""
+        leaves = [slice(*map(part, x.bounds)) if isinstance(x, Slice) else part(x) for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
@@ -303,13 +309,8 @@ class Dataflow:
         numbers = {old: new for new, old in enumerate(live)}
         storages: dict[int, int] = {}
 
-        def leaf(value: Any) -> Any:
-            if isinstance(value, Slice):
-                return Slice(*map(leaf, (value.start, value.stop, value.step)))
+        def part(value: Any) -> Any:
             return Ref(numbers[value.index]) if isinstance(value, Ref) else value
-
-        def nested(value: Nested) -> Nested:
-            return Nested(tuple(map(leaf, value.leaves)), value.spec)
 
         return Dataflow(
             self.num_inputs,
@@ -322,32 +323,105 @@ class Dataflow:
             tuple(
                 replace(
                     call,
-                    arguments=nested(call.arguments),
-                    result=nested(call.result),
+                    arguments=call.arguments.map(part),
+                    result=call.result.map(part),
                     mutates=tuple(numbers[ref] for ref in call.mutates),
                 )
                 for call in calls
             ),
-            nested(self.result),
-            tuple(replace(each, arguments=nested(each.arguments)) for each in guards),
+            self.result.map(part),
+            tuple(replace(each, arguments=each.arguments.map(part)) for each in guards),
             self.surroundings,
             self.conditions,
         )
 
     def at(self, leaf: Callable[[Any], Any]) -> Dataflow:
         """Returns it with each leaf, and each size of a shape, replaced by a function's result."""
-
-        def nested(value: Nested) -> Nested:
-            return Nested(tuple(map(leaf, value.leaves)), value.spec)
-
         return replace(
             self,
             values=tuple(replace(each, shape=tuple(map(leaf, each.shape))) for each in self.values),
             calls=tuple(
-                replace(call, arguments=nested(call.arguments), result=nested(call.result))
+                replace(call, arguments=call.arguments.map(leaf), result=call.result.map(leaf))
                 for call in self.calls
             ),
-            result=nested(self.result),
-            decisions=tuple(replace(each, arguments=nested(each.arguments)) for each in self.decisions),
+            result=self.result.map(leaf),
+            decisions=tuple(replace(each, arguments=each.arguments.map(leaf)) for each in self.decisions),
             conditions=(),
         )
+
+
+class Differs(Exception):
+    """Raised where forward does something else for other sizes. The message says what."""
+
+
+@functools.cache
+def symbol_of(index: int) -> sympy.Symbol:
+    """Returns the symbol of a size: ``B`` for the batch size, with index 0; then ``L1`` and so on."""
+    return sympy.Symbol(f"L{index}" if index else "B", positive=True, integer=True)
+
+
+def _values(sizes: Sequence[int] | Mapping[int, int]) -> dict[sympy.Symbol, sympy.Integer]:
+    items = sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes)
+    return {symbol_of(index): sympy.Integer(size) for index, size in items}
+
+
+def hold(conditions: Sequence[sympy.Basic], sizes: Sequence[int]) -> bool:
+    """Returns whether conditions on the sizes of inputs hold for these sizes."""
+    values = _values(sizes)
+    return all(each.xreplace(values) == sympy.true for each in conditions)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that depends on sizes of the inputs.
+
+    Attributes:
+        expression: the number, in the symbols of the sizes.
+    """
+
+    expression: sympy.Expr
+
+    def at(self, sizes: Sequence[int] | Mapping[int, int]) -> Any:
+        """Returns the number for these sizes, the batch size first; for some of them, by index, a `Size`."""
+        found = self.expression.xreplace(_values(sizes))
+        if found.free_symbols:
+            return Size(found)
+        return int(found) if found.is_integer else float(found)
+
+    def __str__(self) -> str:
+        """Returns the number as a formula, with ``B`` for the batch size and ``L1`` for the first length."""
+        return str(self.expression)
+
+    def code(self, names: Mapping[int, str]) -> str:
+        """Returns a Python expression, given the names of the variables that have the sizes."""
+        symbols = {symbol_of(index): sympy.Symbol(name, integer=True) for index, name in names.items()}
+        return str(PythonPrinter().doprint(self.expression.xreplace(symbols)))
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is the batch size."""
+        return self.sizes() == [0] and self.is_size(0)
+
+    @property
+    def follows_batch(self) -> bool:
+        """Whether it depends on the batch size."""
+        return 0 in self.sizes()
+
+    def is_size(self, index: int) -> bool:
+        """Returns whether it is one of the sizes."""
+        return bool(self.expression == symbol_of(index))
+
+    def sizes(self) -> list[int]:
+        """Returns the indices of the sizes on which it depends."""
+        names = {str(symbol) for symbol in self.expression.free_symbols}
+        return sorted(int(name[1:] or 0) for name in names)
+
+
+def at_sizes(leaf: Any, sizes: Sequence[int] | Mapping[int, int]) -> Any:
+    """Returns a leaf with numbers for these sizes."""
+    return leaf.at(sizes) if isinstance(leaf, Size) else leaf
+
+
+def batch_dims(value: RecordedTensor) -> list[int]:
+    """Returns the dimensions of a value whose size follows the batch size, the first of all sizes."""
+    return [dim for dim, size in enumerate(value.shape) if isinstance(size, Size) and size.follows_batch]

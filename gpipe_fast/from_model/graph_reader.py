@@ -27,10 +27,10 @@ from gpipe_fast.from_model.dataflow import (
     Place,
     RecordedTensor,
     Ref,
+    Size,
     Slice,
     Surroundings,
 )
-from gpipe_fast.from_model.sizes import Size
 from gpipe_fast.torch_private import dynamo, pytree
 from gpipe_fast.torch_private.operators import HigherOrderOperator
 
@@ -296,8 +296,8 @@ class GraphReader:
             number = int if isinstance(leaf, torch.SymInt) else float
             return bool(expression) if isinstance(leaf, torch.SymBool) else number(expression)
         if isinstance(leaf, (slice, Slice)):
-            bounds = (leaf.start, leaf.stop, leaf.step)
-            return Slice(*(self._leaf(self._known(each), where) for each in bounds))
+            bounds = leaf.bounds if isinstance(leaf, Slice) else (leaf.start, leaf.stop, leaf.step)
+            return Slice(tuple(self._leaf(self._known(each), where) for each in bounds))
         if isinstance(leaf, torch.device):
             return Device() if leaf == self._seen.device else leaf
         if isinstance(leaf, Counted):

@@ -30,10 +30,9 @@ from gpipe_fast.from_model.dataflow import (
     Nested,
     Owned,
     Ref,
-    Slice,
+    Size,
     Surroundings,
 )
-from gpipe_fast.from_model.sizes import Size
 
 
 class GlueLayer(nn.Module):
@@ -286,8 +285,6 @@ class _Writer:
             return "device"
         if isinstance(leaf, Size):
             return f"({leaf.code(self._sizes)})"
-        if isinstance(leaf, Slice):
-            return f"slice({self._leaf(leaf.start)}, {self._leaf(leaf.stop)}, {self._leaf(leaf.step)})"
         if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, str, bytes):
             return repr(leaf)
         if type(leaf) is float:
@@ -305,6 +302,8 @@ class _Writer:
     def _nested(self, value: Any) -> str:
         if isinstance(value, _Code):
             return value.text
+        if isinstance(value, slice):
+            return f"slice({value.start.text}, {value.stop.text}, {value.step.text})"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self._constant(type(value))}({', '.join(map(self._nested, value))})"
         if type(value) in (tuple, list, torch.Size):

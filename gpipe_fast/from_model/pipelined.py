@@ -23,21 +23,18 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gpipe_fast.devices import Device, casts_of
+from gpipe_fast.devices import casts_of
 from gpipe_fast.distributed.mesh import refuse_ddp
-from gpipe_fast.from_model.blocks import Blocks
-from gpipe_fast.from_model.calls import Calls, page, wants_cache
-from gpipe_fast.from_model.outputs import LOSSES
+from gpipe_fast.from_model.calls import Calls, Making, page, wants_cache
 from gpipe_fast.from_model.program import Program, SplitInputs
 from gpipe_fast.from_model.trl import in_place_of_fused_head
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum, unchanged
-from gpipe_fast.runtime.processes import Processes
-from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.runtime.settings import Setting, Settings
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import CallStream, arguments_in, results
+from gpipe_fast.training.losses import LOSSES
 from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.unsupported import uncompiled
@@ -313,7 +310,7 @@ class Pipelined(nn.Module):
         """
         program = self._calls.program
         if program.pipeline is None:
-            program.pipeline = self._calls.face(program.runner)
+            program.pipeline = self._calls.how.face(program.runner)
         program.pipeline.training = self.training
         return program.pipeline
 
@@ -635,14 +632,8 @@ def make_pipelined(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    blocks: Blocks | None,
-    balance: Iterable[int] | None,
-    devices: Iterable[Device] | Device | None,
-    num_devices: int | None,
+    how: Making,
     settings: Settings,
-    loss: str,
-    face: Callable[[Runner], Any],
-    processes: Processes,
 ) -> Any:
     """Returns the pipelined model.
 
@@ -650,14 +641,8 @@ def make_pipelined(
         model: as for `GPipe.from_model`.
         args: as for `GPipe.from_model`.
         kwargs: as for `GPipe.from_model`.
-        blocks: as for `GPipe.from_model`.
-        balance: as for `GPipe.from_model`.
-        devices: as for `GPipe.from_model`.
-        num_devices: the number of devices; None for the CPU.
+        how: how it becomes a pipeline.
         settings: the other arguments of `GPipe.from_model`.
-        loss: as for `GPipe.from_model`.
-        face: returns the `GPipe` over a runner.
-        processes: the processes of the stages.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -669,8 +654,8 @@ def make_pipelined(
         raise TypeError(f"args must be a tuple of positional arguments, got {type(args).__name__}; pass (x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
-    if loss not in LOSSES:
-        raise ValueError(f"loss is not one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
+    if how.loss not in LOSSES:
+        raise ValueError(f"loss is not one of {', '.join(map(repr, LOSSES))}, got {how.loss!r}")
     if not args and not kwargs:
         raise ValueError(
             "from_model records a call of the model; pass its arguments, as args=(x,) or "
@@ -687,8 +672,7 @@ def make_pipelined(
         before = settings.checkpoint
         settings = replace(settings, checkpoint="always")
         warn_user("the model's gradient checkpointing becomes checkpoint='always'")
-    sizes = None if balance is None else list(balance)
-    calls = Calls(model, blocks, sizes, num_devices, loss, settings, devices, face, processes)
+    calls = Calls(model, how, settings)
     calls.checkpoint_before = before
     calls.prepare(model, args, kwargs or {})
     return pipelined(model, calls)

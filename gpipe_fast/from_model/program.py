@@ -1,4 +1,4 @@
-"""A `Program`: the layers of a recorded call, in a pipeline, and how its outputs are put together."""
+"""A `Program`: the layers of a recorded call, in a pipeline; how its outputs are put together; its calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,27 @@ from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 
 from gpipe_fast.from_model.cut import cut
-from gpipe_fast.from_model.dataflow import Call, Dataflow, Ref
+from gpipe_fast.from_model.dataflow import (
+    Call,
+    CannotCut,
+    Counted,
+    Dataflow,
+    Device,
+    Nested,
+    Owned,
+    Ref,
+    at_sizes,
+    batch_dims,
+    hold,
+)
 from gpipe_fast.from_model.evaluate import Evaluation
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.layer import make_layer
-from gpipe_fast.from_model.outputs import model_outputs, put_together
-from gpipe_fast.from_model.shares import with_shares
+from gpipe_fast.from_model.shares import Shares, with_shares
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.trace.layer_states import LayerState
 from gpipe_fast.training.losses import Loss
 from gpipe_fast.training.step import Losses, Objective, run_step
 from gpipe_fast.training.update import StageUpdates
@@ -313,3 +326,198 @@ def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:
 
 def _is_ref(leaf: Any) -> bool:
     return isinstance(leaf, Ref)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a model returns.
+
+    Attributes:
+        ref: the number of the value.
+        dim: the dimension along which micro-batches are concatenated; None if there is none.
+        kind: of a value without one, ``'share'`` if those of micro-batches add up, ``'whole'`` if each
+            micro-batch computes that of the mini-batch; None if all micro-batches have the same.
+    """
+
+    ref: int
+    dim: int | None
+    kind: str | None
+
+
+def model_outputs(shares: Shares, names: Sequence[str], loss: str) -> dict[int, Output]:
+    """Returns the tensors that a model returns, by the numbers of their values.
+
+    Args:
+        shares: the calls of the model.
+        names: the name of each leaf of what the model returns.
+        loss: ``'exact'``, or ``'per-microbatch'`` to average values over micro-batches.
+
+    Raises:
+        CannotCut: a tensor follows from micro-batches in no known way.
+    """
+    found: dict[int, Output] = {}
+    for name, leaf in zip(names, shares.flow.result.leaves, strict=True):
+        if isinstance(leaf, Ref) and leaf.index not in found:
+            output = _output(shares, name, leaf.index, loss)
+            if output is not None:
+                found[leaf.index] = output
+        elif isinstance(leaf, Owned):
+            raise CannotCut(f"output {name} is a parameter or buffer of the model; read it from the model")
+    return found
+
+
+def _output(shares: Shares, name: str, ref: int, loss: str) -> Output | None:
+    value, why = shares.flow.values[ref], shares.refused.get(ref)
+    for size in value.shape:
+        if isinstance(size, Counted):
+            raise CannotCut(f"output {name} has a size that depends on elements, at {size.place}")
+    dims = batch_dims(value)
+    if len(dims) == 1 and why is None:
+        return Output(ref, dims[0], None)
+    if dims and loss == "per-microbatch":
+        return None
+    if len(dims) > 1:
+        raise CannotCut(
+            f"output {name} compares samples: its dimensions {dims} follow the batch size, so no micro-batch "
+            "has all of it; pass loss='per-microbatch' to GPipe.from_model to get None in its place, and "
+            "compute it from the model's other outputs"
+        )
+    if dims:
+        raise CannotCut(
+            f"output {name} has a dimension of size {value.shape[dims[0]]}, where B is the batch size, and "
+            f"{why}; return a dimension for the batch alone, or pass loss='per-microbatch' to "
+            "GPipe.from_model to get None in its place"
+        )
+    if why is not None:
+        raise CannotCut(
+            f"output {name} of a batch does not follow from those of its micro-batches: {why}. Pass "
+            "loss='per-microbatch' to GPipe.from_model to average it over micro-batches, or compute it from "
+            "the model's other outputs"
+        )
+    return Output(ref, None, shares.kinds.get(ref))
+
+
+def put_together(
+    result: Nested,
+    outputs: Sequence[Output],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> Any:
+    """Returns what the model returns for the whole mini-batch.
+
+    Args:
+        result: what the model returned when it was recorded.
+        outputs: the tensors in it.
+        tensors: each of them, concatenated over micro-batches along the first dimension.
+        sizes: the sizes of the mini-batch that numbers of the record follow.
+    """
+    found: dict[int, Tensor] = {}
+    for output, tensor in zip(outputs, tensors, strict=True):
+        if output.dim is not None:
+            found[output.ref] = tensor.movedim(0, output.dim) if output.dim else tensor
+        else:
+            found[output.ref] = functools.reduce(torch.add, tensor) if output.kind == "share" else tensor[0]
+    device = tensors[0].device if tensors else torch.device("cpu")
+
+    def leaf_of(leaf: Any) -> Any:
+        leaf = at_sizes(leaf, sizes)
+        if isinstance(leaf, Ref):
+            return found.get(leaf.index)
+        return device if isinstance(leaf, Device) else leaf
+
+    return result.build(leaf_of)
+
+
+def leaf_names(value: Any) -> list[str]:
+    """Returns a name for each leaf of a nested value, as ``loss`` or ``[0]``."""
+    return [name or "tensor" for name in _names(value)]
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) or hasattr(value, "_fields"):
+        items = value.items() if isinstance(value, Mapping) else zip(value._fields, value, strict=True)
+        yield from (f"{key}{name}" for key, each in items for name in _names(each))
+    elif isinstance(value, (tuple, list)):
+        yield from (f"[{i}]{name}" for i, each in enumerate(value) for name in _names(each))
+    else:
+        yield from ([""] if pytree.tree_leaves(value) == [value] else map(str, pytree.tree_leaves(value)))
+
+
+# Dimensions of inputs that have the same size: the numbers of the inputs, and their dimensions.
+Group = tuple[tuple[int, int], ...]
+
+
+class Path:
+    """What forward does in a state of the model, and for what it decides by sizes and elements.
+
+    Attributes:
+        flow: the calls that it makes.
+        program: the program that makes them.
+        state: the state of the model.
+        fixed: the lengths that are numbers, 0 or 1, by their indices.
+        answers: what forward has read from tensors.
+        small: for micro-batches of 0 or 1 samples, the conditions on sizes.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        program: Program,
+        state: LayerState,
+        fixed: Mapping[int, int],
+        answers: Sequence[Any],
+    ) -> None:
+        self.flow, self.program, self.state = flow, program, state
+        self.fixed, self.answers = fixed, answers
+        self.small: dict[int, Sequence[Any]] = {}
+        self._known: set[tuple[int, ...]] = set()
+
+    def has_lengths(self, sizes: tuple[int, ...]) -> bool:
+        """Returns whether lengths are 0 and 1 where they were in the capture, and larger elsewhere."""
+        lengths = list(enumerate(sizes))[1:]
+        return all(size == self.fixed[i] if i in self.fixed else size > 1 for i, size in lengths)
+
+    def is_for(self, sizes: tuple[int, ...]) -> bool:
+        """Returns whether forward does this for micro-batches of some sizes, as far as sizes decide."""
+        if sizes not in self._known:
+            conditions = self.flow.conditions if sizes[0] > 1 else self.small.get(sizes[0])
+            if conditions is None or not self.has_lengths(sizes) or not hold(conditions, sizes):
+                return False
+            self._known.add(sizes)
+        return True
+
+
+class CallKind:
+    """A kind of call: everything but sizes that are symbols, and the elements of tensors, is the same.
+
+    Attributes:
+        split: the inputs that are split into micro-batches, with their batch dimensions.
+        lengths: the dimensions of inputs, other than the batch, whose sizes differ between calls; those in a
+            group have the same size.
+        shapes: the shapes of the inputs of the first call.
+        paths: what forward does.
+    """
+
+    def __init__(
+        self,
+        split: Mapping[int, int],
+        lengths: Sequence[Group],
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        self.split, self.lengths, self.shapes = split, tuple(lengths), shapes
+        self.paths: list[Path] = []
+
+    def symbols(self) -> dict[tuple[int, int], int]:
+        """Returns the index of the size that a dimension follows, by the input and the dimension."""
+        lengths = {dim: i for i, group in enumerate(self.lengths, 1) for dim in group}
+        return dict.fromkeys(self.split.items(), 0) | lengths
+
+    def includes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Returns whether a call with inputs of these shapes is of this kind."""
+        symbols, sizes = self.symbols(), dict[int, int]()
+        for index, (own, other) in enumerate(zip(self.shapes, shapes, strict=True)):
+            for dim, size in enumerate(other):
+                symbol = symbols.get((index, dim))
+                if size != (own[dim] if symbol is None else sizes.setdefault(symbol, size)):
+                    return False
+        return True

@@ -36,15 +36,18 @@ from gpipe_fast.from_model.dataflow import (
     Place,
     RecordedTensor,
     Ref,
+    Size,
     Slice,
+    at_sizes,
+    batch_dims,
+    hold,
+    symbol_of,
 )
 from gpipe_fast.from_model.graph_reader import plain
-from gpipe_fast.from_model.sizes import Size, at_sizes, batch_dims, hold, symbol_of
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, enable_python_dispatcher, logging_disabled
 from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.symbols import symbolic_size
-from gpipe_fast.training.loss_analysis import undisturbed
 from gpipe_fast.training.loss_graph import (
     MAX_MEASURES,
     Input,
@@ -56,6 +59,7 @@ from gpipe_fast.training.loss_graph import (
     split_loss,
     values_of,
 )
+from gpipe_fast.training.losses import undisturbed
 
 _CPU = torch.device("cpu")
 # The batch size of the tensors on which shares are found, and likely lengths.
@@ -209,8 +213,6 @@ def _large_sizes(flow: Dataflow, first: int) -> dict[int, int]:
 
 
 def _abstract(large: Mapping[int, int], leaf: Any) -> Any:
-    if isinstance(leaf, Slice):
-        return Slice(*(_abstract(large, each) for each in (leaf.start, leaf.stop, leaf.step)))
     return Size(symbol_of(large[leaf])) if type(leaf) is int and leaf in large else leaf
 
 
@@ -374,9 +376,8 @@ class _Splitting:
         made = {Ref(ref) for ref, position in self._producers.items() if position in positions}
         # The inputs of the call have the batch size, and another one has every other size.
         leaves: dict[Any, Any] = dict.fromkeys([*map(Ref, range(self._flow.num_inputs)), _OTHER_SIZES])
-        for leaf in (*(x for call in calls for x in call.arguments.leaves), *map(Ref, self._wanted)):
-            parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, Slice) else (leaf,)
-            leaves |= dict.fromkeys(x for x in parts if isinstance(x, _INPUTS) and x not in made)
+        parts = (*(x for call in calls for x in call.arguments.parts()), *map(Ref, self._wanted))
+        leaves |= dict.fromkeys(x for x in parts if isinstance(x, _INPUTS) and x not in made)
         nodes = {leaf: graph.placeholder(f"x{i}") for i, leaf in enumerate(leaves)}
         for leaf in leaves:
             if isinstance(leaf, Ref) and self._flow.values[leaf.index].storage in self._mutated:
@@ -397,12 +398,7 @@ class _Splitting:
 
     @staticmethod
     def _node(graph: fx.Graph, call: Call, nodes: Mapping[Any, fx.Node]) -> fx.Node:
-        def leaf_of(leaf: Any) -> Any:
-            if isinstance(leaf, Slice):
-                return slice(*map(leaf_of, (leaf.start, leaf.stop, leaf.step)))
-            return nodes[leaf] if isinstance(leaf, _INPUTS) else leaf
-
-        args, kwargs = call.arguments.build(leaf_of)
+        args, kwargs = call.arguments.build(lambda leaf: nodes[leaf] if isinstance(leaf, _INPUTS) else leaf)
         name = getattr(call.target, "__name__", "")
         if name == "__idiv__":
             return graph.call_function(operator.itruediv, args)
@@ -485,7 +481,7 @@ class _Splitting:
             if isinstance(leaf, fx.Node):
                 return of_node[leaf]
             if isinstance(leaf, slice):
-                return Slice(*map(leaf_of, (leaf.start, leaf.stop, leaf.step)))
+                return Slice((leaf_of(leaf.start), leaf_of(leaf.stop), leaf_of(leaf.step)))
             if isinstance(leaf, torch.device) and any(isinstance(x, Device) for x in own.arguments.leaves):
                 return Device()
             return leaf

@@ -428,6 +428,8 @@ class _Splitter:
 
     def _add(self, node: fx.Node) -> None:
         arguments, value = node.all_input_nodes, node.meta["value"]
+        if _name(node) in ("to", "type_as"):
+            arguments = arguments[:1]  # of another one, as in `x.to(y)`, the dtype alone is read
         kinds = {self._kinds[each] for each in arguments}
         tensors = _tensors_in(value)
         makes = _name(node) in _MAKES

@@ -112,7 +112,8 @@ class SampleCheck:
 
     def _chooses(self, node: fx.Node) -> bool:
         """Returns whether an operator uses positions, if any, only as an index."""
-        if getattr(node.target, "__name__", "") not in ("getitem", "with_item"):
+        name = getattr(node.target, "__name__", node.target)
+        if name not in ("getitem", "with_item", "index_put"):
             return False
         others: set[fx.Node] = set()
         fx.node.map_arg((node.args[0], node.args[2:]), others.add)
@@ -384,10 +385,15 @@ class SampleCheck:
         return isinstance(size, torch.SymInt) and self._batch in size.node.expr.free_symbols
 
     def _number(self, value: Any, numbers: Mapping[sympy.Symbol, int] | None = None) -> Any:
-        numbers = self._numbers if numbers is None else numbers
-        if isinstance(value, torch.SymInt):
-            return int(value.node.expr.subs(numbers))
-        return float(value.node.expr.subs(numbers)) if isinstance(value, torch.SymFloat) else value
+        """Returns a size, or several, with numbers in the place of symbols."""
+        known = self._numbers if numbers is None else numbers
+
+        def number(size: Any) -> Any:
+            if isinstance(size, torch.SymInt):
+                return int(size.node.expr.subs(known))
+            return float(size.node.expr.subs(known)) if isinstance(size, torch.SymFloat) else size
+
+        return pytree.tree_map(number, value)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -488,38 +488,6 @@ class Tokens(nn.Module):
         return self.loss(self.head(x), ids, labels)
 
 
-def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
-
-
-def by_view(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits.view(-1, 9), labels.view(-1), reduction="sum")
-    return losses / (labels != -100).sum()
-
-
-def by_shifted(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    labels = labels[:, 1:]
-    losses = each_loss(logits[:, :-1], labels)
-    return losses.sum() / (labels != -100).sum()
-
-
-def by_weights(weights_of: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    def loss(logits: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-        weights = weights_of(ids, labels)
-        return (each_loss(logits, labels) * weights).sum() / weights.sum()
-
-    return loss
-
-
-LOSSES: dict[str, Loss] = {
-    "view": by_view,
-    "shifted": by_shifted,
-    "mask": by_weights(lambda ids, labels: (labels != -100).float()),
-    "padding": by_weights(lambda ids, labels: (ids != 8).float()),
-    "weights": by_weights(lambda ids, labels: 1 + 2 * (ids > 5)),
-}
-
-
 def tokens() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids, labels = (torch.randint(9, (7, 5), generator=generator) for _ in range(2))
@@ -531,30 +499,6 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 def pipelined(plain: nn.Module, chunks: int, balance: Sequence[int] = (1, 1)) -> Any:
     return GPipe.from_model(plain, args=tokens(), balance=balance, devices=["cpu"] * 2, chunks=chunks)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_that_is_divided_by_a_number_of_its_inputs(loss: str) -> None:
-    plain, (ids, labels) = Tokens(LOSSES[loss]), tokens()
-    expected = plain(ids, labels)
-    gradients = torch.autograd.grad(expected, list(plain.parameters()))
-    model = pipelined(plain, chunks=3)
-    torch.testing.assert_close(model.step(ids, labels), expected.detach())
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
-    torch.testing.assert_close(model(ids, labels), expected)
-    torch.testing.assert_close(model.evaluate(ids, labels), expected.detach())
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_micro_batch_in_which_nothing_counts(loss: str) -> None:
-    plain, (ids, labels) = Tokens(LOSSES[loss]), tokens()
-    labels[0] = -100
-    expected = plain(ids, labels)
-    gradients = torch.autograd.grad(expected, list(plain.parameters()))
-    model = pipelined(plain, chunks=7)
-    torch.testing.assert_close(model.step(ids, labels), expected.detach())
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
 
 
 SUMS: dict[str, Inputs] = {

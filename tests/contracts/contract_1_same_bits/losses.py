@@ -202,7 +202,7 @@ WEIGHTS = torch.tensor([0.7, 1.4, 0.5, 2.0, 1.1], dtype=torch.float64)
 
 
 def class_weights(target: Tensor) -> Tensor:
-    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0)], 0).sum()
+    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0).long()], 0).sum()
 
 
 # Losses of users.
@@ -491,6 +491,12 @@ def add_of_classes() -> None:
         counted(),
         by="sum",
     )
+    add(
+        "CrossEntropyLoss, weight, classes of a byte",
+        lambda: nn.CrossEntropyLoss(WEIGHTS),
+        lambda n: classes()(n).to(torch.uint8),
+        by=class_weights,
+    )
     add("cross_entropy, some ignored", lambda: F.cross_entropy, counted(), by=num_counted)
     add("cross_entropy, a micro-batch ignored", lambda: F.cross_entropy, lone(), by=num_counted)
     add(
@@ -550,15 +556,6 @@ def add_of_classes() -> None:
     )
     if hasattr(F, "linear_cross_entropy"):
         add("LinearCrossEntropyLoss", linear_loss, classes(num=3))
-    add("multi_margin_loss", lambda: F.multi_margin_loss, classes())
-    add(
-        "MultiMarginLoss, weight, sum",
-        lambda: nn.MultiMarginLoss(p=2, margin=0.7, weight=WEIGHTS, reduction="sum"),
-        classes(),
-        by="sum",
-    )
-    add("multilabel_margin_loss", lambda: F.multilabel_margin_loss, multilabels)
-    add("MultiLabelMarginLoss, sum", lambda: nn.MultiLabelMarginLoss(reduction="sum"), multilabels, by="sum")
 
 
 def add_of_language_models() -> None:
@@ -624,10 +621,29 @@ def add_of_language_models() -> None:
 
 
 def add_of_elements() -> None:
-    five, sigmoid = normal(CLASSES), mlp(nn.Sigmoid)
+    five, rates = normal(CLASSES), lambda n: (uniform(CLASSES)(n) * 6).floor()
+    log_probabilities = lambda n: normal(CLASSES)(n).log_softmax(1)  # noqa: E731
+    of_pytorch: list[tuple[Any, Callable[[int], Tensor], Any, dict[str, Any]]] = [
+        (nn.MSELoss, five, None, {}),
+        (nn.L1Loss, five, None, {}),
+        (nn.SmoothL1Loss, five, None, {"beta": 0.3}),
+        (nn.HuberLoss, five, None, {"delta": 0.3}),
+        (nn.BCELoss, binary(CLASSES), mlp(nn.Sigmoid), {"weight": WEIGHTS}),
+        (nn.BCEWithLogitsLoss, uniform(CLASSES), None, {"pos_weight": WEIGHTS}),
+        (nn.PoissonNLLLoss, rates, mlp(nn.Softplus), {"log_input": False, "full": True}),
+        (nn.SoftMarginLoss, signs(CLASSES), None, {}),
+        (nn.HingeEmbeddingLoss, signs(CLASSES), None, {"margin": 0.4}),
+        (nn.KLDivLoss, log_probabilities, LOG_PROBABILITIES, {"log_target": True}),
+        (nn.MultiMarginLoss, classes(), None, {"p": 2, "margin": 0.7, "weight": WEIGHTS}),
+        (nn.MultiLabelMarginLoss, multilabels, None, {}),
+        (nn.MultiLabelSoftMarginLoss, binary(CLASSES), None, {"weight": WEIGHTS}),
+    ]
+    for (make, target, layers, options), reduction in itertools.product(of_pytorch, ("mean", "sum")):
+        by: Weighing = "sum" if reduction == "sum" else "samples"
+        loss = partial(make, **options, reduction=reduction)
+        add(f"{make.__name__}, {reduction}", loss, target, layers, by=by)
     add("mse_loss", lambda: F.mse_loss, five)
     add("mse_loss, float32", lambda: F.mse_loss, five, dtype=torch.float32)
-    add("MSELoss, sum", lambda: nn.MSELoss(reduction="sum"), five, by="sum")
     add("mse_loss, none", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(), five)
     add("mse_loss, tokens", nn.MSELoss, normal(TOKENS, CLASSES), shape=OF_TOKENS)
     add(
@@ -636,55 +652,17 @@ def add_of_elements() -> None:
         together(five, uniform(CLASSES)),
         by=sum_of(1),
     )
-    add("l1_loss", lambda: F.l1_loss, five)
-    add("L1Loss, sum", lambda: nn.L1Loss(reduction="sum"), five, by="sum")
-    add("smooth_l1_loss, beta", lambda: partial(F.smooth_l1_loss, beta=0.5), five)
-    add("SmoothL1Loss, sum", lambda: nn.SmoothL1Loss(reduction="sum", beta=0.3), five, by="sum")
-    add("huber_loss", lambda: F.huber_loss, five)
-    add("HuberLoss, delta", lambda: nn.HuberLoss(delta=0.3), five)
-    add("huber_loss, sum", lambda: partial(F.huber_loss, delta=0.5, reduction="sum"), five, by="sum")
-    add("binary_cross_entropy", lambda: F.binary_cross_entropy, binary(CLASSES), sigmoid)
-    add("BCELoss, weight", lambda: nn.BCELoss(weight=WEIGHTS), binary(CLASSES), sigmoid)
-    logits = F.binary_cross_entropy_with_logits
-    add("binary_cross_entropy_with_logits", lambda: logits, uniform(CLASSES))
-    add("BCEWithLogitsLoss, pos_weight", lambda: nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), binary(CLASSES))
     add(
-        "binary_cross_entropy_with_logits, weight, sum",
-        lambda: partial(logits, weight=WEIGHTS, reduction="sum"),
-        binary(CLASSES),
-        by="sum",
+        "BCEWithLogitsLoss, squeezed",
+        lambda: lambda y, t: F.binary_cross_entropy_with_logits(y.squeeze(1), t),
+        binary(),
+        mlp(width=1),
     )
-    add("BCEWithLogitsLoss, squeezed", lambda: lambda y, t: logits(y.squeeze(1), t), binary(), mlp(width=1))
-    add("poisson_nll_loss", lambda: F.poisson_nll_loss, uniform(CLASSES))
-    add(
-        "PoissonNLLLoss, full, sum",
-        lambda: nn.PoissonNLLLoss(log_input=False, full=True, reduction="sum"),
-        lambda n: (uniform(CLASSES)(n) * 6).floor(),
-        mlp(nn.Softplus),
-        by="sum",
-    )
-    add("soft_margin_loss", lambda: F.soft_margin_loss, signs(CLASSES))
-    add("SoftMarginLoss, sum", lambda: nn.SoftMarginLoss(reduction="sum"), signs(CLASSES), by="sum")
     add(
         "kl_div, batchmean",
         lambda: partial(F.kl_div, reduction="batchmean"),
         probabilities(CLASSES),
         LOG_PROBABILITIES,
-    )
-    add("kl_div", lambda: F.kl_div, probabilities(CLASSES), LOG_PROBABILITIES)
-    log_probabilities = lambda n: normal(CLASSES)(n).log_softmax(1)  # noqa: E731
-    add(
-        "KLDivLoss, batchmean, log_target",
-        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True),
-        log_probabilities,
-        LOG_PROBABILITIES,
-    )
-    add(
-        "kl_div, sum, log_target",
-        lambda: partial(F.kl_div, reduction="sum", log_target=True),
-        log_probabilities,
-        LOG_PROBABILITIES,
-        by="sum",
     )
     add(
         "gaussian_nll_loss",
@@ -696,20 +674,6 @@ def add_of_elements() -> None:
         "GaussianNLLLoss, full, sum",
         lambda: lambda y, t: nn.GaussianNLLLoss(full=True, reduction="sum")(y, t[0], t[1]),
         together(five, uniform(CLASSES)),
-        by="sum",
-    )
-    add("hinge_embedding_loss", lambda: F.hinge_embedding_loss, signs(CLASSES))
-    add(
-        "HingeEmbeddingLoss, sum",
-        lambda: nn.HingeEmbeddingLoss(margin=0.4, reduction="sum"),
-        signs(CLASSES),
-        by="sum",
-    )
-    add("multilabel_soft_margin_loss", lambda: F.multilabel_soft_margin_loss, binary(CLASSES))
-    add(
-        "MultiLabelSoftMarginLoss, weight, sum",
-        lambda: nn.MultiLabelSoftMarginLoss(WEIGHTS, reduction="sum"),
-        binary(CLASSES),
         by="sum",
     )
 

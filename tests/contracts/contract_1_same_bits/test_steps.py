@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import gpipe_fast
 from gpipe_fast import GPipe, replicate
-from gpipe_fast.container import runner_of
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.schedule import SCHEDULES, Action, Kind, Schedule
 from tests.contracts.contract_1_same_bits.test_skip_connections import AddSkip, StashInput
@@ -161,36 +160,11 @@ def test_a_schedule_of_the_user_equals_the_plain_loop(seed: int) -> None:
 
 WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(3)) + 0.5
 PROBABILITIES = torch.rand(9, CLASSES, generator=torch.Generator().manual_seed(4)).softmax(1)
-LOSSES: dict[str, tuple[Any, Tensor]] = {
-    "CrossEntropyLoss with weights": (nn.CrossEntropyLoss(weight=WEIGHTS), Y),
-    "smoothed": (functools.partial(F.cross_entropy, label_smoothing=0.1, weight=WEIGHTS), Y),
-    "another ignored class": (nn.CrossEntropyLoss(ignore_index=2), Y.clamp(min=0)),
-    "probabilities": (F.cross_entropy, PROBABILITIES),
-    "sum": (nn.CrossEntropyLoss(reduction="sum"), Y),
-    "classes of a byte": (nn.CrossEntropyLoss(weight=WEIGHTS), Y.clamp(min=0).to(torch.uint8)),
-    "HuberLoss": (nn.HuberLoss(delta=0.3), PROBABILITIES),
-    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), PROBABILITIES),
-}
 
 
 def without_norm() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_is_that_of_the_whole(name: str) -> None:
-    loss_fn, y = LOSSES[name]
-    pipe, plain = GPipe(without_norm(), [1, 2], chunks=2), without_norm()
-    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
-    loss = pipe.step(ours, target=y, loss_fn=loss_fn)
-    expected = loss_fn(plain(theirs), y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(ours.grad, theirs.grad)
-    for found, wanted in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad)
 
 
 def test_a_loss_of_ones_own_with_a_normalizer_and_nested_targets() -> None:
@@ -325,14 +299,6 @@ def test_the_balance_is_measured_by_the_first_step() -> None:
     assert sum(pipe.balance) == 8
 
 
-def test_functions_made_in_each_call_share_programs() -> None:
-    pipe = GPipe(without_norm(), [1, 2], chunks=2)
-    for _ in range(3):
-        pipe.step(X, target=Y, loss_fn=nn.CrossEntropyLoss())
-        pipe.step(X, target=Y, loss_fn=lambda a, b: F.cross_entropy(a, b, reduction="sum"), normalizer=8)
-    assert len(runner_of(pipe).with_losses) == 2
-
-
 def test_settings_and_layers_may_change_between_steps() -> None:
     pipe, plain = GPipe(layers(), [3, 5], chunks=2), layers()
     for schedule, chunks, mode, balance, training in (
@@ -377,44 +343,3 @@ def test_all_but_gpipe_keep_no_more_micro_batches_than_stages(schedule: str) -> 
     pipe = GPipe(model, [2, 1], chunks=8, checkpoint="never", backend="eager", schedule=schedule)
     pipe.step(X.repeat(2, 1)[:16], target=Y.repeat(2)[:16], loss_fn=F.cross_entropy)
     assert (Count.live, Count.most) == (0, 8 if schedule == "gpipe" else 2)
-
-
-def scaled(k: float, output: Tensor, target: Tensor, of_absolute: float = 0.0) -> Tensor:
-    difference = output - target
-    return k * difference.square().sum() + of_absolute * difference.abs().sum()
-
-
-class Scaled:
-    def __init__(self, k: float) -> None:
-        self.k = k
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return scaled(self.k, output, target)
-
-
-def in_a_loop(ks: list[float]) -> Iterator[Any]:
-    """Functions that close over one variable, which has another value whenever one of them is taken."""
-    made = []
-    for k in ks:
-        made.append(lambda output, target: scaled(k, output, target))  # noqa: B023 as users do
-        yield made[-1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        in_a_loop,
-        lambda ks: (Scaled(k).loss for k in ks),
-        lambda ks: [lambda output, target, *, k=k: scaled(k, output, target) for k in ks],
-        lambda ks: [functools.partial(scaled, k) for k in ks],
-        lambda ks: [functools.partial(scaled, 1.0, of_absolute=k - 1) for k in ks],
-    ],
-    ids=["lambda", "method", "keyword", "constant", "keyword of a partial"],
-)
-def test_losses_that_differ_in_what_they_close_over_are_told_apart(make: Callable[..., Any]) -> None:
-    """Two epochs: the lambdas of the second have the variables that those of the first had."""
-    pipe = GPipe(nn.Sequential(nn.Linear(WIDTH, CLASSES)), [1], chunks=1)
-    for _ in range(2):
-        for loss_fn in make([1.0, 10.0, True]):
-            found = pipe.step(X, target=PROBABILITIES, loss_fn=loss_fn, normalizer=1)
-            torch.testing.assert_close(found, loss_fn(pipe(X), PROBABILITIES).detach())

@@ -249,6 +249,17 @@ def test_a_loss_that_is_made_anew_in_each_step_is_not_traced_anew() -> None:
     assert len(runner_of(pipe).with_losses) == 1
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_variable_of_a_loss_may_change_between_steps(is_kept: bool) -> None:
+    model, pipe, x = pipeline()
+    kept = []
+    for scale in (*SCALES, 10.0, True):
+        kept.append(lambda output: (output * scale).sum())  # noqa: B023 as users do
+        loss = kept[0 if is_kept else -1]
+        found = _results(model, functools.partial(pipe.step, loss_fn=loss, normalizer=1), x)
+        assert_equal(found, plain_step(model, loss, x))
+
+
 def halve_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output / 2
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_fast import GPipe
 from gpipe_fast.from_model import calls
 from gpipe_fast.from_model.capture import Given, capture_call
-from gpipe_fast.from_model.outputs import LOSSES
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
@@ -244,25 +242,6 @@ def test_changes_after_the_first_call_are_noticed(name: str, monkeypatch: pytest
 
 WEIGHTS = torch.ones(6)
 WEIGHTS[5] = 0.01
-NO_SUMS: dict[str, Callable[..., Any]] = {
-    "abs": lambda m, x: x.mean().abs(),
-    "relu": lambda m, x: F.relu(x.mean()),
-    "flooding": lambda m, x: (F.cross_entropy(x, torch.zeros_like(x[:, 0]).long()) - 0.9).abs() + 0.9,
-    "free bits": lambda m, x: x.square().mean(0).clamp(min=0.05).sum(),
-    "any": lambda m, x: (x > 0.5).any().float(),
-    "contrast": lambda m, x: -F.log_softmax(x @ x.T, -1).diagonal().mean(),
-    "variance": lambda m, x: (x - x.mean(0)).square().mean(),
-    "softmax over samples": lambda m, x: (x[:, 1] * F.softmax(x[:, 0], 0)).sum(),
-    "maximum": lambda m, x: (x / x.abs().max()).mean(),
-}
-
-
-@pytest.mark.parametrize("name", NO_SUMS)
-def test_a_loss_that_is_no_sum_over_samples_is_refused(name: str) -> None:
-    with pytest.raises(RuntimeError, match="does not follow"):
-        pipelined(NO_SUMS[name])
-    assert "per-microbatch" in LOSSES
-    pipelined(NO_SUMS[name], loss="per-microbatch")(X)
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -318,3 +318,31 @@ def test_the_device_map_of_transformers_exists_for_several_gpus(monkeypatch: pyt
     monkeypatch.setattr(Runner, "placed", lambda runner: placement)
     assert model.hf_device_map.keys() == {"", "blocks.0", "blocks.1", "blocks.2"}
     assert not hasattr(model.plain(), "hf_device_map")
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing_disable", "disable_gradient_checkpointing"])
+def test_gradient_checkpointing_becomes_a_mode(name: str) -> None:
+    """As of models of transformers, and of diffusers."""
+
+    def disable(model: Any) -> None:
+        model.gradient_checkpointing = False
+
+    model = type("Checkpointed", (Net,), {name: disable})()
+    model.gradient_checkpointing = True
+    with pytest.warns(UserWarning, match="gradient checkpointing becomes checkpoint='always'"):
+        found = pipelined(model)
+    assert found.checkpoint == "always"
+    assert not model.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "kind", "message"),
+    [
+        (lambda x: x, (X,), TypeError, "model must be an nn.Module, got function"),
+        (Net(), X, TypeError, r"args must be a tuple of positional arguments, got Tensor; pass \(x,\)"),
+        (Net(), (), ValueError, "from_model records a call of the model; pass its arguments"),
+    ],
+)
+def test_models_and_arguments_that_are_refused(model: Any, args: Any, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        GPipe.from_model(model, args)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gpipe_fast
 from gpipe_fast import GPipe
+from gpipe_fast.from_model.dataflow import symbol_of
 from gpipe_fast.from_model.shares import Shares, small_lengths, with_shares
-from gpipe_fast.from_model.sizes import symbol_of
 from tests.unit.from_model.recording import Calls, record_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
@@ -265,6 +265,22 @@ LINEAR = nn.Linear(3, 3)
 def shares_of(function: Callable[[Tensor], Any]) -> Shares:
     model = Calls(lambda x: function(LINEAR(x)), [LINEAR])
     return with_shares(record_of(model, NUMBERS.float(), split=[0]), [0], (), averages=False)
+
+
+NO_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "abs": lambda y: y.mean().abs(),
+    "flooding": lambda y: (F.cross_entropy(y, torch.zeros_like(y[:, 0]).long()) - 0.9).abs() + 0.9,
+    "free bits": lambda y: y.square().mean(0).clamp(min=0.05).sum(),
+    "any": lambda y: (y > 0.5).any().float(),
+    "softmax over samples": lambda y: (y[:, 1] * F.softmax(y[:, 0], 0)).sum(),
+    "maximum": lambda y: (y / y.abs().max()).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_is_no_sum_over_samples_has_no_shares(name: str) -> None:
+    shares = shares_of(NO_SUMS[name])
+    assert shares.refused.keys() == {*shares.flow.result.refs()}
 
 
 def test_an_order_of_samples_is_known() -> None:

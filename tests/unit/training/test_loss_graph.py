@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.trace.dynamo import Refused
-from gpipe_fast.training.loss_analysis import Shares, UserLoss
 from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples, fill_measures
+from gpipe_fast.training.losses import Shares, UserLoss
 
 CPU = torch.device("cpu")
 OUTPUT = torch.linspace(-2, 2, 50, dtype=torch.float64).view(10, 5).sin()
@@ -53,6 +53,10 @@ def set_at_targets(y: Tensor, t: Tensor) -> Tensor:
     found = torch.zeros(len(y), 5)
     found[positions(y), t.clamp(min=0)] = 1.0
     return found
+
+
+def put_at_targets(y: Tensor, t: Tensor) -> Tensor:
+    return torch.zeros(len(y), 5).to(y).index_put((positions(y), t.clamp(min=0)), torch.ones(()).to(y))
 
 
 def padded(y: Tensor, t: Tensor) -> Tensor:
@@ -95,6 +99,12 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
     "quantiles of rows": (lambda y, t: y.quantile(0.3, dim=1).sum(), TARGET, 1),
     "chosen of rows": (with_columns, TARGET, 1),
     "set": (lambda y, t: (y * set_at_targets(y, t)).sum() / len(y), CLASSES, 1),
+    "put": (lambda y, t: (y * put_at_targets(y, t)).mean(), CLASSES, 1),
+    "put in place, with sizes of outputs": (
+        lambda y, t: (y * y.new_zeros(y.shape).index_put_((positions(y), t), y.new_ones(()))).mean(),
+        CLASSES.clamp(min=0),
+        1,
+    ),
     "a sum of positions": (lambda y, t: y.mean() * positions(y).sum(), TARGET, 2),
     "equal for all samples": (lambda y, t: (y[:, 0] * torch.ones(len(y)) * 3).mean(), TARGET, 1),
 }
@@ -142,6 +152,7 @@ COMPUTES_WITH_POSITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "as weights": lambda y, t: (y[:, 0] * positions(y)).mean(),
     "in a product": lambda y, t: torch.dot(y[:, 0], positions(y).to(y)) / len(y),
     "compared": lambda y, t: torch.where(positions(y) > 7, y[:, 0], y[:, 1]).mean(),
+    "put": lambda y, t: y[:, 0].index_put(((t[:, 0] > 0).long(),), positions(y).to(y)).mean(),
     "as classes": lambda y, t: F.cross_entropy(y, positions(y) % 5),
     "in one hot": lambda y, t: (y * F.one_hot(positions(y) % 5, 5)).mean(),
     "reversed": lambda y, t: (y * t[positions(y).flip(0)]).mean(),

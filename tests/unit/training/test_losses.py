@@ -1,4 +1,4 @@
-"""The layer of a loss, what it refuses, and when two losses are the same."""
+"""The layer of a loss, what it refuses, when two losses are the same, and when an analysis holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_fast.training.losses import check_target, key_of, loss_layer, loss_of
+from gpipe_fast import GPipe, replicate
+from gpipe_fast.layers.structure import flatten
+from gpipe_fast.trace.dynamo import Refused
+from gpipe_fast.training import losses
+from gpipe_fast.training.loss_graph import MixesSamples
+from gpipe_fast.training.losses import Shares, UserLoss, check_target, key_of, loss_layer, loss_of
 
 CPU = torch.device("cpu")
 LOGITS = torch.linspace(-2, 2, 40, dtype=torch.float64).view(8, 5)
@@ -107,3 +112,289 @@ def test_losses_in_half_precision_become_float32() -> None:
 def test_results_that_are_no_single_number_are_refused(result: Any) -> None:
     with pytest.raises(ValueError, match="loss_fn must return a tensor with one element, got"):
         layer_of(lambda output: result)(torch.ones(4))
+
+
+class Counted:
+    """Counts analyses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number, original = 0, losses.split_loss
+
+        def split_loss(*args: Any) -> Any:
+            self.number += 1
+            return original(*args)
+
+        monkeypatch.setattr(losses, "split_loss", split_loss)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_one_analysis_serves_other_sizes(counted: Counted) -> None:
+    loss = UserLoss(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), flatten(torch.ones(1))[1])
+    shares = Shares(loss, [0], 0, CPU)
+    for batch, length in ((4, 7), (3, 7), (1, 7), (4, 9), (2, 12)):
+        shares.prepare(torch.randn(batch, length, 5), [torch.ones(batch, length, dtype=torch.long)])
+    assert counted.number == 1
+    shares.prepare(torch.randn(4, 7, 5).double(), [torch.ones(4, 7, dtype=torch.long)])
+    assert counted.number == 2
+    shares.prepare(torch.randn(4, 1, 5).double(), [torch.ones(4, 1, dtype=torch.long)])
+    assert counted.number == 3
+
+
+def test_a_step_analyses_a_loss_once(counted: Counted) -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), [1, 1], chunks=3)
+    for size in (8, 8, 7, 1, 8):
+        loss = nn.CrossEntropyLoss()  # made anew
+        pipe.step(torch.randn(size, 4), target=torch.ones(size, dtype=torch.long), loss_fn=loss)
+    assert counted.number == 1
+
+
+def test_a_target_that_is_no_longer_split_is_another_one() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3))
+    pipe, x, weights = GPipe(layers, [1], chunks=3), torch.randn(3, 4), torch.randn(3, 3)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return (y * t).square().sum() / t.square().sum()
+
+    def of_columns(y: Tensor, t: Tensor) -> Tensor:
+        return (y @ t).square().sum() / t.square().sum()
+
+    for target, function in ((weights, loss), (replicate(weights), of_columns), (weights, loss)):
+        found = pipe.step(x, target=target, loss_fn=function)
+        torch.testing.assert_close(found, function(layers(x), weights).detach())
+    for target in (weights, replicate(weights)):
+        found = pipe.step(x, target=target, loss_fn=lambda y, t: y.square().sum() / t.square().sum())
+        torch.testing.assert_close(found, layers(x).square().sum().detach() / weights.square().sum())
+
+
+class Squares(nn.Module):
+    def loss(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t)
+
+
+def test_a_method_is_analysed_once(counted: Counted) -> None:
+    pipe, owner = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3), Squares()
+    for _ in range(3):
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 3), loss_fn=owner.loss)
+    assert counted.number == 1
+
+
+def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
+    loss = UserLoss(lambda y, t: F.mse_loss(y.view(-1, 2, 3).sum(1), t), flatten(torch.ones(1))[1])
+    shares = Shares(loss, [0], 0, CPU)
+    shares.prepare(torch.randn(4, 6), [torch.randn(4, 3)])
+    found = shares.measures([torch.randn(8, 3)], 8)
+    assert found == []
+
+
+class Uncertain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) * torch.exp(-self.scale) + self.scale
+
+    def loss(self, y: Tensor, t: Tensor) -> Tensor:
+        return self(y, t)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("kind", ["module", "method"])
+def test_parameters_of_a_loss_get_their_gradients(kind: str, backend: str) -> None:
+    torch.manual_seed(0)
+    layers, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), Uncertain()
+    x, y = torch.randn(7, 4), torch.randn(7, 3)
+    own(layers(x), y).backward()
+    expected = [own.scale.grad, layers[0].weight.grad]
+    own.scale.grad = layers[0].weight.grad = None
+    pipe = GPipe(layers, [1, 1], chunks=3, backend=backend)
+    pipe.step(x, target=y, loss_fn=own if kind == "module" else own.loss)
+    torch.testing.assert_close([own.scale.grad, layers[0].weight.grad], expected)
+
+
+class OfTargets(nn.Module):
+    """Computes with parameters and targets alone, too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.centers = kind, nn.Parameter(torch.linspace(0.5, 1, 9).view(3, 3))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        own, loss = self.centers[t], F.cross_entropy(y, t)
+        if self.kind == "penalty":
+            return loss + own.square().mean() + (self.centers - 1).square().mean()
+        weights = own.mean(1)
+        return (weights * F.cross_entropy(y, t, reduction="none")).sum() / weights.sum()
+
+
+def test_parameters_that_targets_choose_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    layers, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), OfTargets("penalty")
+    x, y = torch.randn(7, 4), torch.tensor([0, 1, 2, 2, 1, 0, 1])
+    own(layers(x), y).backward()
+    expected, own.centers.grad = own.centers.grad, None
+    pipe = GPipe(layers, [1, 1], chunks=3)
+    pipe.step(x, target=y, loss_fn=own)
+    torch.testing.assert_close(own.centers.grad, expected)
+    with pytest.raises(ValueError, match="it is not linear in what is added up"):
+        pipe.step(x, target=y, loss_fn=OfTargets("weights"))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_backward_of_ones_own_is_kept_or_refused(backend: str) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(7, 4), torch.randn(7, 3)
+    F.mse_loss(Reversed.apply(layers(x)), y).backward()
+    expected, layers[0].weight.grad = layers[0].weight.grad, None
+    pipe = GPipe(layers, [1, 1], chunks=3, backend=backend)
+    try:
+        pipe.step(x, target=y, loss_fn=lambda output, target: F.mse_loss(Reversed.apply(output), target))
+    except ValueError:
+        return
+    torch.testing.assert_close(layers[0].weight.grad, expected)
+
+
+def test_a_loss_that_changes_a_buffer_is_refused() -> None:
+    class Counting(nn.MSELoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("number", torch.zeros(()))
+
+        def forward(self, y: Tensor, t: Tensor) -> Tensor:
+            self.number += 1
+            return super().forward(y, t)
+
+    loss, pipe = Counting(), GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3)
+    with pytest.raises(ValueError):
+        pipe.step(torch.randn(7, 4), target=torch.randn(7, 3), loss_fn=loss)
+    assert loss.number == 0
+
+
+def test_code_that_decides_by_the_size_of_the_mini_batch_is_refused() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) * (1 if len(y) == 12 else 2)
+
+    pipe.step(torch.randn(9, 4), target=torch.randn(9, 3), loss_fn=loss)
+    with pytest.raises(ValueError, match="its Python code decides by the number of samples"):
+        pipe.step(torch.randn(12, 4), target=torch.randn(12, 3), loss_fn=loss)
+
+
+@pytest.mark.parametrize("name", ["requires_grad", "is_leaf"])
+def test_code_that_asks_for_the_graph_of_the_output(name: str) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(7, 4), torch.randn(7, 3)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (2 if getattr(output, name) else 1)
+
+    found = GPipe(layers, [1], chunks=3).step(x, target=y, loss_fn=loss)
+    torch.testing.assert_close(found, loss(layers(x), y).detach())
+
+
+@pytest.mark.parametrize("dim", [-2, -3])
+def test_a_negative_batch_dim_is_that_of_the_target_too(dim: int) -> None:
+    torch.manual_seed(0)
+    layers, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 7, 4), torch.randn(5, 7, 3)
+    pipe = GPipe(layers, [1], chunks=3, batch_dim=dim)
+    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), F.mse_loss(layers(x), y).detach())
+
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["mean", "weights"])
+def test_outputs_in_half_precision(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(4, 3)).to(dtype), torch.randn(7, 4, dtype=dtype)
+    y = torch.randn(7, 3, dtype=dtype) if kind == "mean" else torch.tensor([0, 1, 2, 2, 1, 0, 1])
+    weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (
+            F.mse_loss(output, target) if kind == "mean" else F.cross_entropy(output.float(), target, weights)
+        )
+
+    found = GPipe(layers, [1], chunks=3).step(x, target=y, loss_fn=loss)
+    torch.testing.assert_close(found, loss(layers(x), y).detach().float(), rtol=2e-2, atol=0)
+
+
+def test_a_single_class() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 1)), [1], chunks=3)
+    loss = pipe.step(torch.randn(7, 4), target=torch.zeros(7, dtype=torch.long), loss_fn=F.cross_entropy)
+    assert loss == 0
+
+
+def test_a_parameter_that_belongs_to_no_module_is_refused() -> None:
+    scale = nn.Parameter(torch.ones(()))
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=2)
+    with pytest.raises(ValueError, match="a tensor that requires a gradient and is no parameter of it; pass"):
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 3), loss_fn=lambda y, t: (y - t).mean() * scale)
+
+
+def test_a_replaced_tensor_of_a_closure_takes_effect() -> None:
+    torch.manual_seed(0)
+    layers, weights = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), [torch.tensor([1.0, 2.0, 3.0])]
+    pipe, x, y = GPipe(layers, [1, 1], chunks=3), torch.randn(7, 4), torch.tensor([0, 1, 2, 2, 1, 0, 1])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight=weights[0])
+
+    for change in (None, lambda: weights[0].mul_(torch.tensor([3.0, 1.0, 1.0])), lambda: weights.pop()):
+        if change is not None:
+            change()
+        weights[:] = weights or [torch.tensor([0.5, 0.1, 4.0])]
+        torch.testing.assert_close(pipe.step(x, target=y, loss_fn=loss), loss(layers(x), y).detach())
+
+
+def test_losses_that_decide_by_elements_are_refused() -> None:
+    loss = UserLoss(lambda y, t: y.sum() if t.sum() > 0 else y.mean(), flatten(torch.ones(1))[1])
+    with pytest.raises((MixesSamples, Refused)):
+        Shares(loss, [0], 0, CPU).prepare(torch.randn(4, 3), [torch.randn(4, 3)])
+
+
+def test_the_check_draws_no_random_numbers_of_the_caller() -> None:
+    loss = UserLoss(lambda y, t: (F.dropout(y, 1e-12) - t).square().mean(), flatten(torch.ones(1))[1])
+    before = torch.get_rng_state()
+    Shares(loss, [0], 0, CPU).prepare(torch.randn(0, 3).new_ones(4, 3), [torch.ones(4, 3)])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_one_micro_batch_may_have_any_loss(backend: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    pipe, x = GPipe(layers, [1, 1], chunks=1, backend=backend), torch.randn(6, 4)
+    found = pipe.step(x, loss_fn=lambda y: y.var(0).sum())
+    assert torch.equal(found, layers(x).var(0).sum().detach())
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_per_microbatch_takes_the_mean_over_samples(backend: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    pipe, x = GPipe(layers, [1, 1], chunks=3, backend=backend), torch.randn(8, 4)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.var(0).sum()
+
+    found = pipe.step(x, loss_fn=loss, loss="per-microbatch")
+    expected = sum(loss(layers(part)) * len(part) for part in x.chunk(3)) / 8
+    torch.testing.assert_close(found, expected.detach())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gpipe_fast import GPipe
-from gpipe_fast.from_model.outputs import leaf_names
+from gpipe_fast.from_model.program import leaf_names
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
 X, CLASSES = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 1, 0])
@@ -92,7 +92,7 @@ def test_a_masked_mean_also_if_a_micro_batch_has_no_target(clamped: bool) -> Non
     ],
 )
 def test_a_value_that_does_not_follow_is_refused_or_averaged(function: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"output \[1\] .* does not follow .* at .*test_outputs.py:\d+, `"):
+    with pytest.raises(RuntimeError, match=r"output \[1\] .* does not follow .* at .*test_program.py:\d+, `"):
         output_of(function)
     found, (y, _) = output_of(function, loss="per-microbatch")
     torch.testing.assert_close(found[1], (function(X, y[:3])[1] + function(X, y[3:])[1]) / 2)
