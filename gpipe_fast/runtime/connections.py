@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_fast import _extension
 from gpipe_fast.runtime.plan import PlannedCall, StageOutputs
 from gpipe_fast.runtime.stage import TensorSpec
-from gpipe_fast.schedule.vector_clocks import max_in_flight
+from gpipe_fast.schedule.memory import max_in_flight
 from gpipe_fast.skip import skips_of
 from gpipe_fast.strides import span
 from gpipe_fast.user_warning import warn_user

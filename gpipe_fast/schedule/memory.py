@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from gpipe_fast.schedule.actions import Action, Kind
+from gpipe_fast.schedule.actions import TRANSFERS, Action, Kind
 from gpipe_fast.schedule.schedule import Schedule
 
 
@@ -126,3 +126,24 @@ def peaks(schedule: Schedule, kept: Sequence[Sequence[tuple[float, float]]]) -> 
         sum(peak_of(moments(actions, stage), [keeps(*own) for own in row], {}).values())
         for stage, (actions, row) in enumerate(rows)
     ]
+
+
+def max_in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Returns the maximum number of micro-batches in flight, by sender and receiver, for any timing.
+
+    A micro-batch is in flight from the begin of its SEND to the end of the receiver's last compute action on
+    it, because a forward's boundary activation is kept for the backward.
+    """
+    computed = (action for row in schedule.stages for action in row if action.kind not in TRANSFERS)
+    last = {(action.stage, action.microbatch): action for action in computed}
+    found: dict[tuple[int, int], int] = {}
+    for sender in range(schedule.num_stages):
+        late = schedule.order_around(sender, lambda action: False)
+        for receiver, kind in ((sender + 1, Kind.SEND_F), (sender - 1, Kind.SEND_B)):
+            number = 0
+            for action in late:
+                if (action.stage, action.kind) == (sender, kind):
+                    number += 1
+                    found[sender, receiver] = max(number, found.get((sender, receiver), 0))
+                number -= action == last.get((receiver, action.microbatch))
+    return found

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heappop, heappush
 from io import StringIO
 from itertools import accumulate, chain, pairwise, zip_longest
 
@@ -218,14 +217,11 @@ class Schedule:
             late: whether an action of another stage comes only when an action of this stage waits for it. An
                 early action that waits for a late one follows it.
         """
-        firsts = set(accumulate(map(len, self.ranks), initial=0))
-        before: list[list[int]] = [[] for _ in self._actions]
+        before = self._before()
         after: list[list[int]] = [[] for _ in self._actions]
-        for i, waited in enumerate(self._waits(self.slots)):
-            for j in (waited, -1 if i in firsts else i - 1):
-                if j >= 0:
-                    before[i].append(j)
-                    after[j].append(i)
+        for i, waited in enumerate(before):
+            for j in waited:
+                after[j].append(i)
         every = range(len(self._actions))
         own = [i for i in every if self._actions[i].stage == stage]
         # A late action waits for the action of this stage that it follows if all are late. That order has all
@@ -329,41 +325,22 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The schedule order: among the actions that are ready, the first by `_key` comes next."""
-        waits = self._waits(self.slots)
-        following = list(accumulate(map(len, self.ranks), initial=0))  # the next action of each rank
-        limits = following[1:]
-        free = [0.0] * len(self.ranks)  # the tick at which each rank is free
-        ends = {-1: 0.0}  # the other keys are in schedule order
-        ready: list[tuple[float, bool, int, int]] = []  # at most one action of a rank
-        idle = set(range(len(self.ranks)))  # the ranks without a ready action
+        """The schedule order: by tick, direction and stage. A SEND has the tick of the action before it."""
+        ends = self._ends(tick, self._waits(self.slots))
 
-        def check_ready(rank: int) -> None:
-            i = following[rank]
-            if rank in idle and i < limits[rank] and waits[i] in ends:
-                free[rank] = max(free[rank], ends[waits[i]])
-                heappush(ready, self._key(i, free[rank]))
-                idle.remove(rank)
+        def key(i: int) -> tuple[float, bool, int, int]:
+            action = self._actions[i]
+            begin = ends[i] - tick(action) - (action.kind in (Kind.SEND_F, Kind.SEND_B))
+            backward = action.kind in BACKWARD
+            return begin, backward, -action.stage if backward else action.stage, i
 
-        for rank in range(len(self.ranks)):
-            check_ready(rank)
-        while ready:
-            i = heappop(ready)[-1]
-            stage = self._actions[i].stage
-            rank = self.rank_of[stage]
-            ends[i] = free[rank] = free[rank] + tick(self._actions[i])
-            following[rank] += 1
-            idle.add(rank)
-            for near in range(max(stage - 1, 0), min(stage + 2, self.num_stages)):
-                check_ready(self.rank_of[near])
-        return list(ends)[1:]
+        return _each_after(self._before(), sorted(range(len(ends)), key=key))
 
-    def _key(self, i: int, begin: float) -> tuple[float, bool, int, int]:
-        """Returns the sort key: tick, direction and stage. A SEND has the tick of the action before it."""
-        action = self._actions[i]
-        backward = action.kind in BACKWARD
-        begin -= action.kind in (Kind.SEND_F, Kind.SEND_B)
-        return (begin, backward, -action.stage if backward else action.stage, i)
+    def _before(self) -> list[list[int]]:
+        """Returns, for each action, those that have to come before it, of its rank and of others."""
+        firsts = set(accumulate(map(len, self.ranks), initial=0))
+        waits = enumerate(self._waits(self.slots))
+        return [[j for j in (waited, -1 if i in firsts else i - 1) if j >= 0] for i, waited in waits]
 
     def _ends(
         self,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from gpipe_fast.schedule.actions import Action, Kind
 from gpipe_fast.schedule.schedule import Schedule
@@ -71,24 +71,21 @@ def check_unbuffered(
 
 
 def _waits(schedule: Schedule, skips: Collection[tuple[int, int]]) -> dict[Action, list[Action]]:
-    """Returns, for each action, those for which it waits."""
+    """Returns, for each action, those for which it waits: as in any schedule, and for skip tensors."""
     waits: defaultdict[Action, list[Action]] = defaultdict(list)
     of: defaultdict[tuple[int, Kind], list[Action]] = defaultdict(list)
-    for actions in schedule.ranks:  # the stages of a rank take turns
-        for before, action in pairwise(actions):
-            waits[action].append(before)
-        for action in actions:
-            of[action.stage, action.kind].append(action)
+    pairs = [
+        (b, a) for actions in schedule.ranks for a, b in pairwise(actions)
+    ]  # stages of a rank take turns
+    for action, before in (*pairs, *schedule.waits().items()):
+        waits[action].append(before)
+    for action in chain(*schedule.ranks):
+        of[action.stage, action.kind].append(action)
 
     def add(sends: list[Action], others: list[Action], ahead: int) -> None:
         for send, other in zip(sends[ahead:], others, strict=False):
             waits[send].append(other)
 
-    for stage in range(schedule.num_stages):
-        for send_kind, receive_kind, near in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
-            sends, receives = of[stage, send_kind], of[stage + near, receive_kind]
-            add(sends, receives, schedule.slots)
-            add(receives, sends, 0)
     for first, last in skips:
         ahead = MAX_UNDER_WAY_PER_STAGE * (last - first)
         for send_kind, receive_kind, sender, receiver, near in (
