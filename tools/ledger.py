@@ -7,7 +7,6 @@ files that test the mechanism alone. A further length is the fourth and fifth.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import runpy
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,11 +52,6 @@ def _environment(name: str, value: str) -> Callable[[], None]:
     return lambda: os.environ.update({name: value})
 
 
-def _collect_in_traces() -> None:
-    # `collector_paused` decorates functions of imported modules; it does nothing where collections are off.
-    _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(**{**vars(gc), "isenabled": lambda: False}))
-
-
 def _without_family(name: str) -> Callable[[], None]:
     return lambda: _replace(f"gpipe_fast.fuse.families.{name}", "cases", lambda stream, own: iter(()))
 
@@ -82,11 +75,6 @@ ON_CPUS = [
         "equal layers and stages traced once",
         [f"{RUNTIME}equal_layers.py", f"{TRACE}join.py", "tests/**/*equal_layers*.py"],
         _environment("GPIPE_FAST_DISABLE", "equal-layers"),
-    ),
-    Mechanism(
-        "collector paused in traces",
-        [f"{TRACE}garbage.py", "tests/unit/trace/test_garbage.py"],
-        _collect_in_traces,
     ),
     Mechanism(
         "trials of products",

@@ -28,7 +28,6 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, o
 from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.collectives import group_position
-from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
 from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
@@ -225,10 +224,6 @@ class TracedStage:
             progress.step("lowering")
             templates = ProgramTemplates.of(graph.template)
             return LoweredStage(templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
-        with collector_paused():
-            return self._lower_graph(saved_fraction, defers_weights)
-
-    def _lower_graph(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:
         parts, fused = self.fuse(saved_fraction, defers_weights=defers_weights)
         progress.step("lowering")
         forward, backward, replaced = parts.forward_saving, parts.backward, {}

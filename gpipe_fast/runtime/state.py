@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Collection, Container, Set
 
 import torch
@@ -12,55 +10,8 @@ from torch import Tensor, nn
 from gpipe_fast._extension import Snapshot
 from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.runtime.stage import TorchModes, exact_autocast
-from gpipe_fast.trace.dynamo import Check, Scope, scope_of
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
-from gpipe_fast.trace.unguarded import unguarded_state
-
-
-class _KnownKey:
-    """A key of layers, and the checks that tell whether it still is their key."""
-
-    def __init__(self, states: LayerStates, layers: list[nn.Module], modes: TorchModes) -> None:
-        self.version = states.version
-        self.key = StateKey.of(states, layers, modes)
-        guards = [guards for state in dict.fromkeys(self.key.states) for guards in state.guards]
-        self._unguarded_unchanged = unguarded_state(guards)
-        self._objects = Snapshot()
-        self._checks: list[tuple[Check, Scope]] = []
-        known: list[frozenset[str]] = []
-        for each in sorted(guards, key=lambda each: -len(each.ambient_conditions)):
-            if not any(each.ambient_conditions <= conditions for conditions in known):
-                known.append(each.ambient_conditions)
-                self._checks.append((each.ambient, scope_of(layers[0])))
-        # A state without guards holds for any layer, until another is found to hold.
-        self._new_states = [
-            (functools.partial(states.of, layer, describe([layer])[0], modes), state)
-            for state, layer in zip(self.key.states, layers, strict=True)
-            if not state.guards
-        ]
-        for state, layer in zip(self.key.states, layers, strict=True):
-            checks = [each.deep for each in state.guards if each.deep is not None]
-            checks += [facts.still_hold for facts in state.facts if facts.may_change]
-            for facts in state.facts:
-                facts.watch(self._objects, layer)
-            checks += itertools.chain(*state.constants)
-            self._checks += [(check, scope_of(layer)) for check in checks]
-
-    def holds(self) -> bool:
-        """Returns whether this still is the key, if the items of no module's ``__dict__`` have changed."""
-        if any(find() is not state for find, state in self._new_states):
-            return False
-        return self.guards_hold()
-
-    def guards_hold(self) -> bool:
-        """Returns whether no guard fails, if the items of no module's ``__dict__`` have changed."""
-        if not self._unguarded_unchanged() or not self._objects.unchanged(()):
-            return False
-        for check, scope in self._checks:  # noqa: SIM110 (twice as slow)
-            if not check(scope):
-                return False
-        return True
 
 
 class ModuleState:
@@ -94,7 +45,7 @@ class ModuleState:
         self.is_sharded = False
         self.devices: tuple[torch.device, ...] = ()
         self._snapshot: Snapshot | None = None
-        self._known: dict[TorchModes, _KnownKey] = {}
+        self._known: dict[TorchModes, tuple[StateKey, int]] = {}  # with the version of the states
         self._watched: dict[int, Snapshot] = {}
 
     def update(self, layers: Collection[nn.Module]) -> bool:
@@ -122,15 +73,27 @@ class ModuleState:
         """Updates the key and the modes, if the modules are as they were at the last update()."""
         self.modes = TorchModes.now()
         modes = self.modes.of_captures()
-        known = self._known.get(modes)
-        if known is None or known.version != self._states.version or not known.holds():
-            known = self._known[modes] = _KnownKey(self._states, self.layers, modes)
-        self.key = known.key
+        key, version = self._known.get(modes, (None, 0))
+        if key is None or version != self._states.version or not self._is_key(key, modes):
+            version = self._states.version
+            key = StateKey.of(self._states, self.layers, modes)
+            self._known[modes] = key, version
+        self.key = key
+
+    def _is_key(self, key: StateKey, modes: TorchModes) -> bool:
+        """Returns whether a key still holds, if the items of no module's ``__dict__`` have changed."""
+        # A state without guards holds for any layer, until another is found to hold.
+        are_new = all(
+            self._states.of(layer, describe([layer])[0], modes) is state
+            for state, layer in zip(key.states, self.layers, strict=True)
+            if not state.guards
+        )
+        return are_new and key.hold(self.layers, range(len(self.layers)), True)
 
     def follow_captures(self) -> None:
         """Updates the key after captures that may have added guards."""
-        known = self._known.get(self.modes.of_captures())
-        if known is None or known.version != self._states.version:
+        _, version = self._known.get(self.modes.of_captures(), (None, None))
+        if version != self._states.version:
             self.update_key()
 
     def watch(self) -> None:
@@ -156,9 +119,8 @@ class ModuleState:
             return self._is_changed(in_python)
 
     def _is_changed(self, in_python: Container[int]) -> bool:
-        known = self._known.get(self.modes.of_captures())
+        key, _ = self._known.get(self.modes.of_captures(), (None, 0))
         others = {index for index in self._watched if index not in in_python}
         if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
             return True
-        # Quicker for all layers; but those in Python may change what they themselves read.
-        return known is not None and not known.guards_hold() and not known.key.hold(self.layers, others)
+        return key is not None and not key.hold(self.layers, others, True)

@@ -20,7 +20,6 @@ import sys
 import traceback
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.layers.phase import ASKS_PHASE
-from gpipe_fast.layers.quantized import owners_of, parts_of
+from gpipe_fast.layers.quantized import parts_of
 from gpipe_fast.layers.sharded import is_mesh, is_sharded
 from gpipe_fast.skip import STASHED, Skippable, outer_skips, skip_scope
 from gpipe_fast.torch_private import dynamo, graphs, modes
@@ -39,7 +38,7 @@ from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv
 from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.fake import FakeLayouts, RealLayouts
-from gpipe_fast.trace.unguarded import IMMUTABLE, TABLE, Read
+from gpipe_fast.trace.unguarded import Read, is_immutable
 
 _log = logging.getLogger("gpipe_fast")
 
@@ -82,7 +81,6 @@ class Guards:
 
     Attributes:
         layer: checks the layer's attributes, given ``scope_of(layer)``.
-        deep: checks those that may change although the items of no module's ``__dict__`` do; or None.
         ambient: checks everything else, such as global variables.
         layer_conditions: the conditions on the layer as text.
         ambient_conditions: the other conditions as text.
@@ -94,7 +92,6 @@ class Guards:
     """
 
     layer: Check
-    deep: Check | None
     ambient: Check
     layer_conditions: frozenset[str]
     ambient_conditions: frozenset[str]
@@ -601,9 +598,9 @@ def _answer_cached_call(
         return NotImplemented
     name = function.__name__ if source is None else source.name
     is_global = source is not None and get_local_source_name(source) is None
-    if is_global and args is not None and _is_immutable((*args, *kwargs.values())):
+    if is_global and args is not None and is_immutable((*args, *kwargs.values())):
         result = function(*args, **kwargs)
-        if _is_immutable(result):
+        if is_immutable(result):
             calls.append(_CachedCall(name, function, args, kwargs, result))
             return result
     raise Refused(f"its forward reads a cache, {_readable(name)}")
@@ -659,9 +656,8 @@ _ITEM = r"\['[^']*'\]"
 _REGISTERED = re.compile(rf"L\['layer'\](\._modules{_ITEM})*\._(parameters|buffers){_ITEM}")
 _PART = re.compile(
     rf"(?P<parameter>L\['layer'\](\._modules{_ITEM})*\._parameters{_ITEM})"
-    rf"(?P<path>(\.\w+|\.__dict__{_ITEM})*(?P<last>\.\w+|\.__dict__{_ITEM}))"
+    rf"(?P<path>(\.\w+|\.__dict__{_ITEM})+)"
 )
-_INDEX = re.compile(r"\[\d+\]$")
 _IN_DICT = re.compile(r"\.__dict__\['(\w+)'\]")
 
 
@@ -716,8 +712,6 @@ def _guards(
     cached = {repr(call): call.check_in(entry.__globals__) for call in cached_calls}
     functions = [call.function for call in cached_calls]
     reads = _reads([*on_layer, *ambient], output.traced_code, entry, layer, functions)
-    stable = {read.name for read in reads if read.is_stable}
-    deep = [guard for guard in on_layer if guard.originating_source.name not in stable]
     classes = {type(module) for module in layer.modules()}
     for guard in (*on_layer, *ambient):
         cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
@@ -729,7 +723,6 @@ def _guards(
         raise Refused("a class overrides how a property is read")
     return Guards(
         check_layer,
-        dynamo.check_of(graph, entry.__code__, deep) if deep else None,
         (lambda scope: check_ambient(scope) and all(check(scope) for check in cached.values()))
         if cached
         else check_ambient,
@@ -787,13 +780,13 @@ def _reads(
     for name in dict.fromkeys(guard.originating_source.name for guard in guards):
         try:
             keys = are_taken or name in counted
-            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, False, keys)
+            read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
             continue
         if not any(value is function for function in cached_functions):
             _check_guarded(name, value)
-        found.append(read._replace(is_stable=_is_stable(read, value, layer)))
+        found.append(read)
     return tuple(found)
 
 
@@ -833,54 +826,6 @@ def _overrides_ignored(value: Any) -> bool:
 def _is_users(value: Any) -> bool:
     """Returns whether a class or function is neither of Python's library nor of PyTorch."""
     return value.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "torch", "gpipe_fast")
-
-
-_MODULE = rf"L\['layer'\](?:\._modules{_ITEM})*"
-_ATTRIBUTE = r"(?:\.(\w+)|\.__dict__\['(\w+)'\])"
-_IN_MODULE = re.compile(rf"{_MODULE}(?:{_ATTRIBUTE}({_ITEM})?)?")
-
-
-def _is_stable(read: Read, value: Any, layer: nn.Module) -> bool:
-    """Returns whether a value cannot change unless an item of a registered module's ``__dict__`` does.
-
-    Items of tables in the ``__dict__``, such as that of the parameters, count as items.
-    """
-    match = _IN_MODULE.fullmatch(read.name)
-    if match is None:
-        part = _PART.fullmatch(_INDEX.sub("", read.name))
-        return part is not None and _is_stable_part(part, value, layer)
-    attribute, item = match[1] or match[2], match[3]
-    if attribute is None:
-        return True
-    if item is None:
-        if isinstance(value, type):  # may get an attribute for which forward looks
-            return False
-        # ``move_to_end`` changes no item.
-        return type(value) is dict or bool(TABLE.search(read.name)) or _is_immutable(value)
-    if attribute in ("_parameters", "_buffers", "_modules"):
-        return True
-    table = eval(read.name.removesuffix(item), {"L": {"layer": layer}})
-    return type(table) in (dict, OrderedDict) and _is_immutable(value)
-
-
-def _is_stable_part(part: re.Match[str], value: Any, layer: nn.Module) -> bool:
-    """Returns whether callers record a value in the attributes of a quantized parameter with its tensors."""
-    scope = {"L": {"layer": layer}}
-    parameter = eval(part["parameter"], scope)
-    recorded = [parameter, *owners_of(parameter)]
-    holder = eval(part[0][: part.start("last")], scope)  # the object that has the last attribute
-    name = _IN_DICT.sub(r".\1", part["last"])[1:]
-    return (
-        any(holder is each for each in recorded)
-        and name in vars(holder)
-        and (_is_immutable(value) or any(value is each for each in recorded))
-    )
-
-
-def _is_immutable(value: Any) -> bool:
-    if type(value) in (tuple, frozenset, torch.Size):
-        return all(map(_is_immutable, value))
-    return type(value) in IMMUTABLE
 
 
 def _conditions(guards: Sequence[Guard]) -> frozenset[str]:

@@ -27,7 +27,7 @@ from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.layers.quantized import owners_of, parts_of
 from gpipe_fast.layers.sharded import is_sharded, local_tensor
 from gpipe_fast.strides import bits_of
-from gpipe_fast.trace.dynamo import Captured, Check, Guards, Refused, Scope, asks_for_device, scope_of
+from gpipe_fast.trace.dynamo import Captured, Guards, Refused, asks_for_device, scope_of
 from gpipe_fast.trace.unguarded import IMMUTABLE, Facts, unguarded_state
 
 # The maximum number of states of layers with the same description.
@@ -43,17 +43,15 @@ class LayerState:
 
     Attributes:
         captures: the latest captures in this state, by the arguments' key.
+        has_constants: whether graphs contain tensors beside arguments, parameters and buffers.
         guards: the guards of all captures, without those that say nothing new. They are only ever added to.
-        constants: for each of the guards, checks that the layer uses the same tensors beside arguments,
-            parameters and buffers.
-        facts: for each of the guards, what they do not compare about values that the capture has read.
     """
 
     def __init__(self, states: LayerStates) -> None:
         self.captures: dict[Hashable, Captured] = {}
         self.guards: list[Guards] = []
-        self.constants: list[list[Check]] = []
-        self.facts: list[Facts] = []
+        self.has_constants = False
+        self._facts: list[Facts] = []
         self._unguarded: list[Callable[[], bool]] = []
         self._states = states
 
@@ -72,6 +70,7 @@ class LayerState:
         """
         if captured.constants:
             self._states.count_constants(layer, self)
+            self.has_constants = True
         while len(self.captures) >= _MAX_CAPTURES:
             del self.captures[next(iter(self.captures))]
         self.captures[key] = captured
@@ -79,34 +78,37 @@ class LayerState:
         if captured.constants or not any(guards.follows_from(known) for known in self.guards):
             self._states.version += 1
             self.guards.append(guards)
-            self._unguarded.append(unguarded_state([guards]))
-            self.facts.append(Facts(guards.reads, layer))
-            self.constants.append([_same_tensor(read, layer) for read in captured.constants])
+            self._unguarded.append(unguarded_state(guards))
+            self._facts.append(Facts(guards.reads, layer, captured.constants))
 
     def holds(self, layer: nn.Module, num_guards: int | None = None) -> bool:
         """Returns whether a layer is in this state, by its first guards or by all."""
+        return self.surroundings_hold(num_guards) and self.holds_for(layer, num_guards)
+
+    def surroundings_hold(self, num_guards: int | None = None) -> bool:
+        """Returns whether what is outside of layers is as in this state, by its first guards or by all."""
+        return all(each.ambient(_NO_LAYER) for each in self.guards[:num_guards]) and all(
+            is_unchanged() for is_unchanged in self._unguarded[:num_guards]
+        )
+
+    def holds_for(
+        self, layer: nn.Module, num_guards: int | None = None, same_attributes: bool = False
+    ) -> bool:
+        """Returns whether a layer itself is in this state, by its first guards or by all.
+
+        Args:
+            layer: the layer.
+            num_guards: the number of the guards; None for all.
+            same_attributes: whether it was in this state, and its modules have the same attributes since.
+        """
         scope = scope_of(layer)
-        return (
-            all(each.layer(scope) and each.ambient(scope) for each in self.guards[:num_guards])
-            and all(check(scope) for checks in self.constants[:num_guards] for check in checks)
-            and all(facts.hold(scope) for facts in self.facts[:num_guards])
-            and all(is_unchanged() for is_unchanged in self._unguarded[:num_guards])
+        return all(each.layer(scope) for each in self.guards[:num_guards]) and all(
+            facts.hold(scope, same_attributes) for facts in self._facts[:num_guards]
         )
 
 
-def _same_tensor(read: Callable[[nn.Module], Any], layer: nn.Module) -> Check:
-    """Returns a check that a layer uses the same tensor as another: graphs contain constants themselves."""
-    kept = read(layer)  # no weak reference, which would make `torch.utils.swap_tensors` fail
-    implementation = getattr(kept, "_cdata", None)  # of a tensor
-
-    def check(scope: Scope) -> bool:
-        try:
-            found = read(scope["layer"])
-        except Exception:  # the attribute is gone
-            return False
-        return found is kept and getattr(found, "_cdata", None) == implementation
-
-    return check
+# What conditions that are not on a layer are checked with.
+_NO_LAYER = scope_of(nn.Identity())
 
 
 class LayerStates:
@@ -281,7 +283,7 @@ class StateKey:
     @property
     def depends_on_device(self) -> bool:
         """Whether a graph captured in these states holds only on the device of its capture."""
-        return any(any(state.constants) or any(map(asks_for_device, state.guards)) for state in self.states)
+        return any(state.has_constants or any(map(asks_for_device, state.guards)) for state in self.states)
 
     def changed_since(self, before: StateKey) -> list[int]:
         """Returns the indices of the layers whose state is another in an earlier key."""
@@ -294,9 +296,14 @@ class StateKey:
         """Returns whether layers are in the states in which the key was made."""
         return tuple(describe(layers)) == self.descriptions and self.hold(layers, range(len(layers)))
 
-    def hold(self, layers: Sequence[nn.Module], indices: Iterable[int]) -> bool:
-        """Returns whether the layers with these indices are in these states."""
-        return all(self.states[i].holds(layers[i], self._counts[i]) for i in indices)
+    def hold(
+        self, layers: Sequence[nn.Module], indices: Iterable[int], same_attributes: bool = False
+    ) -> bool:
+        """Returns whether the layers with these indices are in these states; as `LayerState.holds_for`."""
+        known = [(self.states[i], self._counts[i], layers[i]) for i in indices]
+        return all(
+            state.surroundings_hold(count) for state, count in dict.fromkeys(each[:2] for each in known)
+        ) and all(state.holds_for(layer, count, same_attributes) for state, count, layer in known)
 
     @classmethod
     def of(cls, states: LayerStates, layers: Iterable[nn.Module], modes: Hashable) -> StateKey:

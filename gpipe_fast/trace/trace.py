@@ -25,7 +25,6 @@ from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attentio
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
 from gpipe_fast.trace.fake import RealLayouts
-from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import PLACEMENTS, export_joint
@@ -116,7 +115,6 @@ def _empty_key() -> Tensor:
     return torch.zeros(3, dtype=torch.int64, device="cpu")
 
 
-@collector_paused()
 def trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],

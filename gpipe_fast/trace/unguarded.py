@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import abc
 import builtins
-import contextlib
 import enum
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +33,8 @@ _CONTAINERS = (list, dict, set, tuple, frozenset)
 _TORCH = os.path.dirname(torch.__file__)
 _ENVIRONMENT: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 # Modules' own tables, of hooks, parameters, buffers or modules.
-TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
+_TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
+_ATTRIBUTE = re.compile(r"L\['layer'\](\._modules\['[^']*'\])*\.(\w+|__dict__\['\w+'\])")
 
 
 class Read(NamedTuple):
@@ -44,14 +44,12 @@ class Read(NamedTuple):
         name: an expression for it.
         code: the expression, compiled.
         scope: the global variables of the expression.
-        is_stable: whether the value cannot change unless an item of some module's ``__dict__`` does.
         with_keys: whether a forward may have looked for an absent key of it.
     """
 
     name: str
     code: CodeType
     scope: dict[str, Any]
-    is_stable: bool
     with_keys: bool
 
     def value(self, layer: nn.Module | None) -> Any:
@@ -62,11 +60,21 @@ class Read(NamedTuple):
 class Facts:
     """Facts about what a forward has read from a layer."""
 
-    def __init__(self, reads: Sequence[Read], layer: nn.Module) -> None:
+    def __init__(
+        self, reads: Sequence[Read], layer: nn.Module, constants: Sequence[Callable[[nn.Module], Any]] = ()
+    ) -> None:
+        """Notes the facts.
+
+        Args:
+            reads: the places that the forward has read.
+            layer: the layer.
+            constants: functions that return the tensors that the graph contains, of a layer; no other tensor
+                may take their place. They are kept: weak references make `torch.utils.swap_tensors` fail.
+        """
         values = [
             (read, value)
             for read in reads
-            if not TABLE.search(read.name)
+            if not _TABLE.search(read.name)
             # Some expressions make a new object, such as a copy of a class's ``__dict__``.
             and (value := read.value(layer)) is read.value(layer)
         ]
@@ -78,50 +86,38 @@ class Facts:
             or _exact(value, read.with_keys) is not None
             or any(_sentinels_of(value))
         ]
-        self._unstable = [read for read in self._reads if not read.is_stable]
-        self._known = self._of(self._reads, layer, with_attributes=True)
-        self._known_unstable = self._of(self._unstable, layer, with_attributes=False)
+        self._volatile = [
+            read
+            for read in self._reads
+            if not (_ATTRIBUTE.fullmatch(read.name) and is_immutable(read.value(layer)))
+        ]
+        self._constants = constants
+        self._known = [self._of(reads, layer) for reads in (self._reads, self._volatile)]
 
-    @property
-    def may_change(self) -> bool:
-        """Whether a fact may change although no item of a module's ``__dict__`` does, nor of `watch`."""
-        return bool(self._unstable)
+    def hold(self, scope: Mapping[str, Any], same_attributes: bool = False) -> bool:
+        """Returns whether the facts are the same for ``scope["layer"]``.
 
-    def watch(self, snapshot: Snapshot, layer: nn.Module) -> None:
-        """Records the attributes of objects that `still_hold` does not compare."""
-        for read in self._reads:
-            value = read.value(layer)
-            if _is_object(value) and not _is_sentinel(value) and hasattr(value, "__dict__"):
-                with contextlib.suppress(AttributeError, TypeError):  # a `__dict__` of the class's own making
-                    snapshot.add_attributes(value, True)
-
-    def hold(self, scope: Mapping[str, Any]) -> bool:
-        """Returns whether the facts are the same for ``scope["layer"]``."""
-        return self._are(self._known, self._reads, scope, with_attributes=True)
-
-    def still_hold(self, scope: Mapping[str, Any]) -> bool:
-        """Returns whether facts hold that may change although nothing that is watched does."""
-        return self._are(self._known_unstable, self._unstable, scope, with_attributes=False)
-
-    def _are(
-        self, known: object, reads: Sequence[Read], scope: Mapping[str, Any], with_attributes: bool
-    ) -> bool:
+        Args:
+            scope: the variables of the guards.
+            same_attributes: whether the facts held before, and modules have the same attributes since.
+        """
         try:
-            return self._of(reads, scope["layer"], with_attributes) == known
+            reads = self._volatile if same_attributes else self._reads
+            return self._of(reads, scope["layer"]) == self._known[same_attributes]
         except Exception:  # an attribute is gone
             return False
 
-    def _of(self, reads: Sequence[Read], layer: nn.Module, with_attributes: bool) -> list[Hashable]:
+    def _of(self, reads: Sequence[Read], layer: nn.Module) -> list[Hashable]:
         numbers: dict[int, int] = {}  # which places hold the same object
         found: list[Hashable] = []
         for read in reads:
             value = read.value(layer)
-            if with_attributes:
-                sentinels = tuple(map(_Same, _sentinels_of(value)))
-            else:
-                sentinels = (_Same(value),) if _is_sentinel(value) else ()
             same = numbers.setdefault(id(value), len(numbers)) if _is_numbered(value) else None
+            sentinels = tuple(map(_Same, _sentinels_of(value)))
             found.append((same, _exact(value, read.with_keys), sentinels))
+        for constant in self._constants:
+            tensor = constant(layer)
+            found.append((_Same(tensor), getattr(tensor, "_cdata", None)))
         return found
 
 
@@ -185,27 +181,32 @@ def _in_container(value: Any) -> Hashable:
     return (type(value), exact if exact is not None or not isinstance(value, IMMUTABLE) else value)
 
 
-def unguarded_state(guards: Iterable[Guards]) -> Callable[[], bool]:
-    """Returns a function that returns whether the state that graphs' guards miss is as it is now."""
-    guards = list(guards)
+def is_immutable(value: Any) -> bool:
+    """Returns whether a value is a constant, or a tuple or frozen set of constants."""
+    if type(value) in (tuple, frozenset, torch.Size):
+        return all(map(is_immutable, value))
+    return type(value) in IMMUTABLE
+
+
+def unguarded_state(guards: Guards) -> Callable[[], bool]:
+    """Returns a function that returns whether the state that a graph's guards miss is as it is now."""
     snapshot = Snapshot()
-    code = frozenset[CodeType]().union(*(each.code for each in guards))
     functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
-    called = set[FunctionType]().union(*(each.functions for each in guards))
-    names = {name for each in code if each.co_filename.startswith(_TORCH) for name in each.co_names}
+    called = set(guards.functions)
+    names = {name for each in guards.code if each.co_filename.startswith(_TORCH) for name in each.co_names}
     snapshot.add_dict_items(vars(torch), [name for name in names if callable(vars(torch).get(name))], False)
     snapshot.add_class(torch.Tensor)
-    for cls in dict.fromkeys(base for each in guards for own in each.classes for base in own.__mro__):
+    for cls in dict.fromkeys(base for own in guards.classes for base in own.__mro__):
         if _is_python_class(cls):
             snapshot.add_class(cls)
-            run = [each for each in _functions_of(cls) if each.__code__ in code]
+            run = [each for each in _functions_of(cls) if each.__code__ in guards.code]
             functions += [(each, each.__code__, each.__defaults__, each.__kwdefaults__) for each in run]
             called.update(run)
     for function in called:
         shadowed = vars(builtins).keys() & set(function.__code__.co_names) - function.__globals__.keys()
         snapshot.add_dict_items(function.__globals__, shadowed, False)
     # By value: PyTorch stores some variables again.
-    environment = dict(_ENVIRONMENT) if any(each.reads_environment for each in guards) else None
+    environment = dict(_ENVIRONMENT) if guards.reads_environment else None
 
     def is_unchanged() -> bool:
         if not snapshot.unchanged(()) or (environment is not None and environment != _ENVIRONMENT):

@@ -12,7 +12,6 @@ from torch.utils._sympy.functions import Mod
 
 from gpipe_fast import GPipe
 from gpipe_fast.trace.dynamo import Captured, Refused, _assume, capture, scope_of
-from tests.quantized import PackedLinear
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 FACTOR = 2.0
@@ -82,22 +81,3 @@ def test_a_condition_with_a_remainder_of_a_product() -> None:
     _assume([condition], {a: 9, b: 5})
     with pytest.raises(Refused, match="a condition on sizes does not hold"):
         _assume([condition], {a: 9, b: 2})
-
-
-class ReadsAttributes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain = PackedLinear(4, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gain = self.gain * (1 if self.gain.grad is None else 2)
-        return self.linear(x) * gain * self.linear.weight.state.bits
-
-
-def test_attributes_of_parameters_are_stable_if_callers_record_them() -> None:
-    captured = capture(ReadsAttributes(), (torch.randn(2, 4),), {})
-    reads = {read.name: read.is_stable for read in captured.guards.reads}
-    state = "L['layer']._modules['linear']._parameters['weight'].state"
-    assert reads[state]
-    assert reads[f"{state}.bits"]
-    assert not reads["L['layer']._parameters['gain'].grad"]

@@ -34,7 +34,7 @@ class ReadsEnvironment(nn.Module):
 
 
 def state_of(layer: nn.Module) -> Callable[[], bool]:
-    return unguarded_state([capture(layer, (X,), {}).guards])
+    return unguarded_state(capture(layer, (X,), {}).guards)
 
 
 def test_new_code_and_new_defaults_of_a_method_are_changes(monkeypatch: pytest.MonkeyPatch) -> None:

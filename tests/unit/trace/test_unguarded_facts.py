@@ -19,8 +19,8 @@ class Kind(enum.Enum):
     A = 1
 
 
-def read(expression: str, is_stable: bool = False, with_keys: bool = False) -> Read:
-    return Read(expression, compile(expression, "read", "eval"), {}, is_stable, with_keys)
+def read(expression: str, with_keys: bool = False) -> Read:
+    return Read(expression, compile(expression, "read", "eval"), {}, with_keys)
 
 
 def layer_with(**attributes: Any) -> nn.Module:
