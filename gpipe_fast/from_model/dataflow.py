@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_fast.torch_private import pytree
-from gpipe_fast.torch_private.fake_tensors import PythonPrinter
+from gpipe_fast.torch_private.fake_tensors import python_of
 
 
 class CannotCut(RuntimeError):
@@ -395,7 +395,7 @@ class Size:
     def code(self, names: Mapping[int, str]) -> str:
         """Returns a Python expression, given the names of the variables that have the sizes."""
         symbols = {symbol_of(index): sympy.Symbol(name, integer=True) for index, name in names.items()}
-        return str(PythonPrinter().doprint(self.expression.xreplace(symbols)))
+        return python_of(self.expression.xreplace(symbols))
 
     @property
     def is_batch(self) -> bool:

@@ -29,7 +29,8 @@ from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
 from gpipe_fast.trace.ports import TracedPorts
-from gpipe_fast.trace.trace import SymbolicMode, TraceMode, trace
+from gpipe_fast.trace.symbols import TraceMode
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable, UsesForeignTensor
 
 # Each trace has a fixed cost: layers with fewer modules are traced together with their neighbours.
@@ -119,12 +120,6 @@ class FakeInputs(NamedTuple):
         mode = TraceMode(is_absent)
         tensors = [mode.empty(s.meta_tensor(), s.device, s.requires_grad) for s in inputs.tensors]
         return cls(mode, tensors, inputs.structure, inputs.skips)
-
-    @classmethod
-    def symbolic(cls, inputs: BoundarySpec, varying: Sequence[Sequence[bool]]) -> FakeInputs:
-        """Returns the inputs for specs, with symbols for the sizes that vary."""
-        mode = SymbolicMode(inputs.examples(), varying)
-        return cls(mode, mode.inputs, inputs.structure, inputs.skips)
 
     def of_part(self, part: Stage, joint: JointGraph | None) -> FakeInputs:
         """Returns the inputs of a part of the stage that has these inputs.

@@ -13,6 +13,7 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance, Template, TraceSample, equal
+from gpipe_fast.trace.symbols import SymbolicMode
 from gpipe_fast.trace.traceability import Untraceable
 
 # The number of traces that a template must reproduce.
@@ -81,10 +82,11 @@ class ShapeFamily:
             return None
         progress.step("tracing", stage.first_layer, len(stage.layers))
         log_graph(stage, "traced with symbols for sizes, as a template")
-        fakes = FakeInputs.symbolic(inputs, varying)
+        mode = SymbolicMode(inputs.examples(), varying)
+        fakes = FakeInputs(mode, mode.inputs, inputs.structure, inputs.skips)
         joint = trace_stage(stage, fakes, gradient_layouts, PartGraphs(_MAX_PARTS))
         self.num_attempts += 1
-        symbols = fakes.mode.symbols()
+        symbols = mode.symbols()
         if symbols is None or isinstance(joint, Untraceable):
             return None
         template = Template(joint, symbols)

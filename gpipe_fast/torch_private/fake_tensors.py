@@ -73,6 +73,16 @@ def from_meta(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tenso
     return found
 
 
+def python_of(expression: Any) -> str:
+    """Returns an expression of symbols as Python code.
+
+    Raises:
+        Exception: it has a function that has no code.
+    """
+    found: str = PythonPrinter().doprint(expression)
+    return found
+
+
 def is_traced(tensor: Tensor) -> bool:
     """Returns whether a tensor is one that a trace follows, fake or functional."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)

@@ -38,6 +38,7 @@ from gpipe_fast.torch_private.dynamo import Guard, Source, get_local_source_name
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv
 from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.fake import FakeLayouts, RealLayouts
+from gpipe_fast.trace.symbols import CannotExpressError, evaluated
 from gpipe_fast.trace.unguarded import Read, is_immutable
 
 _log = logging.getLogger("gpipe_fast")
@@ -850,34 +851,10 @@ def _assume(conditions: Sequence[sympy.Basic], sizes: Mapping[sympy.Symbol, Any]
     Raises:
         Refused: a condition does not hold.
     """
-    for condition in conditions:
-        symbols = sorted(condition.free_symbols, key=str)
-        # SymPy would write Mod(a, b * c) as a % b * c.
-        written = condition.replace(_is_mod, lambda part: sympy.Function("Remainder")(*part.args))
-        function = sympy.lambdify(symbols, written, _SYMPY_OPERATORS)
-        are_known = all(symbol in sizes for symbol in symbols)
-        if not are_known or not bool(function(*(sizes[symbol] for symbol in symbols))):
-            raise Refused("a condition on sizes does not hold, or depends on data")
-
-
-def _is_mod(part: sympy.Basic) -> bool:
-    return type(part).__name__ in ("Mod", "PythonMod")
-
-
-_SYMPY_OPERATORS: list[Any] = [
-    {
-        "FloorDiv": lambda a, b: a // b,
-        "Remainder": lambda a, b: a % b,
-        "CleanDiv": lambda a, b: a // b,
-        "IntTrueDiv": lambda a, b: a / b,
-        "FloatTrueDiv": lambda a, b: a / b,
-        "FloatPow": lambda a, b: a**b,
-        "ToFloat": torch.sym_float,
-        "Max": torch.sym_max,
-        "Min": torch.sym_min,
-    },
-    "math",
-]
+    with contextlib.suppress(CannotExpressError):
+        if all(evaluated(condition, sizes) for condition in conditions):
+            return
+    raise Refused("a condition on sizes does not hold, or depends on data")
 
 
 def _refusal(error: Exception, changes: Sequence[str]) -> Refused:

@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
 
+from gpipe_fast.torch_private.fake_tensors import python_of
+from gpipe_fast.trace.symbols import CannotExpressError, evaluated
+
 _Result = TypeVar("_Result")
-
-
-class CannotExpressError(Exception):
-    """A number or a tensor has no formula."""
 
 
 class Formula:
@@ -99,7 +98,6 @@ class Formulas:
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         """Makes formulas that take decisions as at the given values of the symbols."""
         self._values = dict(values)
-        self._names = {symbol: f"s{i}" for i, symbol in enumerate(self._values)}
         self._lines: list[str] = []
         self._known: dict[str, Formula] = {}
         self._of_expression: dict[sympy.Expr, int | Formula] = {}
@@ -114,13 +112,10 @@ class Formulas:
         """
         found = self._of_expression.get(expression)
         if found is None:
-            value = expression.xreplace({s: sympy.Integer(v) for s, v in self._values.items()})
-            if not isinstance(value, sympy.Integer):
+            value = evaluated(expression, self._values)
+            if type(value) is not int:
                 raise CannotExpressError
-            if not expression.free_symbols:
-                found = int(value)
-            else:
-                found = self._formula(self._python(expression), int(value))
+            found = self._formula(python_of(expression), value) if expression.free_symbols else value
             self._of_expression[expression] = found
         return found
 
@@ -156,14 +151,14 @@ class Formulas:
         """Returns a function that checks the conditions and evaluates all formulas, by position."""
         conditions = [c if holds else f"not {c}" for c, holds in self._conditions.items()]
         lines = [
-            f"def evaluate({', '.join(self._names.values())}):",
+            f"def evaluate({', '.join(map(str, self._values))}):",
             *(f"    n{i} = {line}" for i, line in enumerate(self._lines)),
             *(f"    if not ({condition}): return None" for condition in conditions),
             f"    return [{', '.join(f'n{i}' for i in range(len(self._lines)))}]",
         ]
         made: dict[str, Any] = {}
         exec("\n".join(lines), made)  # the code consists of names, integers and operators
-        evaluate, symbols = made["evaluate"], tuple(self._names)
+        evaluate, symbols = made["evaluate"], tuple(self._values)
         outcomes = [(f, arguments, found) for (f, _), (arguments, found) in self._outcomes.items()]
 
         def evaluator(values: Mapping[sympy.Symbol, int]) -> Sequence[int] | None:
@@ -184,41 +179,6 @@ class Formulas:
             self._lines.append(line)
         return found
 
-    def _python(self, expression: sympy.Basic) -> str:
-        """Returns an expression as Python code."""
-        if isinstance(expression, sympy.Symbol):
-            return self._names[expression]
-        if isinstance(expression, sympy.Integer):
-            return f"({int(expression)})"
-        name = type(expression).__name__
-        form = _FORMS.get(name)
-        is_power = name in ("Pow", "PowByNatural")
-        if form is None or (is_power and not expression.args[1].is_nonnegative):
-            raise CannotExpressError
-        return form([self._python(argument) for argument in expression.args])
-
-
-def _joined(operator: str) -> Callable[[Sequence[str]], str]:
-    return lambda arguments: f"({f' {operator} '.join(arguments)})"
-
-
-def _called(function: str) -> Callable[[Sequence[str]], str]:
-    return lambda arguments: f"{function}({', '.join(arguments)})"
-
-
-# SymPy's and PyTorch's classes of integer expressions.
-_FORMS: dict[str, Callable[[Sequence[str]], str]] = {
-    "Add": _joined("+"),
-    "Mul": _joined("*"),
-    "FloorDiv": _joined("//"),
-    "CleanDiv": _joined("//"),
-    "Mod": _joined("%"),
-    "PythonMod": _joined("%"),
-    "Pow": _joined("**"),
-    "PowByNatural": _joined("**"),
-    "Max": _called("max"),
-    "Min": _called("min"),
-}
 
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "==": lambda a, b: a == b,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpipe_fast.layers.structure import Structure
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts, GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph
-from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
+from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 
 class PortTensor(NamedTuple):
@@ -57,19 +56,6 @@ class TracedPorts:
             joint.unfused_layers,
             any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in joint.inputs),
         )
-
-    def at(self, numbers: Sequence[int]) -> TracedPorts:
-        """Returns the ports with numbers in place of formulas."""
-
-        def concrete(ports: Sequence[PortTensor]) -> tuple[PortTensor, ...]:
-            return tuple(
-                PortTensor(known.port, known.tensor.at(numbers))
-                if isinstance(known.tensor, TensorMetadata) and known.tensor.has_formula
-                else known
-                for known in ports
-            )
-
-        return replace(self, inputs=concrete(self.inputs), outputs=concrete(self.outputs))
 
     def of(self, role: GraphRole) -> dict[int, AnyTensor]:
         """Returns the results with this role by index, or the placeholders if no result has it."""

@@ -24,19 +24,15 @@ from torch import Tensor, fx
 from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, Formulas
+from gpipe_fast.trace.formulas import CannotExpressError, Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.ports import PortTensor, TracedPorts
-from gpipe_fast.trace.symbols import Symbols
+from gpipe_fast.trace.symbols import Symbols, evaluated
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.triton_calls import is_triton_call
 
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
-
-
-class _CannotInstantiate(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -86,13 +82,13 @@ class Template:
         Returns:
             The instance; None if the template does not hold for these inputs.
         """
-        values = self.symbols.solve([(3,), *shapes], [(1,), *strides])  # the key is the first input
+        values = self.symbols.solve(shapes, strides)
         if values is None:
             return None
         try:
             instance = Instance(self, values)
             inputs, tangents = instance.ports.of(GraphRole.INPUT), instance.ports.of(GraphRole.TANGENT)
-        except _CannotInstantiate:
+        except CannotExpressError:
             return None
         if any(tensor.stride() != tuple(strides[i]) for i, tensor in inputs.items()):
             return None
@@ -111,7 +107,7 @@ class Template:
         instance = self.at(shapes, strides, gradient_layouts)
         try:
             return None if instance is None else instance.joint
-        except _CannotInstantiate:
+        except CannotExpressError:
             return None
 
     def with_formulas(self, values: Mapping[sympy.Symbol, int]) -> tuple[JointGraph, Formulas]:
@@ -128,28 +124,16 @@ class Template:
         """Whether the layers call kernels of their own."""
         return any(map(is_triton_call, self.joint.module.graph.nodes))
 
-    def ports(self, values: Mapping[sympy.Symbol, int]) -> TracedPorts | None:
-        """Returns the ports at these sizes; None if some size has no formula."""
-        if TracedPorts not in self.derived:
-            self.derived[TracedPorts] = self._ports_with_formulas(values)
-        known: tuple[TracedPorts, Evaluator] | None = self.derived[TracedPorts]
-        numbers = None if known is None else known[1](values)
-        return None if known is None or numbers is None else known[0].at(numbers)
+    @functools.cached_property
+    def ports(self) -> TracedPorts:
+        """The ports of the graph."""
+        return TracedPorts.of_graph(self.joint)
 
-    def _ports_with_formulas(
-        self, values: Mapping[sympy.Symbol, int]
-    ) -> tuple[TracedPorts, Evaluator] | None:
-        formulas = Formulas(values)
-        writer = _Writer(_number_with(formulas), TensorMetadata.of)
-        ports = TracedPorts.of_graph(self.joint)
-        try:
-            inputs, outputs = (
-                tuple(PortTensor(port, writer.value(tensor)) for port, tensor in each)
-                for each in (ports.inputs, ports.outputs)
-            )
-        except CannotExpressError:
-            return None
-        return replace(ports, inputs=inputs, outputs=outputs), formulas.evaluator()
+    @functools.cached_property
+    def sized_ports(self) -> frozenset[GraphPort]:
+        """The ports whose tensors have symbols for sizes."""
+        ports = (*self.ports.inputs, *self.ports.outputs)
+        return frozenset(port for port, tensor in ports if tensor is not None and _has_symbol(tensor))
 
 
 @dataclass(eq=False)
@@ -180,26 +164,34 @@ class Instance:
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""
-        return self.template.ports(self.values) or TracedPorts.of_graph(self.joint)
+        writer, known = _Writer(_NumberAt(self.values), TensorMetadata.of), self.template.ports
+
+        def at(ports: Sequence[PortTensor]) -> tuple[PortTensor, ...]:
+            return tuple(
+                PortTensor(port, writer.value(tensor)) if port in self.template.sized_ports else known
+                for known in ports
+                for port, tensor in [known]
+            )
+
+        return replace(known, inputs=at(known.inputs), outputs=at(known.outputs))
 
 
 class _NumberAt:
     """Evaluates numbers with symbols."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
-        self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        self._known: dict[Any, int] = {}
+        self._values = values
 
     def __call__(self, value: Any) -> Any:
+        # SymPy's exact arithmetic of fractions rounds differently from Python's.
         if isinstance(value, torch.SymFloat):
-            raise _CannotInstantiate  # SymPy's exact arithmetic rounds differently from Python's
-        expression = value.node.expr
-        if expression not in self._known:
-            number = expression.xreplace(self._values)
-            if number.free_symbols:
-                raise _CannotInstantiate
-            self._known[expression] = bool(number) if isinstance(value, torch.SymBool) else int(number)
-        return self._known[expression]
+            raise CannotExpressError
+        return evaluated(value.node.expr, self._values)
+
+
+def _has_symbol(tensor: AnyTensor) -> bool:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(isinstance(each, _Symbolic) for each in numbers)
 
 
 def _number_with(formulas: Formulas) -> Callable[[Any], Any]:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import CodeType
+from typing import Any
 
 import sympy  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor
 
+from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
     ShapeEnv,
     StatelessSymbolicContext,
+    python_of,
 )
 from gpipe_fast.trace.fake import RealLayouts
+
+
+class CannotExpressError(Exception):
+    """A number or a tensor has no formula."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +62,78 @@ class Symbols:
         for symbol, (least, most) in self.ranges.items():
             if symbol not in values or not least <= values[symbol] <= most:
                 return None
-        replaced = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        holds = all(guard.xreplace(replaced) == sympy.true for guard in self.guards)
-        return values if holds else None
+        try:
+            return values if all(evaluated(guard, values) for guard in self.guards) else None
+        except CannotExpressError:
+            return None
 
 
-class SymbolicInputs:
-    """Fake inputs with symbols for some sizes.
+@functools.lru_cache(maxsize=4096)
+def _compiled(expression: sympy.Basic) -> tuple[CodeType, tuple[sympy.Symbol, ...]]:
+    try:
+        code = python_of(expression)
+    except Exception:
+        raise CannotExpressError from None
+    return compile(code, "<expression>", "eval"), tuple(expression.free_symbols)
+
+
+def evaluated(expression: sympy.Basic, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """Returns the value of an expression.
+
+    Args:
+        expression: an expression of PyTorch's environment of symbols.
+        values: the values of its symbols: numbers, or numbers with symbols of another environment.
+
+    Raises:
+        CannotExpressError: a symbol has no value, or the expression a function without code in Python.
+    """
+    code, symbols = _compiled(expression)
+    if not values.keys() >= set(symbols):
+        raise CannotExpressError
+    return eval(code, {"torch": torch, "math": math}, {str(each): values[each] for each in symbols})
+
+
+class TraceMode:
+    """The fake mode of traces. The runs of layers between two cuts of a stage are traced in one mode.
 
     Attributes:
         mode: the fake mode.
-        inputs: the inputs.
+        key: a fake key for random operators.
+    """
+
+    def __init__(self, is_absent: bool = False, shape_env: ShapeEnv | None = None) -> None:
+        """Makes a mode.
+
+        Args:
+            is_absent: whether tensors are on a device that the machine need not have; then no operator runs.
+            shape_env: the environment of the symbols, if sizes have any.
+        """
+        self.mode = RealLayouts(shape_env, runs_kernels=not is_absent)
+        empty = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self.key: Tensor = self.mode.from_tensor(empty, static_shapes=True)
+
+    def empty(self, like: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
+        """Returns a fake tensor of the mode with the layout of another tensor; its sizes may be symbols."""
+        with self.mode:
+            return empty_like(like, device).requires_grad_(requires_grad)
+
+
+class SymbolicMode(TraceMode):
+    """The fake mode of traces with symbols for sizes.
+
+    Attributes:
+        inputs: fake tensors with symbols for some sizes.
     """
 
     def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
+        """Makes the inputs.
+
+        Args:
+            inputs: real tensors.
+            varying: for each size of each input, whether it is a symbol.
+        """
         self._env = ShapeEnv()
-        self.mode = RealLayouts(self._env)
+        super().__init__(shape_env=self._env)
         self.inputs = tuple(map(self._fake, range(len(inputs)), inputs, varying))
         self._sizes = tuple(tuple(map(_symbol, fake.shape)) for fake in self.inputs)
         self._strides = tuple(tuple(map(_symbol, fake.stride())) for fake in self.inputs)

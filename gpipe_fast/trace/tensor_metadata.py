@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpipe_fast.strides import NO_BITS, Bits, bits_of
-from gpipe_fast.trace.formulas import CannotExpressError, has_formula, substitute
+from gpipe_fast.trace.formulas import CannotExpressError
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +45,6 @@ class TensorMetadata:
         if tensor.layout is not torch.strided:
             raise CannotExpressError
         return cls(tuple(shape), tuple(strides), offset, tensor.dtype, tensor.device, bits_of(tensor))
-
-    @property
-    def has_formula(self) -> bool:
-        """Whether any size is a formula."""
-        return has_formula((self.shape, self.strides, self.offset))
-
-    def at(self, numbers: Sequence[int]) -> TensorMetadata:
-        """Returns the metadata with numbers in place of formulas."""
-        shape, strides, offset = substitute((self.shape, self.strides, self.offset), numbers)
-        return replace(self, shape=shape, strides=strides, offset=offset)
 
     def stride(self) -> tuple[int, ...]:
         """As for a tensor."""

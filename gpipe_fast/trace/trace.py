@@ -24,7 +24,6 @@ from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
-from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import PLACEMENTS, export_joint
@@ -47,7 +46,7 @@ from gpipe_fast.trace.layers_function import (
     attribute_parts,
     skips_from,
 )
-from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
+from gpipe_fast.trace.symbols import TraceMode
 from gpipe_fast.trace.traceability import (
     Untraceable,
     check_constants,
@@ -59,60 +58,6 @@ from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_c
 
 # No skip connections, no deferred batch norm.
 _NO_CONTEXT = TraceContext()
-
-
-class TraceMode:
-    """The fake mode of traces. The runs of layers between two cuts of a stage are traced in one mode.
-
-    Attributes:
-        mode: the fake mode.
-        key: a fake key for random operators.
-    """
-
-    def __init__(self, is_absent: bool = False) -> None:
-        """Makes a mode without symbols for sizes.
-
-        Args:
-            is_absent: whether tensors are on a device that the machine need not have; then no operator runs.
-        """
-        self.mode = RealLayouts(runs_kernels=not is_absent)
-        self.key: Tensor = self.mode.from_tensor(_empty_key(), static_shapes=True)
-
-    def empty(self, like: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
-        """Returns a fake tensor of the mode with the layout of another tensor; its sizes may be symbols."""
-        with self.mode:
-            return empty_like(like, device).requires_grad_(requires_grad)
-
-    def symbols(self) -> Symbols | None:
-        """Returns the symbols after the traces; None if there are none, or if a size depends on data."""
-        return None
-
-
-class SymbolicMode(TraceMode):
-    """The fake mode of traces with symbols for sizes.
-
-    Attributes:
-        inputs: fake tensors with symbols for some sizes.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], varying: Sequence[Sequence[bool]]) -> None:
-        """Makes the inputs.
-
-        Args:
-            inputs: real tensors.
-            varying: for each size of each input, whether it is a symbol.
-        """
-        self._symbolic = SymbolicInputs((_empty_key(), *inputs), [(False,), *varying])
-        self.key, *self.inputs = self._symbolic.inputs
-        self.mode = self._symbolic.mode
-
-    def symbols(self) -> Symbols | None:
-        """As for `TraceMode.symbols`."""
-        return self._symbolic.symbols()
-
-
-def _empty_key() -> Tensor:
-    return torch.zeros(3, dtype=torch.int64, device="cpu")
 
 
 def trace(

@@ -36,7 +36,7 @@ from gpipe_fast.trace.dynamo import Refused, capture
 from gpipe_fast.trace.fake import hint
 from gpipe_fast.trace.layer_states import LayerStates, StateKey, describe
 from gpipe_fast.trace.repeatable import content_of
-from gpipe_fast.trace.symbols import SymbolicInputs
+from gpipe_fast.trace.symbols import SymbolicMode
 from gpipe_fast.trace.traceability import HOOKS
 from gpipe_fast.training.loss_graph import (
     Input,
@@ -548,7 +548,7 @@ class _Analysis:
             torch.empty(shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
             for tensor, shape in zip(tensors, shapes, strict=True)
         ]
-        symbolic = SymbolicInputs(probes, [[True] * len(shape) for shape in shapes])
+        symbolic = SymbolicMode(probes, [[True] * len(shape) for shape in shapes])
         with symbolic.mode:  # no leaves, as in a step
             self._inputs = [x.clone() if x.requires_grad else x for x in symbolic.inputs]
         with results_given(reduced_like), logging_disabled():
@@ -665,7 +665,7 @@ class _Analysis:
             )
         return constant
 
-    def _fake(self, source: _Source | _Size, symbolic: SymbolicInputs) -> Any:
+    def _fake(self, source: _Source | _Size, symbolic: SymbolicMode) -> Any:
         if isinstance(source, _Size):
             return self._inputs[source.tensor].shape[source.dim]
         if isinstance(source, int):

@@ -18,7 +18,8 @@ from gpipe_fast.fuse.user_kernels import with_launches
 from gpipe_fast.lower.launch import KernelLaunch, is_launch
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Template, equal
-from gpipe_fast.trace.trace import SymbolicMode, trace
+from gpipe_fast.trace.symbols import SymbolicMode
+from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.trace.triton_calls import TritonCall
 from tests.conftest import HAS_TRITON

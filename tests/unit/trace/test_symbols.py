@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from gpipe_fast.trace.symbols import SymbolicInputs, Symbols
+from gpipe_fast.trace.symbols import SymbolicMode, Symbols
 
 
 def symbols_after(function: Any, *inputs: torch.Tensor, varying: list[list[bool]]) -> Symbols | None:
     """Returns the symbols after a function has run with fake inputs."""
-    symbolic = SymbolicInputs(inputs, varying)
+    symbolic = SymbolicMode(inputs, varying)
     with symbolic.mode:
         function(*symbolic.inputs)
     return symbolic.symbols()
