@@ -13,6 +13,7 @@ All conditions and numbers are evaluated together by one generated function.
 
 from __future__ import annotations
 
+import operator as operators
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,21 @@ from gpipe_fast.torch_private.fake_tensors import python_of
 from gpipe_fast.trace.symbols import CannotExpressError, evaluated
 
 _Result = TypeVar("_Result")
+
+
+def _arithmetic(operator: str, is_swapped: bool = False) -> Callable[[Formula, Any], Any]:
+    """Returns a method that computes with a formula and another number."""
+
+    def combine(formula: Formula, other: int | Formula) -> int | Formula:
+        left, right = (other, formula) if is_swapped else (formula, other)
+        return formula._formulas.combine(left, operator, right)
+
+    return combine
+
+
+def _comparison(operator: str) -> Callable[[Formula, Any], bool]:
+    """Returns a method that compares a formula with another number."""
+    return lambda formula, other: formula._formulas.compare(formula, operator, other)
 
 
 class Formula:
@@ -43,41 +59,13 @@ class Formula:
     def __repr__(self) -> str:
         return f"n{self.position}"
 
-    def __add__(self, other: int | Formula) -> int | Formula:
-        return self._formulas.combine(self, "+", other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: int | Formula) -> int | Formula:
-        if other is self:
-            return 0
-        return self._formulas.combine(self, "-", other)
-
-    def __rsub__(self, other: int) -> int | Formula:
-        return self._formulas.combine(other, "-", self)
-
-    def __mul__(self, other: int | Formula) -> int | Formula:
-        return self._formulas.combine(self, "*", other)
-
-    __rmul__ = __mul__
+    __add__ = __radd__ = _arithmetic("+")
+    __sub__, __rsub__ = _arithmetic("-"), _arithmetic("-", is_swapped=True)
+    __mul__ = __rmul__ = _arithmetic("*")
+    __lt__, __le__, __gt__, __ge__ = map(_comparison, ("<", "<=", ">", ">="))
 
     def __eq__(self, other: object) -> bool:
         return self is other or self._formulas.compare(self, "==", other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __lt__(self, other: int | Formula) -> bool:
-        return self._formulas.compare(self, "<", other)
-
-    def __le__(self, other: int | Formula) -> bool:
-        return self._formulas.compare(self, "<=", other)
-
-    def __gt__(self, other: int | Formula) -> bool:
-        return self._formulas.compare(self, ">", other)
-
-    def __ge__(self, other: int | Formula) -> bool:
-        return self._formulas.compare(self, ">=", other)
 
     def __bool__(self) -> bool:
         return self != 0
@@ -127,8 +115,9 @@ class Formulas:
                     return other if one else 0
         if isinstance(right, int) and right == 0:  # of a sum or a difference
             return left
-        a, b = _value(left), _value(right)
-        value = a + b if operator == "+" else a - b if operator == "-" else a * b
+        if operator == "-" and left is right:
+            return 0
+        value = _OPERATORS[operator](_value(left), _value(right))
         return self._formula(f"{left!r} {operator} {right!r}", value)
 
     def compare(self, left: Formula, operator: str, right: object) -> bool:
@@ -137,7 +126,7 @@ class Formulas:
             if operator == "==":
                 return False
             raise CannotExpressError
-        outcome = _COMPARISONS[operator](left.value, _value(right))
+        outcome: bool = _OPERATORS[operator](left.value, _value(right))
         self._conditions[f"{left!r} {operator} {right!r}"] = outcome
         return outcome
 
@@ -180,12 +169,9 @@ class Formulas:
         return found
 
 
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "==": lambda a, b: a == b,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
+_OPERATORS: dict[str, Callable[[int, int], Any]] = {
+    **{"+": operators.add, "-": operators.sub, "*": operators.mul},
+    **{"==": operators.eq, "<": operators.lt, "<=": operators.le, ">": operators.gt, ">=": operators.ge},
 }
 
 
