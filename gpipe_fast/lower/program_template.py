@@ -29,7 +29,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTEN
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
 from gpipe_fast.lower.placement import MemoryPlan
-from gpipe_fast.lower.program import LoadKernel, OwnGroup, ProgramIR, StorageKind, Value, are_whole
+from gpipe_fast.lower.program import ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
@@ -146,8 +146,8 @@ class ProgramTemplate:
             device: as for `ProgramIR.build`.
             how: as for `ProgramIR.build`; of equal stages, equal.
         """
-        parameters, titles = (tuple(how[name]) for name in ("parameters", "titles"))
-        key = arena, device, how["lowered_for"], parameters, titles
+        parameters, titles = (tuple(how.get(name, ())) for name in ("parameters", "titles"))
+        key = arena, device, how.get("lowered_for"), parameters, titles
         known = self._natives.get(key)
         if known is None:
             while len(self._natives) >= _MAX_NATIVES:
@@ -196,28 +196,9 @@ class SizedProgram:
         """Returns the program with its values and steps, which is written on first use."""
         return self._written
 
-    def build(
-        self,
-        arena: Arena,
-        device: torch.device,
-        *,
-        lowered_for: torch.device | None = None,
-        parameters: Sequence[int] = (),
-        titles: Sequence[str] = (),
-        load_kernel: LoadKernel | None = None,
-        own_group: OwnGroup | None = None,
-    ) -> NativeProgram:
+    def build(self, arena: Arena, device: torch.device, **how: Any) -> NativeProgram:
         """Builds the C++ program; arguments as for `ProgramIR.build`."""
-        return self._template.build(
-            self._numbers,
-            arena,
-            device,
-            lowered_for=lowered_for,
-            parameters=parameters,
-            titles=titles,
-            load_kernel=load_kernel,
-            own_group=own_group,
-        )
+        return self._template.build(self._numbers, arena, device, **how)
 
 
 # A program, or one that is written out when its values or steps are read.

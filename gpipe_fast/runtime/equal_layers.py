@@ -58,22 +58,15 @@ def parts_of(stage: Stage) -> list[Stage]:
         sum(len(tensors(part)) for part in parts) != len(tensors(stage))
         for tensors in (Stage.parameters, Stage.buffers)
     )
-    if share_tensors or any(skip.source >= 0 for skip in stage.skips) or _share_memory_of_buffers(parts):
+    if share_tensors or any(skip.source >= 0 for skip in stage.skips) or _buffers_share_memory(stage.layers):
         return [stage]
     return parts
 
 
-def _share_memory_of_buffers(parts: Sequence[Stage]) -> bool:
-    """Returns whether a buffer of one part is in the same memory as a buffer or parameter of another."""
-    owners: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        if any(owners.setdefault(memory, index) != index for memory in _memory_of(buffers_of(part.layers))):
-            return True
-    return any(
-        owners.get(memory, index) != index
-        for index, part in enumerate(parts)
-        for memory in _memory_of(parameters_of(part.layers))
-    )
+def _buffers_share_memory(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether a buffer is in the same memory as another buffer or a parameter."""
+    numbers = Counter(_addresses([*parameters_of(layers), *buffers_of(layers)]))
+    return any(numbers[address] > 1 for address in _addresses(buffers_of(layers)))
 
 
 def share_memory(layers: Sequence[nn.Module]) -> bool:

@@ -13,7 +13,7 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance, Template, TraceSample, equal
-from gpipe_fast.trace.symbols import SymbolicMode
+from gpipe_fast.trace.symbols import CannotExpressError, SymbolicMode
 from gpipe_fast.trace.traceability import Untraceable
 
 # The number of traces that a template must reproduce.
@@ -114,6 +114,9 @@ def _varying_dims(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
 
 def _reproduces(template: Template, samples: Sequence[TraceSample]) -> bool:
     """Returns whether a template reproduces the sample traces; at least one must be within its range."""
-    again = [(s.joint, template.instantiate(s.shapes, s.strides, s.gradient_layouts)) for s in samples]
-    known = [equal(joint, written) for joint, written in again if written is not None]
+    again = [(s.joint, template.at(s.shapes, s.strides, s.gradient_layouts)) for s in samples]
+    try:
+        known = [equal(joint, instance.joint) for joint, instance in again if instance is not None]
+    except CannotExpressError:
+        return False
     return bool(known) and all(known)

@@ -97,19 +97,6 @@ class Template:
                 return None
         return instance
 
-    def instantiate(
-        self,
-        shapes: Sequence[Sequence[int]],
-        strides: Sequence[Sequence[int]],
-        gradient_layouts: GradientLayouts,
-    ) -> JointGraph | None:
-        """Returns the graph for inputs of given shapes and strides; arguments and None as for `at`."""
-        instance = self.at(shapes, strides, gradient_layouts)
-        try:
-            return None if instance is None else instance.joint
-        except CannotExpressError:
-            return None
-
     def with_formulas(self, values: Mapping[sympy.Symbol, int]) -> tuple[JointGraph, Formulas]:
         """Returns the graph with formulas for sizes, which take decisions as at the given values.
 
@@ -117,7 +104,7 @@ class Template:
             CannotExpressError: a size or a tensor has no formula.
         """
         formulas = Formulas(values)
-        return _Writer(_number_with(formulas), TensorMetadata.of).write(self.joint), formulas
+        return _Writer(formulas.number, TensorMetadata.of).write(self.joint), formulas
 
     @functools.cached_property
     def calls_triton(self) -> bool:
@@ -151,7 +138,10 @@ class Instance:
     @functools.cached_property
     def joint(self) -> JointGraph:
         """The graph at these sizes, written out on first use."""
-        return _Writer(_NumberAt(self.values), _FakeTensors()).write(self.template.joint)
+        return _Writer(self._number, _fake_tensors()).write(self.template.joint)
+
+    def _number(self, expression: sympy.Expr) -> Any:
+        return evaluated(expression, self.values)
 
     def written(self) -> JointGraph | None:
         """Returns the graph if it is written out."""
@@ -164,7 +154,7 @@ class Instance:
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""
-        writer, known = _Writer(_NumberAt(self.values), TensorMetadata.of), self.template.ports
+        writer, known = _Writer(self._number, TensorMetadata.of), self.template.ports
 
         def at(ports: Sequence[PortTensor]) -> tuple[PortTensor, ...]:
             return tuple(
@@ -176,57 +166,31 @@ class Instance:
         return replace(known, inputs=at(known.inputs), outputs=at(known.outputs))
 
 
-class _NumberAt:
-    """Evaluates numbers with symbols."""
-
-    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
-        self._values = values
-
-    def __call__(self, value: Any) -> Any:
-        # SymPy's exact arithmetic of fractions rounds differently from Python's.
-        if isinstance(value, torch.SymFloat):
-            raise CannotExpressError
-        return evaluated(value.node.expr, self._values)
-
-
 def _has_symbol(tensor: AnyTensor) -> bool:
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return any(isinstance(each, _Symbolic) for each in numbers)
 
 
-def _number_with(formulas: Formulas) -> Callable[[Any], Any]:
-    """Returns a function from numbers with symbols to formulas."""
+def _fake_tensors() -> Callable[[Tensor, Sequence[int], Sequence[int], int], Tensor]:
+    """Returns a function that makes fake tensors of one mode from metadata, sizes, strides and an offset."""
+    mode = FakeTensorMode()
 
-    def number(value: Any) -> Any:
-        if not isinstance(value, torch.SymInt):
-            raise CannotExpressError
-        return formulas.number(value.node.expr)
+    def make(value: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
+        meta = memory.as_strided(sizes, strides, offset)
+        return from_meta(mode, with_bits(meta, bits_of(value)), value.device)
 
-    return number
-
-
-class _FakeTensors:
-    """Makes fake tensors."""
-
-    def __init__(self) -> None:
-        self._mode = FakeTensorMode()
-
-    def __call__(self, value: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
-        if offset:
-            memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
-            meta = memory.as_strided(sizes, strides, offset)
-        return from_meta(self._mode, with_bits(meta, bits_of(value)), value.device)
+    return make
 
 
 class _Writer:
     """Copies a graph with other numbers in place of those with symbols."""
 
-    def __init__(self, number: Callable[[Any], Any], tensor: Callable[..., AnyTensor]) -> None:
+    def __init__(self, number: Callable[[sympy.Expr], Any], tensor: Callable[..., AnyTensor]) -> None:
         """Makes a writer.
 
         Args:
-            number: replaces a number with symbols.
+            number: replaces an expression of symbols.
             tensor: makes the metadata of a tensor from the metadata with symbols, a shape, strides and an
                 offset.
         """
@@ -281,28 +245,28 @@ class _Writer:
         return argument
 
     def _number(self, value: Any) -> Any:
-        return self._number_of(value) if isinstance(value, _Symbolic) else value
+        if not isinstance(value, _Symbolic):
+            return value
+        if isinstance(value, torch.SymFloat):  # SymPy's exact arithmetic rounds differently from Python's
+            raise CannotExpressError
+        return self._number_of(value.node.expr)
 
 
 def equal(a: JointGraph, b: JointGraph) -> bool:
     """Returns whether two graphs are the same: operators, arguments, shapes and ports."""
-    if len(a.module.graph.nodes) != len(b.module.graph.nodes):
-        return False
-    same: dict[fx.Node, fx.Node] = {}
-    for node, other in zip(a.module.graph.nodes, b.module.graph.nodes, strict=True):
-        if (node.op, _target(a, node)) != (other.op, _target(b, other)):
-            return False
-        mapped = fx.map_arg((node.args, node.kwargs), lambda argument: same[argument])
-        if not _same_arguments(mapped, (other.args, other.kwargs)):
-            return False
-        if _metadata(node.meta.get("val")) != _metadata(other.meta.get("val")):
-            return False
-        same[node] = other
+    are_equal: bool = _content(a) == _content(b)
+    return are_equal
 
-    def ports(joint: JointGraph, of: dict[fx.Node, fx.Node] | None) -> list[tuple[Any, fx.Node]]:
-        return [(n.port, n.node if of is None else of[n.node]) for n in (*joint.inputs, *joint.outputs)]
 
-    return ports(a, same) == ports(b, None) and (a.structure, a.stashed) == (b.structure, b.stashed)
+def _content(joint: JointGraph) -> Any:
+    """Returns all that a graph consists of, with numbers in place of nodes."""
+    numbers = {node: f"%{i}" for i, node in enumerate(joint.module.graph.nodes)}
+    rows = []
+    for node in numbers:
+        arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        rows.append((node.op, _target(joint, node), repr(arguments), _metadata(node.meta.get("val"))))
+    ports = [(port, numbers[node]) for port, node in (*joint.inputs, *joint.outputs)]
+    return rows, ports, joint.structure, joint.stashed
 
 
 def _target(joint: JointGraph, node: fx.Node) -> Any:
@@ -311,14 +275,6 @@ def _target(joint: JointGraph, node: fx.Node) -> Any:
         return node.target if node.op == "call_function" else None
     constant = getattr(joint.module, str(node.target))
     return (tuple(constant.shape), constant.dtype) if isinstance(constant, Tensor) else None
-
-
-def _same_arguments(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same_arguments, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same_arguments(a[k], b[k]) for k in a)
-    return a is b or (type(a) is type(b) and repr(a) == repr(b))
 
 
 def _metadata(value: Any) -> Any:

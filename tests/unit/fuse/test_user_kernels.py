@@ -215,10 +215,10 @@ def test_one_template_covers_all_sizes() -> None:
     assert symbols is not None
     template = Template(joint, symbols)
     for batch in (4, 7):
-        written = template.instantiate([(batch, 8)], [(8, 1)], ())
-        assert written is not None
-        assert equal(joint_of(layer, batch), written)
-        launches = with_launches(written, Loader())  # type: ignore[arg-type]
+        instance = template.at([(batch, 8)], [(8, 1)], ())
+        assert instance is not None
+        assert equal(joint_of(layer, batch), instance.joint)
+        launches = with_launches(instance.joint, Loader())  # type: ignore[arg-type]
         assert isinstance(launches, JointGraph)
         launch = next(n.args[0] for n in launches.module.graph.nodes if is_launch(n))
         assert isinstance(launch, KernelLaunch)

@@ -203,10 +203,10 @@ def test_a_template_gives_the_graph_of_a_separate_trace() -> None:
     template = template_after(layers, 5, 7, 9)
     for length in (2, 33):
         x = features(4, length)
-        written = template.instantiate([tuple(x.shape)], [x.stride()], ())
-        assert written is not None
-        assert equal(written, trace_joint(layers, x))
-        assert not equal(written, trace_joint(layers, features(4, length + 1)))
+        instance = template.at([tuple(x.shape)], [x.stride()], ())
+        assert instance is not None
+        assert equal(instance.joint, trace_joint(layers, x))
+        assert not equal(instance.joint, trace_joint(layers, features(4, length + 1)))
 
 
 def test_sizes_that_were_equal_by_coincidence_may_differ_later() -> None:
