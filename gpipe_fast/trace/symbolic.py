@@ -138,7 +138,7 @@ class Instance:
     @functools.cached_property
     def joint(self) -> JointGraph:
         """The graph at these sizes, written out on first use."""
-        return _Writer(self._number, _fake_tensors()).write(self.template.joint)
+        return _Writer(functools.cache(self._number), _fake_tensors()).write(self.template.joint)
 
     def _number(self, expression: sympy.Expr) -> Any:
         return evaluated(expression, self.values)
@@ -176,8 +176,10 @@ def _fake_tensors() -> Callable[[Tensor, Sequence[int], Sequence[int], int], Ten
     mode = FakeTensorMode()
 
     def make(value: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-        memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
-        meta = memory.as_strided(sizes, strides, offset)
+        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        if offset:
+            memory = torch.empty(offset + span(sizes, strides), dtype=value.dtype, device="meta")
+            meta = memory.as_strided(sizes, strides, offset)
         return from_meta(mode, with_bits(meta, bits_of(value)), value.device)
 
     return make
