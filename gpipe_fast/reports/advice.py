@@ -31,8 +31,6 @@ LEAST_GAIN = 0.03
 # By how much predictions with parts of the measurements may differ, relative to the predicted time.
 _MAX_ERROR = 0.15
 _MAX_ADVICE = 3
-# A number of micro-batches further from the recorded one, by this factor, is not predicted.
-_FURTHEST = 4
 _COMPUTATIONS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 # The schedules that are tried; 'interleaved' needs another balance.
 _SCHEDULES = ("gpipe", "1f1b", "zb-h1")
@@ -243,11 +241,6 @@ class Costs:
         )
         return weights / (inputs + weights) if inputs + weights else 0.5
 
-    def of_a_transfer(self, kind: Kind, stage: int) -> float:
-        """Returns the median seconds in which a tensor that a stage sends arrives; 0 on the CPU."""
-        own = [s for send, s in self.transit.items() if send.kind is kind and send.stage == stage]
-        return median(own) if own else 0.0
-
     def of_a_microbatch(self, kind: Kind, stage: int) -> float:
         """Returns the median duration of an action of a stage; 0 if it has none."""
         own = [s for action, s in self.seconds.items() if action.kind is kind and action.stage == stage]
@@ -348,12 +341,12 @@ class Measurements(NamedTuple):
     """What is measured if advice asks for it; each returns None if there is nothing to measure.
 
     Attributes:
-        chunks: steps with a number of micro-batches, or with any other than the present one.
+        chunks: steps with a number of micro-batches.
         threads: steps with another number of intra-op threads.
         layers: the costs of the layers, measured independently once or several times, and the balance.
     """
 
-    chunks: Callable[[int | None], Alternative | None] = lambda _: None
+    chunks: Callable[[int], Alternative | None] = lambda _: None
     threads: Callable[[], Alternative | None] = lambda: None
     layers: Callable[[], tuple[Sequence[LayerCosts], Sequence[int]] | None] = lambda: None
 
@@ -375,7 +368,6 @@ def improvements(
     shortest: float,
     costs: Costs,
     *,
-    batch_size: int,
     schedule: ScheduleChoice | None,
     checkpoint: CheckpointSetting,
     measured: Measurements,
@@ -392,7 +384,6 @@ def improvements(
         step: the seconds of a step.
         shortest: those of a step that little has disturbed.
         costs: the durations of its actions.
-        batch_size: the number of samples.
         schedule: the schedule of steps in one call; None if forward and backward are two calls.
         checkpoint: the checkpoint mode.
         measured: what is measured besides.
@@ -450,92 +441,42 @@ def improvements(
         hides_others = threads.is_expected and not any(advice.settings == settings for advice in found)
         if hides_others:
             withheld.append("fewer intra-op threads (model.threads_per_stage)")
-    named = schedule if isinstance(schedule, str) else None
-    trial = measured.chunks(None) if schedule == named else None
-    simulated = {} if trial is None else _times_by_chunks(costs, trial.costs, batch_size, named, checkpoint)
-    best = min(simulated, key=simulated.__getitem__, default=costs.num_microbatches)
-    if trial is not None and best not in (costs.num_microbatches, trial.value):
-        trial = measured.chunks(best)
-    if trial is not None and best == trial.value:
-        fewer = best < costs.num_microbatches
+    trial = None
+    if schedule is None or isinstance(schedule, str):
+        trial = _fastest(measured.chunks, costs.num_microbatches)
+    if trial is not None and _is_explained(costs, trial):
+        fewer = trial.value < costs.num_microbatches
         what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
         what += f"; {SMALLER_BATCHES}" if batch_norm else ""
-        others = [simulated[best], *trial.ratios]
-        offer(what, {"chunks": best}, median(trial.ratios), others, simulated=False)
-    elif trial is not None and not simulated:
-        times = [own.time() for own in halves]
-        if shortest > (1 + _MAX_ERROR) * base or max(times) > (1 + LEAST_GAIN) * min(times):
-            withheld.append("another number of micro-batches (model.chunks)")
+        offer(what, {"chunks": trial.value}, median(trial.ratios), trial.ratios, simulated=False)
+    elif trial is not None and min(trial.ratios) < 1 - 2 * LEAST_GAIN:
+        withheld.append("another number of micro-batches (model.chunks)")
     if hides_others:  # threads that wait for each other disturb all measurements
         withheld += [advice.what for advice in found]
         found = []
     return Found(sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE], withheld)
 
 
-def _times_by_chunks(
-    costs: Costs,
-    other: Costs,
-    batch_size: int,
-    schedule: str | None,
-    checkpoint: CheckpointSetting,
-) -> dict[int, float]:
-    """Returns the simulated seconds with other numbers of micro-batches, relative to the present number.
-
-    The duration of an action is taken as a constant plus a part for each sample, from two measurements. Empty
-    if a stage did not clearly take longer for the larger micro-batches: then its part is unknown.
-
-    Args:
-        costs: the durations with the present number.
-        other: those with another number.
-        batch_size: as for `improvements`.
-        schedule: likewise.
-        checkpoint: likewise.
-    """
-    present, trial = costs.num_microbatches, other.num_microbatches
-    sizes = [-(-batch_size // each) for each in (present, trial)]
-    small, large = sorted((costs, other), key=lambda each: -each.num_microbatches)
-    stages = range(costs.num_stages)
-    if sizes[0] == sizes[1] or not all(_clearly_more(large, small, stage) for stage in stages):
-        return {}
-    fits = {}
-    for stage in stages:
-        for kind in _COMPUTATIONS:
-            here, there = costs.of_a_microbatch(kind, stage), other.of_a_microbatch(kind, stage)
-            slope = max(0.0, (here - there) / (sizes[0] - sizes[1]))
-            fits[stage, kind] = max(0.0, here - slope * sizes[0]), slope
-    tried = dict(zip((present, trial), sizes, strict=True))
-    for size in (-(-batch_size // 2**power) for power in range(batch_size.bit_length())):
-        count = -(-batch_size // size)
-        if 1 / _FURTHEST <= count / present <= _FURTHEST:
-            tried[count] = size
-    times = {}
-    for count, size in tried.items():
-        last = batch_size - size * (count - 1)
-        lengths = {m: last if m == count - 1 else size for m in range(count)}
-        lengths_of = {
-            Action(stage, kind, m): fits[stage, kind][0] + fits[stage, kind][1] * lengths[m]
-            for stage in stages
-            for kind in _COMPUTATIONS
-            for m in range(count)
-            if sum(fits[stage, kind])
-        }
-        transit = {  # in proportion to the size
-            Action(stage, kind, m): costs.of_a_transfer(kind, stage) * lengths[m] / sizes[0]
-            for stage in stages
-            for kind in (Kind.SEND_F, Kind.SEND_B)
-            for m in range(count)
-        }
-        model = replace(costs, seconds=lengths_of, transit=transit)
-        times[count] = model.time(
-            phases_for(schedule or "gpipe", costs, count, checkpoint, schedule is not None)
-        )
-    return {count: seconds / times[present] for count, seconds in times.items()}
+def _fastest(tried: Callable[[int], Alternative | None], present: int) -> Alternative | None:
+    """Returns the fastest number of micro-batches, or None; it is doubled, or halved, while that gains."""
+    for factor in (2.0, 0.5):
+        best, number = None, present
+        while (trial := tried(int(number * factor))) is not None:
+            if median(trial.ratios) >= (1.0 if best is None else median(best.ratios)):
+                break
+            best, number = trial, trial.value
+        if best is not None:
+            return best
+    return None
 
 
-def _clearly_more(large: Costs, small: Costs, stage: int) -> bool:
-    """Whether a stage takes longer for one large micro-batch than for a small one, by each half of steps."""
-    return min(own.of_all_kinds(stage) for own in large.halves()) > max(
-        own.of_all_kinds(stage) for own in small.halves()
+def _is_explained(costs: Costs, trial: Alternative) -> bool:
+    """Whether each stage took clearly longer for one of the larger micro-batches, by each half of steps."""
+    small, large = sorted((costs, trial.costs), key=lambda each: -each.num_microbatches)
+    return all(
+        min(own.of_all_kinds(stage) for own in large.halves())
+        > max(own.of_all_kinds(stage) for own in small.halves())
+        for stage in range(costs.num_stages)
     )
 
 

@@ -193,14 +193,13 @@ class Steps:
         report, costs = _median(recorded), self._costs(recorded)
         model, processes = self._model, self._measured(costs.num_microbatches)
         measured = processes._replace(
-            chunks=lambda wanted: self._try_chunks(costs.num_microbatches, wanted),
+            chunks=self._try_chunks,
             threads=lambda: self._try_threads(costs.num_stages),
         )
         found, withheld = improvements(
             report.step,
             _short(recorded),
             costs,
-            batch_size=self._batch_size,
             schedule=model.schedule if self._is_one_call else None,
             checkpoint=model.checkpoint,
             measured=measured,
@@ -260,13 +259,12 @@ class Steps:
             ratios.append(_short(own) / _short(self._record(number)))
         return costs, ratios
 
-    def _try_chunks(self, number: int, wanted: int | None) -> Alternative | None:
-        """Tries another number of micro-batches than the present one; returns None if that fails."""
-        for other in (2 * number, number // 2) if wanted is None else (wanted,):
-            if 1 <= other <= self._batch_size and other != number:
-                # A layer may refuse such micro-batches, as batch norm refuses single samples.
-                with contextlib.suppress(Exception):
-                    return Alternative(other, *self._beside({"chunks": other}))
+    def _try_chunks(self, number: int) -> Alternative | None:
+        """Tries a number of micro-batches; returns None if that fails."""
+        if 1 <= number <= self._batch_size:
+            # A layer may refuse such micro-batches, as batch norm refuses single samples.
+            with contextlib.suppress(Exception):
+                return Alternative(number, *self._beside({"chunks": number}))
         return None
 
     def _try_threads(self, num_stages: int) -> Alternative | None:

@@ -52,8 +52,9 @@ class Step:
         seconds = {action: end - found.begins[action] for action, end in found.ends.items()}
         return Costs([found.schedule], seconds)
 
-    def tried(self, number: int, other: int | None = None) -> Alternative:
-        other = other or (2 * number if 2 * number <= self.batch else number // 2)
+    def tried(self, number: int, other: int) -> Alternative | None:
+        if not 1 <= other <= self.batch:
+            return None
         return Alternative(other, self.costs(other), [self.time(other) / self.time(number)] * 2)
 
     def advice(self, number: int, **options: Any) -> list[Advice]:
@@ -68,7 +69,6 @@ class Step:
             self.time(number),
             shortest or self.time(number),
             costs,
-            batch_size=self.batch,
             schedule=self.schedule,
             checkpoint=self.checkpoint,
             measured=Measurements(**measured),
@@ -178,7 +178,8 @@ def test_what_measurements_do_not_hold_is_withheld() -> None:
     assert not any("checkpoint" in advice.settings for advice in found.advice)
     assert "keep all activations, if memory suffices (model.checkpoint)" in found.withheld
     few = Step(32, [0.1] * 4, [0.1] * 4, "1f1b", "never")
-    found = few.found(2, few.costs(2), chunks=lambda other: few.tried(2, other)._replace(ratios=[0.6, 1.1]))
+    noisy = Alternative(4, few.costs(4), [0.6, 1.1])
+    found = few.found(2, few.costs(2), chunks=lambda other: noisy if other == 4 else None)
     assert not any("chunks" in advice.settings for advice in found.advice)
     assert "more micro-batches (model.chunks)" in found.withheld
     threads = Alternative(1, few.costs(2), [1.0, 1.0], is_expected=True)
@@ -209,15 +210,17 @@ def test_forward_and_backward_in_two_calls() -> None:
         whole = fill_drain(2, chunks, recomputed=())
         return Costs([whole.forward_part(), whole.backward_part()], seconds)
 
-    def tried(other: int | None) -> Alternative:
-        chunks = other or 2
-        return Alternative(chunks, costs(chunks), [costs(chunks).time() / costs(1).time()] * 2)
+    def tried(chunks: int) -> Alternative | None:
+        return (
+            None
+            if chunks not in range(1, 17)
+            else Alternative(chunks, costs(chunks), [costs(chunks).time() / costs(1).time()] * 2)
+        )
 
     found = improvements(
         costs(1).time(),
         costs(1).time(),
         costs(1),
-        batch_size=16,
         schedule=None,
         checkpoint="never",
         measured=Measurements(chunks=tried),

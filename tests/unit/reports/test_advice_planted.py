@@ -129,12 +129,11 @@ class Machine:
             report.step,
             steps[2],
             costs,
-            batch_size=BATCH,
             schedule=step.schedule,
             checkpoint=step.checkpoint,
             measured=Measurements(
-                chunks=lambda wanted: self.beside(
-                    step, replace(step, chunks=wanted or 2 * step.chunks), wanted or 2 * step.chunks
+                chunks=lambda number: (
+                    self.beside(step, replace(step, chunks=number), number) if 1 <= number <= BATCH else None
                 ),
                 threads=lambda: self.beside(step, with_threads, threads, True) if fewer else None,
                 layers=lambda: (layers, step.balance),
