@@ -60,9 +60,16 @@ def test_weights_of_a_plain_model_are_loaded() -> None:
 
 @pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize(
-    ("size", "stages", "place"), [(2, 1, "gather"), (4, 2, "gather"), (2, 1, "0B3"), (4, 2, "1W3")]
+    ("how", "size", "stages", "place"),
+    [
+        ("ValueError", 2, 1, "gather"),
+        ("ValueError", 4, 2, "1W3"),
+        ("SIGKILL", 4, 2, "gather"),
+        ("SIGKILL", 2, 1, "0B3"),
+        ("SIGSTOP", 2, 1, "gather"),
+        ("SIGSTOP", 4, 2, "1W3"),
+    ],
 )
-@pytest.mark.parametrize("how", ["ValueError", "SIGKILL", "SIGSTOP"])
 def test_a_rank_fails_before_it_gathers_or_sums(how: str, size: int, stages: int, place: str) -> None:
     hangs = [size - 1] if how == "SIGSTOP" else []
     *others, last = run_ranks(size, cases.failing, how, stages, place, hangs=hangs)
