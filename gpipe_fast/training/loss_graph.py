@@ -321,17 +321,11 @@ class _Splitter:
             fill_measures(vector, NUM_SAMPLES, split.measures.forward(*known))
             return split.share.forward(*tensors, vector)
 
-        try:
-            wrong = self._check.mismatched(
-                kinds, placeholders, lambda x: module.forward(*x), shares, self._reads.__contains__
-            )
-        except Mixed as mixed:
-            return replace(split, refused={**dict.fromkeys(kinds, MixesSamples(str(mixed))), **split.refused})
-        why = (
-            "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for "
-            "the whole"
+        wrong = self._check.mismatched(
+            kinds, placeholders, lambda x: module.forward(*x), shares, self._reads.__contains__
         )
-        return replace(split, refused={**dict.fromkeys(wrong, MixesSamples(why)), **split.refused})
+        refused = {i: MixesSamples(why) for i, why in wrong.items()}
+        return replace(split, refused=refused | dict(split.refused))
 
     def _add_input(self, node: fx.Node, given: Input) -> None:
         if given.is_size:

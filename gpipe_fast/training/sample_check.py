@@ -30,6 +30,7 @@ _PARTS = (0, 1), (1, 2)
 # The samples of the micro-batches whose shares are compared with the whole, and the error that they may have.
 _UNEQUAL = (0,), (1, 2)
 _TOLERANCE = 1e-4
+_NO_SUM = "on random numbers, what it gives for parts of a mini-batch does not add up to what the whole gives"
 # The maximum number of elements of an operand.
 _MAX_ELEMENTS = 2**22
 
@@ -229,8 +230,8 @@ class SampleCheck:
         losses: Callable[[Sequence[Any]], Sequence[Any]],
         shares: Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Any]],
         is_variable: Callable[[fx.Node], bool],
-    ) -> set[int]:
-        """Returns the losses of random numbers that are not what the shares add up to, or their gradients.
+    ) -> dict[int, str]:
+        """Returns why the losses of random numbers, or their gradients, are not what the shares add up to.
 
         Args:
             kinds: the kind of each loss to compare, by number: ``'share'``, or another one for a loss that
@@ -240,18 +241,19 @@ class SampleCheck:
             shares: returns those of a micro-batch, given its tensors and the inputs of the mini-batch.
             is_variable: whether a gradient may reach an input.
 
-        Raises:
-            Mixed: a loss has no finite number.
+        Returns:
+            The reasons, by the numbers of such losses.
         """
-        wrong, left, failure = set[int](), set(kinds), ""
-        for is_exact, kind in itertools.product((False, True), ("positive", "normal", "ones", "zeros")):
+        wrong, left, failure = dict[int, str](), set(kinds), ""
+        kinds_of_numbers = itertools.product((False, True), ("positive", "normal", "ones", "zeros"))
+        for seed, (is_exact, kind) in enumerate(kinds_of_numbers):
             if not left and (is_exact or kind != "normal"):
                 continue
-            generator = torch.Generator(self._device).manual_seed(0)
-            given = {node: self._random(node, kind, generator, is_exact) for node in inputs}
-            variables = [x for n, x in given.items() if _is_tensor(x) and is_variable(n)]
-            variables = [x.requires_grad_() for x in variables if x.is_floating_point() or x.is_complex()]
+            generator = torch.Generator(self._device).manual_seed(seed)
             try:
+                given = {node: self._random(node, kind, generator, is_exact) for node in inputs}
+                variables = [x for n, x in given.items() if _is_tensor(x) and is_variable(n)]
+                variables = [x.requires_grad_() for x in variables if x.is_floating_point() or x.is_complex()]
                 whole = losses([*given.values()])
                 parts = [shares(self._samples_of(given, each), [*given.values()]) for each in _UNEQUAL]
                 for i, each in kinds.items():
@@ -261,12 +263,10 @@ class SampleCheck:
                         left.discard(i)
                         tolerance = self._tolerance(inputs) if is_exact else _TOLERANCE
                         if not all(torch.allclose(*pair, tolerance, tolerance) for pair in pairs):
-                            wrong.add(i)
+                            wrong[i] = _NO_SUM
             except Exception as error:  # numbers that do not fit, such as logarithms of negative ones
                 failure = f": {error}"
-        if left:
-            raise Mixed(f"on random numbers it gives no finite number{failure}")
-        return wrong
+        return dict.fromkeys(left, f"on random numbers it gives no finite number{failure}") | wrong
 
     def _samples_of(self, given: Mapping[fx.Node, Any], samples: Sequence[int]) -> list[Tensor]:
         """Returns the tensors among inputs, with the elements of some samples."""

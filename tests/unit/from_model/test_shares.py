@@ -283,6 +283,13 @@ def test_what_is_no_sum_over_samples_has_no_shares(name: str) -> None:
     assert shares.refused.keys() == {*shares.flow.result.refs()}
 
 
+def test_a_loss_without_finite_numbers_is_refused_alone() -> None:
+    shares = shares_of(lambda y: ((y / 0).sum(), y.sum()))
+    first, second = shares.flow.result.refs()
+    assert "no finite number" in shares.refused[first]
+    assert shares.kinds == {second: "share"}
+
+
 def test_an_order_of_samples_is_known() -> None:
     shares = shares_of(lambda y: (y.flatten(), y.T.flatten(), y.repeat(2, 1), y.repeat_interleave(2, 0)))
     first, *middle, last = shares.flow.result.refs()
