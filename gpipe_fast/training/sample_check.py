@@ -30,7 +30,10 @@ _PARTS = (0, 1), (1, 2)
 # The samples of the micro-batches whose shares are compared with the whole, and the error that they may have.
 _UNEQUAL = (0,), (1, 2)
 _TOLERANCE = 1e-4
-_NO_SUM = "on random numbers, what it gives for parts of a mini-batch does not add up to what the whole gives"
+_NO_SUM = (
+    "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for the "
+    "whole"
+)
 # The maximum number of elements of an operand.
 _MAX_ELEMENTS = 2**22
 
