@@ -64,11 +64,11 @@ class Reporting(Container):
 
         The advice is the first three of: another checkpoint mode, schedule, balance, number of micro-batches
         or number of threads, and layers that should not run in Python. Each is predicted by a simulation with
-        the shortest durations over the recorded steps; steps with twice, or else half, as many
-        micro-batches, and again while that gains, and with as many threads as processors run in turn with the
-        present ones; layers are measured one by one. Left out are changes that are predicted to gain less than 3%. If the recorded steps differ
-        too much, or take much longer than their actions alone, the report says for which changes it does not
-        predict a gain.
+        the shortest durations over the recorded steps; steps with twice, or else half, as many micro-batches,
+        and again while that gains, and with as many threads as processors run in turn with the present ones;
+        layers are measured one by one. Left out are changes that are predicted to gain less than 3%. If the
+        recorded steps differ too much, or take much longer than their actions alone, the report says for
+        which changes it does not predict a gain.
 
         With a mesh, all ranks call this, and get the same report of all stages. To apply advice, set it on
         all ranks; another balance needs a new pipeline.
