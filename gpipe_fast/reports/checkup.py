@@ -22,6 +22,7 @@ from gpipe_fast.fuse.accuracy import error_ratio
 from gpipe_fast.fuse.availability import why_unfused
 from gpipe_fast.lower.checkpoint import CHECKPOINT_MODES
 from gpipe_fast.reports.doctor import doctor, replaced_by_graph
+from gpipe_fast.reports.tables import failure
 from gpipe_fast.reports.verify import verify
 from gpipe_fast.runtime.settings import TRANSPORTS
 from gpipe_fast.skip import pop, skippable, stash
@@ -165,7 +166,7 @@ def check_fused(
             model, found = trained(x.dtype, True)
             (_, plain), (_, exact) = trained(x.dtype, False), trained(torch.float64, False)
     except Exception as error:
-        return False, _failure(error)
+        return False, f"FAILED: {failure(error)[:MAX_MESSAGE_LENGTH]}"
     if left_out.names():
         return False, f"WRONG, or not compiled or loaded: {', '.join(left_out.names())}"
     replaced = sum(len(each) for _, _, each in replaced_by_graph(model))
@@ -225,7 +226,7 @@ def _compare(
         steps = STEPS_ON_GPUS if any(device.type == "cuda" for device in stage_devices) else 1
         reports = [verify(model, x, lambda y: y.square().mean()) for _ in range(steps)]
     except Exception as error:
-        return False, _failure(error)
+        return False, f"FAILED: {failure(error)[:MAX_MESSAGE_LENGTH]}"
     report = min(reports, key=bool)
     if report:
         return True, f"equal, {len(report.rows)} tensors"
@@ -235,11 +236,6 @@ def _compare(
         f"{unequal} of {len(report.rows)} tensors DIFFER, {worst.name} by {worst.difference:.3g} "
         f"({worst.relative:.3g} of its largest element)"
     )
-
-
-def _failure(error: Exception) -> str:
-    first_line = str(error).partition("\n")[0][:MAX_MESSAGE_LENGTH]
-    return f"FAILED: {type(error).__name__}: {first_line}"
 
 
 class _Block(nn.Module):

@@ -20,7 +20,7 @@ from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.structure import Inputs, call_unpacked, flatten
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.steps import backward_of_sum, unchanged
-from gpipe_fast.reports.tables import Printed, Table, ms, others_running, size
+from gpipe_fast.reports.tables import Printed, Table, failure, ms, others_running, size
 
 _ROUNDS = 5
 PIPELINE = "the pipeline"
@@ -173,7 +173,7 @@ def _measured(
                 run(name)
             peaks[name] = peak[0]
         except Exception as error:  # such as of the compiler, or of a layer that takes no micro-batches
-            failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            failures[name] = failure(error)
             if name == PIPELINE:
                 raise
         gradients[name] = [None if p.grad is None else p.grad.clone() for p in parameters]

@@ -221,18 +221,9 @@ def record(
             recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
 
 
-def _event(
-    name: str,
-    is_wait: bool,
-    begin: int,
-    end: int,
-    run: int,
-    boundary: int,
-    saved: int,
-    scratch: int,
-    transit: int,
-) -> Event:
+def _event(name: str, is_wait: bool, begin: int, end: int, *others: int) -> Event:
     """Returns an event from the extension's, with times in nanoseconds."""
+    run, boundary, saved, scratch, transit = others
     times = begin * 1e-9, end * 1e-9
     return Event(Action.parse(name), is_wait, *times, run, boundary, saved, scratch, transit * 1e-9)
 

@@ -30,7 +30,7 @@ from gpipe_fast.reports.advice import (
 )
 from gpipe_fast.reports.recording import Recording
 from gpipe_fast.reports.report import Report, undisturbed
-from gpipe_fast.reports.tables import Printed, Table, ms, others_running
+from gpipe_fast.reports.tables import Printed, Table, failure, ms, others_running
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
 # The limits of the number of steps that are recorded for each setting, and the seconds that they may take
@@ -100,10 +100,11 @@ class Tuning(Printed):
         return [table, self._headline(), *([self.code] if self.code else [])]
 
 
+@dataclass
 class Steps:
     """Steps of a pipeline on one mini-batch, which are recorded under its settings and under others.
 
-    Args:
+    Attributes:
         model: the pipeline, whose settings are attributes.
         run: runs one step.
         recording: records what runs in a block.
@@ -114,21 +115,18 @@ class Steps:
         has_mesh: whether stages are in several processes, so that layers stay where they are.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        run: Callable[[], None],
-        recording: Callable[[], AbstractContextManager[Recording]],
-        batch_size: int,
-        is_one_call: bool,
-        measured: Callable[[int], Measurements] = lambda _: Measurements(),
-        loss: nn.Module | None = None,
-        has_mesh: bool = False,
-    ) -> None:
-        self._model, self._run, self._recording = model, run, recording
-        self._batch_size, self._is_one_call, self._measured = batch_size, is_one_call, measured
-        self._has_mesh = has_mesh
-        self._modules = (model,) if loss is None else (model, loss)
+    model: Any
+    run: Callable[[], None]
+    recording: Callable[[], AbstractContextManager[Recording]]
+    batch_size: int
+    is_one_call: bool
+    measured: Callable[[int], Measurements] = lambda _: Measurements()
+    loss: nn.Module | None = None
+    has_mesh: bool = False
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [self.model] if self.loss is None else [self.model, self.loss]
 
     def report(self, check: bool) -> Report:
         """Returns the report of the median step, with advice.
@@ -182,8 +180,7 @@ class Steps:
                 report = self._report(check=False)
             return Trial(settings, predicted, report.step), report
         except Exception as error:  # a layer refuses the size, or memory does not suffice
-            first = str(error).strip().partition("\n")[0]
-            return Trial(settings, predicted, None, f"{type(error).__name__}: {first}"), None
+            return Trial(settings, predicted, None, failure(error)), None
 
     def _report(self, check: bool) -> Report:
         self._num_steps = _NUM_STEPS[0]
@@ -191,7 +188,7 @@ class Steps:
         self._num_steps = min(max(_NUM_STEPS[0], int(_SECONDS / max(first, 1e-9))), _NUM_STEPS[1])
         recorded = self._record(self._num_steps)
         report, costs = _median(recorded), self._costs(recorded)
-        model, processes = self._model, self._measured(costs.num_microbatches)
+        model, processes = self.model, self.measured(costs.num_microbatches)
         measured = processes._replace(
             chunks=self._try_chunks,
             threads=lambda: self._try_threads(costs.num_stages),
@@ -200,11 +197,11 @@ class Steps:
             report.step,
             _short(recorded),
             costs,
-            schedule=model.schedule if self._is_one_call else None,
+            schedule=model.schedule if self.is_one_call else None,
             checkpoint=model.checkpoint,
             measured=measured,
             batch_norm=normalises_micro_batches([model]),
-            layers_stay=self._has_mesh,
+            layers_stay=self.has_mesh,
         )
         while check and found and found[0].settings and found[0].measured is None and not found[0].of_a_new:
             try:
@@ -224,18 +221,18 @@ class Steps:
 
     def _record(self, number: int) -> list[Recording]:
         """Records steps, after one that is not recorded."""
-        self._run()
+        self.run()
         found = []
         for _ in range(number):
-            with self._recording() as recording:
-                self._run()
+            with self.recording() as recording:
+                self.run()
             found.append(recording)
         return found
 
     def _costs(self, recorded: Sequence[Recording]) -> Costs:
         processors = float("inf")
-        if not self._has_mesh and all(device.type == "cpu" for device in self._model.devices):
-            processors = max(1.0, available_processors() / (self._model.threads_per_stage or 1))
+        if not self.has_mesh and all(device.type == "cpu" for device in self.model.devices):
+            processors = max(1.0, available_processors() / (self.model.threads_per_stage or 1))
         return Costs.of(
             recorded[0].phases(),
             [each.latest for each in recorded],
@@ -261,7 +258,7 @@ class Steps:
 
     def _try_chunks(self, number: int) -> Alternative | None:
         """Tries a number of micro-batches; returns None if that fails."""
-        if 1 <= number <= self._batch_size:
+        if 1 <= number <= self.batch_size:
             # A layer may refuse such micro-batches, as batch norm refuses single samples.
             with contextlib.suppress(Exception):
                 return Alternative(number, *self._beside({"chunks": number}))
@@ -269,10 +266,10 @@ class Steps:
 
     def _try_threads(self, num_stages: int) -> Alternative | None:
         """Tries the number of threads with which stages share the processors."""
-        if self._has_mesh or any(device.type != "cpu" for device in self._model.devices):
+        if self.has_mesh or any(device.type != "cpu" for device in self.model.devices):
             return None
         number = max(1, available_processors() // num_stages)
-        present = self._model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)
+        present = self.model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)
         if number == present:
             return None
         # More threads than processors wait for each other.
@@ -281,14 +278,14 @@ class Steps:
     @contextlib.contextmanager
     def _changed(self, settings: Mapping[str, Any]) -> Iterator[None]:
         """Changes settings for a block."""
-        before = {name: getattr(self._model, name) for name in settings}
+        before = {name: getattr(self.model, name) for name in settings}
         try:
             for name, value in settings.items():
-                setattr(self._model, name, value)
+                setattr(self.model, name, value)
             yield
         finally:
             for name, value in before.items():
-                setattr(self._model, name, value)
+                setattr(self.model, name, value)
 
 
 def _median(recorded: Sequence[Recording]) -> Report:

@@ -74,6 +74,11 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def failure(error: Exception) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def ms(seconds: float) -> str:
     """Returns a time in milliseconds, for a table."""
     return f"{seconds * 1e3:.3f}"

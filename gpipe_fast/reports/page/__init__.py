@@ -1,9 +1,9 @@
 """HTML pages with a timeline: a pipeline to play with, and the report of a recorded step.
 
 Both pages are single files that load nothing, and share ``drawing.js``. The first is ``docs/pipeline.html``,
-which simulates steps in the browser by ``simulation.js``; after a change of its parts, make it anew::
+which simulates steps in the browser by ``simulation.js``. Make it anew after a change of its parts::
 
-    python -m gpipe_fast.reports.page docs/pipeline.html
+    python -c 'from gpipe_fast.reports import page; print(page.pipeline_page(), end="")' > docs/pipeline.html
 """
 
 from __future__ import annotations

@@ -10,19 +10,14 @@ import pytest
 
 from gpipe_fast.reports.blame import CAUSES
 from gpipe_fast.reports.page import pipeline_page, report_page
-from tests.programs import run_python
 
 ROOT = Path(__file__).parents[3]
 DATA = {"headline": "step 3 s", "end": 3.0, "stages": [{"name": "stage </script>", "actions": []}]}
 
 
-def test_the_page_in_the_documentation_is_up_to_date(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "pipeline.html").read_text(encoding="utf-8")
-    assert text == pipeline_page(), "run python -m gpipe_fast.reports.page docs/pipeline.html"
-    file = tmp_path / "page.html"
-    done = run_python("-m", "gpipe_fast.reports.page", str(file))
-    assert done.returncode == 0, done.stderr
-    assert file.read_text(encoding="utf-8") == text
+def test_the_page_in_the_documentation_is_up_to_date() -> None:
+    """The docstring of the module says how to make it anew."""
+    assert (ROOT / "docs" / "pipeline.html").read_text(encoding="utf-8") == pipeline_page()
 
 
 @pytest.mark.parametrize("text", [pipeline_page(), report_page(DATA, "A title")], ids=["pipeline", "report"])
