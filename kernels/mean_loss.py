@@ -1,9 +1,4 @@
-"""The last step of a loss with class indices, in one program: the mean of the losses of rows, or its factor.
-
-With targets t, of which n are not ignored, losses l of the rows and the gradient g of the mean::
-
-    loss    sum(l) / n      or sum(l)
-    scale   g / n           the factor of each row's gradient
+"""The last step of a loss with class indices, in one program: the sum of the losses of rows, or their mean.
 
 PyTorch compares, counts, sums, divides and casts in launches of their own. One program reads all rows: there
 are few compared with the logits. The order of the additions depends on the number of rows alone, so runs
@@ -24,20 +19,17 @@ CONFIG = Config({"SIZE": 2048}, num_warps=8)
 
 # A kernel should not be compiled anew for each number of rows.
 @triton.jit(do_not_specialize=["num_rows", "ignore_index"])
-def _mean_loss(
-    p_x, p_target, p_y, num_rows, ignore_index, SUM: tl.constexpr, DIVIDE: tl.constexpr, SIZE: tl.constexpr
-):
+def _mean_loss(p_x, p_target, p_y, num_rows, ignore_index, DIVIDE: tl.constexpr, SIZE: tl.constexpr):
     b_sum = tl.zeros([SIZE], tl.float32)
     b_count = tl.zeros([SIZE], tl.int32)
     for first_row in range(0, num_rows, SIZE):
         o_rows = first_row + tl.arange(0, SIZE)
         mask = o_rows < num_rows
-        if SUM:
-            b_sum += tl.load(p_x + o_rows, mask=mask, other=0.0).to(tl.float32)
+        b_sum += tl.load(p_x + o_rows, mask=mask, other=0.0).to(tl.float32)
         if DIVIDE:
             b_target = tl.load(p_target + o_rows, mask=mask, other=0)
             b_count += (mask & (b_target != ignore_index)).to(tl.int32)
-    y = tl.sum(b_sum, axis=0) if SUM else tl.load(p_x).to(tl.float32)
+    y = tl.sum(b_sum, axis=0)
     if DIVIDE:
         y = tl.div_rn(y, tl.sum(b_count, axis=0).to(tl.float32))
     tl.store(p_y, y.to(p_y.dtype.element_ty))
@@ -53,17 +45,6 @@ def launch_loss(losses: Tensor, target: Tensor, ignore_index: int, mean: bool, d
         mean: whether to divide by the number of targets that are not ignored.
         dtype: dtype of the result.
     """
-    return _launch(losses, target, ignore_index, {"SUM": True, "DIVIDE": mean}, dtype)
-
-
-def launch_scale(g: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Returns the gradient of a mean divided by the number of targets that count; both are scalars."""
-    return _launch(g, target, ignore_index, {"SUM": False, "DIVIDE": True}, torch.float32)
-
-
-def _launch(
-    x: Tensor, target: Tensor, ignore_index: int, constants: dict[str, bool], dtype: torch.dtype
-) -> Tensor:
-    y = x.new_empty((), dtype=dtype)
-    launch(_mean_loss, (1,), CONFIG, x, target, y, target.shape[0], ignore_index, **constants)
+    y = losses.new_empty((), dtype=dtype)
+    launch(_mean_loss, (1,), CONFIG, losses, target, y, target.shape[0], ignore_index, DIVIDE=mean)
     return y

@@ -52,8 +52,9 @@ def _environment(name: str, value: str) -> Callable[[], None]:
     return lambda: os.environ.update({name: value})
 
 
-def _without_family(name: str) -> Callable[[], None]:
-    return lambda: _replace(f"gpipe_fast.fuse.families.{name}", "cases", lambda stream, own: iter(()))
+def _without_losses() -> None:
+    for name in ("gradients_in", "losses_in"):
+        _replace("gpipe_fast.fuse.fuse", name, lambda graph: iter(()))
 
 
 ALL_ON, BYTE_LIMITS = "all on", "byte limits of plans"
@@ -89,12 +90,8 @@ ON_CPUS = [
 ]
 ON_GPUS = [
     Mechanism(
-        f"kernels matched node by node: {name}",
-        [f"{FUSE}families/{name}.py", f"kernels/{name}*.py"],
-        _without_family(name),
-    )
-    for name in ("losses", "rotary")
-] + [
+        "losses matched node by node", [f"{FUSE}losses.py", "tests/**/test_fused_losses.py"], _without_losses
+    ),
     Mechanism(
         "regions",
         [f"{FUSE}regions/*.py", "tests/**/regions/*.py"],

@@ -7,7 +7,6 @@ values change by a rounding error only. So a forward and its recompute fuse what
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_fast.fuse.cubins import KernelLoader
-from gpipe_fast.fuse.families import cases
-from gpipe_fast.fuse.family import Case
-from gpipe_fast.fuse.launchers import CannotLaunch, launches_in
+from gpipe_fast.fuse.launchers import CannotLaunch, launches_in, trace_launcher
 from gpipe_fast.fuse.left_out import leave_out, reason_of
-from gpipe_fast.fuse.left_to_pytorch import KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
-from gpipe_fast.fuse.patterns import Graph, Match
-from gpipe_fast.fuse.regions.grouping import MIN_SAVED, reasons_alone, regions_of
+from gpipe_fast.fuse.left_to_pytorch import KEPT, KERNEL_LEFT_OUT, OTHER_LAYOUT, Left, left_in
+from gpipe_fast.fuse.losses import Found, gradients_in, losses_in
+from gpipe_fast.fuse.regions.grouping import regions_of
 from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.fuse.regions.loops import Region
 from gpipe_fast.fuse.replacement_check import ReplacementCheck, has_passed
-from gpipe_fast.fuse.rewriter import Rewriter
+from gpipe_fast.fuse.rewriter import Rewriter, moved_bytes
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 
@@ -66,7 +63,7 @@ class Replaced:
     """One replacement.
 
     Attributes:
-        name: the name of a family's case, as in ``rotary, cast``; of a region its operators.
+        name: what is computed, as ``cross-entropy``; of a region its operators.
         nodes: the names of the nodes whose values the kernels compute.
         positions: the positions of these nodes in the joint graph.
         kernels: the names of the kernels.
@@ -122,34 +119,17 @@ def fuse(
         unfit: returns why a kernel is left out, whose nodes are then not replaced; None for other kernels.
         unchecked: returns True for kernels that are to be compared with the nodes that they replace, the
             first time that they run.
-        kept: positions, in the joint graph, of nodes that no region computes, and that are replaced only
-            together with gradients.
+        kept: positions, in the joint graph, of nodes that are left, unless a gradient recomputes them itself.
         explain: whether to find out why nodes are left.
 
     Returns:
         A graph that computes the same values, not bit for bit.
     """
     pass_ = _Pass(graph, unfit, unchecked, kept)
-    pass_.run(cases(_dtypes(graph)))
-    pass_.replace_regions(explain)
+    pass_.replace_losses()
+    pass_.replace_regions()
     fused = pass_.rewriter.finish()
     return Fused(fused, tuple(pass_.replaced), left_in(fused, pass_.reasons) if explain else ())
-
-
-def _dtypes(graph: StageGraph) -> frozenset[object]:
-    values = (node.meta.get("val") for node in graph.module.graph.nodes)
-    return frozenset(value.dtype for value in values if isinstance(value, Tensor))
-
-
-@dataclass
-class _Candidate:
-    name: str
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    inner: set[fx.Node]
-    fragment: fx.Graph
-    within: Container[fx.Node] | None = None
-    saved: int = 0
 
 
 class _Pass:
@@ -163,25 +143,18 @@ class _Pass:
         self._unchecked = unchecked
         self._kept = kept
 
-    def run(self, all_cases: Iterable[Case]) -> None:
-        """Makes the replacements that save most first, gradients before what is only recomputed for them."""
+    def replace_losses(self) -> None:
+        """Replaces losses, after their gradients, which may recompute the nodes of losses themselves."""
         self.rewriter.merge_equal_casts()
-        search = Graph(self.rewriter.graph)
-        found: dict[int, list[_Candidate]] = {}
-        for case in all_cases:
-            if not search.has(case.anchor) or not search.may_have_inputs(case.arguments):
-                continue
-            if search.may_have(case.traced):
-                candidates = (self._candidate(case, match) for match in search.matches(case.traced))
-                found.setdefault(case.phase, []).extend(c for c in candidates if c is not None)
-        for phase in sorted(found):
-            self._replace_best(found[phase])
+        for search in (gradients_in, losses_in):
+            for found in [*search(self.rewriter.graph)]:
+                if search is gradients_in or not self._is_kept(found.output):
+                    self._replace_found(found)
 
-    def replace_regions(self, explain: bool = False) -> None:
+    def replace_regions(self) -> None:
         """Replaces regions, in the graph's order."""
         nodes = self.rewriter.in_order()
-        if explain:
-            self.reasons = reasons_alone(nodes, self._is_kept) | self.reasons
+        self.reasons |= {node.name: KEPT for node in filter(self._is_kept, nodes)}
         regions = regions_of(nodes, self._is_kept)
         # A region may compute again what an earlier one has computed, from values that nothing else reads.
         self.rewriter.reserve(access.node for region in regions for access in region.inputs)
@@ -191,9 +164,11 @@ class _Pass:
                 self.reasons |= {unit.node.name: reason for unit in region.units}
         self.rewriter.release()
 
-    def _why_left_out(self, fragment: fx.Graph) -> str | None:
+    def _why_left_out(self, fragment: fx.Graph, outputs: Sequence[fx.Node]) -> str | None:
         reason = next(filter(None, map(self._unfit, launches_in(fragment))), None)
-        return None if reason is None else KERNEL_LEFT_OUT + reason
+        if reason is not None:
+            return KERNEL_LEFT_OUT + reason
+        return None if _has_layouts_of(fragment, outputs) else OTHER_LAYOUT
 
     def _is_kept(self, node: fx.Node) -> bool:
         return any(position in self._kept for position in _positions([node]))
@@ -202,74 +177,54 @@ class _Pass:
         """Replaces a region, or returns the reason why not."""
         try:
             fragment = fragment_of(region)
-        except CannotLaunch as reason:
-            return str(reason)
-        if left_out := self._why_left_out(fragment):
-            return left_out
+        except CannotLaunch as error:
+            return str(error)
         inputs = [self.rewriter.current(access.node) for access in region.inputs]
         outputs = [access.node for access in region.outputs]
-        if not _has_layouts_of(fragment, outputs):
-            return OTHER_LAYOUT
-        name = ", ".join(region.operators)
+        if reason := self._why_left_out(fragment, outputs):
+            return reason
         nodes = [n for unit in region.units for n in (unit.node, *unit.results)]
-        candidate = _Candidate(name, inputs, outputs, set(), fragment, {*nodes}, region.saved)
-        self._replace(candidate, nodes)
+        self._replace(", ".join(region.operators), inputs, outputs, fragment, region.saved, nodes, {*nodes})
         return None
 
-    def _replace_best(self, candidates: Sequence[_Candidate]) -> None:
-        heap = [(-c.saved, i, c) for i, c in enumerate(candidates) if self._saves(c)]
-        heapq.heapify(heap)
-        while heap:
-            before, number, candidate = heapq.heappop(heap)
-            if not self._saves(candidate):
-                continue
-            if -candidate.saved > before:  # an earlier replacement has taken some of it
-                heapq.heappush(heap, (-candidate.saved, number, candidate))
-            else:
-                self._replace(candidate, candidate.outputs)
+    def _replace_found(self, found: Found) -> None:
+        """Replaces a loss or its gradient, if a program can launch its kernels."""
+        inputs = [*map(self.rewriter.current, found.inputs)]
+        inner = self.rewriter.between(inputs, [found.output])
+        dead = self.rewriter.dead([found.output], inner)
+        values = [node.meta["val"] for node in (*inputs, found.output)]
+        if not all(v.numel() for v in values) or not (found.unneeded is None or found.unneeded in dead):
+            return
+        try:
+            fragment = trace_launcher(found.launcher, values[:-1])
+        except CannotLaunch:
+            return
+        if reason := self._why_left_out(fragment, [found.output]):
+            self.reasons[found.output.name] = reason
+            return
+        saved = sum(map(moved_bytes, dead)) - sum(map(moved_bytes, fragment.nodes))
+        self._replace(found.name, inputs, [found.output], fragment, saved, [found.output])
 
-    def _candidate(self, case: Case, match: Match) -> _Candidate | None:
-        inputs = [match.nodes[n] for n in case.traced.inputs]
-        outputs = [match.nodes[n] for n in case.traced.outputs]
-        if case.phase and any(position in self._kept for position in _positions(outputs)):
-            return None
-        inner = self.rewriter.between(inputs, outputs)
-        if len({*outputs}) < len(outputs) or not all(n.meta["val"].numel() for n in (*inputs, *outputs)):
-            return None
-        fragment = case.fragment(match.numbers, [n.meta["val"] for n in inputs])
-        if fragment is None:
-            return None
-        if left_out := self._why_left_out(fragment):
-            self.reasons |= dict.fromkeys((n.name for n in outputs), left_out)
-            return None
-        if not _has_layouts_of(fragment, outputs):
-            return None
-        return _Candidate(case.name, inputs, outputs, inner, fragment)
-
-    def _saves(self, candidate: _Candidate) -> bool:
-        """Returns whether a replacement is possible and worthwhile now; sets how much it saves."""
-        inputs = candidate.inputs = [self.rewriter.current(n) for n in candidate.inputs]
-        outputs, inner = candidate.outputs, candidate.inner
-        if not all(map(self.rewriter.alive, (*outputs, *inner))):
-            return False
-        if self.rewriter.makes_cycle(inputs, outputs, inner):
-            return False
-        before, after = self.rewriter.bytes_before_and_after(outputs, inner, candidate.fragment)
-        candidate.saved = before - after
-        return candidate.saved >= MIN_SAVED * before
-
-    def _replace(self, candidate: _Candidate, nodes: Sequence[fx.Node]) -> None:
+    def _replace(
+        self,
+        name: str,
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        fragment: fx.Graph,
+        saved: int,
+        nodes: Sequence[fx.Node],
+        within: Container[fx.Node] | None = None,
+    ) -> None:
         """Makes a replacement. The kernels compute the values of ``nodes``, all or the results."""
-        names, positions = tuple(n.name for n in candidate.outputs), _positions(nodes)
-        inputs, outputs, fragment = candidate.inputs, candidate.outputs, candidate.fragment
+        names, positions = tuple(n.name for n in outputs), _positions(nodes)
         launches = launches_in(fragment)
         check, checked = None, list[fx.Node]()
         if any(map(self._unchecked, launches)):
-            reference, checked = self.rewriter.reference(inputs, outputs, candidate.within)
+            reference, checked = self.rewriter.reference(inputs, outputs, within)
             check = ReplacementCheck(reference, fragment, outputs[0].meta["val"].device)
         self.rewriter.replace(inputs, outputs, fragment, check, checked)
         kernels = tuple(launch.name for launch in launches)
-        self.replaced.append(Replaced(candidate.name, names, positions, kernels, candidate.saved))
+        self.replaced.append(Replaced(name, names, positions, kernels, saved))
 
 
 def fuse_alike(

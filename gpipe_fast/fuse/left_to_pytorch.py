@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 
 from gpipe_fast.fuse.regions import composites, operators
@@ -23,6 +22,8 @@ FUSED_ATTENTION = "fused attention"
 KERNEL_LEFT_OUT = "its kernel is left out: "
 OTHER_LAYOUT = "a kernel would store its result in another memory layout"
 UNKNOWN = "kernels do not compute this operator"
+KEPT = "left in the forward and in the recompute alike, because a comparison depends on its bits"
+SAVES_TOO_LITTLE = "no kernel of it and its neighbours moves 64 KiB or more, and saves 1/16 of their bytes"
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,4 @@ def _why_no_unit(node: fx.Node) -> str:
     others = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype not in DTYPES})
     if others:
         return f"kernels do not compute tensors of {', '.join(others)}"
-    if len({t.device for t in tensors}) > 1:
-        return "it copies a tensor from another device"
-    if any(t.layout is not torch.strided for t in tensors):
-        return "a tensor is sparse"
-    return "kernels do not compute this operator with these arguments"
+    return SAVES_TOO_LITTLE

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.patterns import strip
 from gpipe_fast.fuse.replacement_check import results_of
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.launch import CheckFunction, is_launch
@@ -53,19 +52,8 @@ class Rewriter:
                 node.replace_all_uses_with(kept)
                 self._remove_unused([node])
 
-    def bytes_before_and_after(
-        self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node], fragment: fx.Graph
-    ) -> tuple[int, int]:
-        """Returns the bytes moved by the nodes that a fragment makes superfluous, and by the fragment.
-
-        Args:
-            outputs: the nodes that the fragment computes.
-            inner: the other nodes of the match, which are superfluous if no other node uses them.
-            fragment: the graph of the replacement.
-        """
-        return sum(map(moved_bytes, self._dead(outputs, inner))), sum(map(moved_bytes, fragment.nodes))
-
-    def _dead(self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node]) -> set[fx.Node]:
+    def dead(self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node]) -> set[fx.Node]:
+        """Returns what becomes superfluous if a fragment computes the outputs: them, and inner nodes."""
         dead = set(outputs)
         candidates = {*inner} - dead
         changed = True
@@ -75,21 +63,6 @@ class Rewriter:
             dead |= found
             candidates -= found
         return dead
-
-    def makes_cycle(
-        self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], inner: Iterable[fx.Node]
-    ) -> bool:
-        """Returns whether one of the outputs is needed to compute one of the inputs."""
-        wanted, skipped = set(inputs), self._dead(outputs, inner) - set(outputs)
-        pending, seen = list(outputs), set(outputs)
-        while pending:
-            for user in pending.pop().users:
-                if user in wanted:
-                    return True
-                if user not in seen and user not in skipped:
-                    seen.add(user)
-                    pending.append(user)
-        return False
 
     def replace(
         self,
@@ -211,10 +184,6 @@ class Rewriter:
             node = self._replaced_by[node]
         return node
 
-    def alive(self, node: fx.Node) -> bool:
-        """Returns whether a node is still in the graph."""
-        return node in self._position
-
     def finish(self) -> StageGraph:
         """Returns the stage's graph with all replacements, its nodes in order."""
         old = self._stage_graph
@@ -287,11 +256,7 @@ def _place(node: fx.Node) -> dict[str, Any]:
 
 def moved_bytes(node: fx.Node) -> int:
     """Returns the bytes that a node reads and writes; none for views, placeholders and selected results."""
-    if (
-        node.op != "call_function"
-        or node.target is operator.getitem
-        or source_of(strip(node)).base is not node
-    ):
+    if node.op != "call_function" or node.target is operator.getitem or source_of(node).base is not node:
         return 0
     if isinstance(node.target, OpOverload) and is_view_op(node.target):
         return 0

@@ -14,26 +14,147 @@ is that of all recomputed operators::
     100 %         0 %   the first block's GELU: all that the backward reads
 
 A share of the bytes of the last rung takes the furthest rung within it: it never keeps more, and a larger
-share never recomputes more. Between two rungs no choice is better for any price of time (`Choices`).
+share never recomputes more. Each rung spares the operators that take most time for the bytes that it adds
+(`Choices.nested`). For blocks of GPT, ResNet and encoders, exact minimum cuts recomputed mostly for as long,
+and at most a tenth less.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from gpipe_fast.lower.alias import source_of
-from gpipe_fast.lower.min_cut import Choices, Operator, SaveableValue
 from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.trace.collectives import is_collective
 from gpipe_fast.trace.joint_graph import JointGraph, dequantized
 from gpipe_fast.trace.tensor_metadata import AnyTensor
+
+Recomputed = frozenset[int]
+
+
+class Operator(NamedTuple):
+    """An operator of the forward.
+
+    Attributes:
+        time: the time that it takes; positive.
+        reads: the values that it reads, as indices.
+    """
+
+    time: int
+    reads: frozenset[int]
+
+
+class SaveableValue(NamedTuple):
+    """A value of the forward that can be saved.
+
+    Attributes:
+        size: in bytes.
+        operator: the index of the operator that computes the value.
+        in_backward: whether the backward reads the value.
+    """
+
+    size: int
+    operator: int
+    in_backward: bool
+
+
+class Choices:
+    """The choices of what to save and what to recompute.
+
+    Attributes:
+        operators: the operators, each after those whose values it reads.
+        values: the values.
+    """
+
+    def __init__(self, operators: Sequence[Operator], values: Sequence[SaveableValue]) -> None:
+        self.operators, self.values = operators, values
+        self._readers: list[list[int]] = [[] for _ in values]
+        self._computed: list[list[int]] = [[] for _ in operators]
+        for index, operator_ in enumerate(operators):
+            for read in operator_.reads:
+                self._readers[read].append(index)
+        for index, value in enumerate(values):
+            self._computed[value.operator].append(index)
+
+    def saved(self, recomputed: Recomputed, among: Collection[int]) -> set[int]:
+        """Returns which of some values are saved: those that are read, and are not recomputed."""
+        return {
+            i
+            for i in among
+            if self.values[i].operator not in recomputed
+            and (self.values[i].in_backward or not recomputed.isdisjoint(self._readers[i]))
+        }
+
+    def touched(self, operators: Collection[int]) -> set[int]:
+        """Returns the values that some operators read or compute: only these can change with them."""
+        return {v for i in operators for v in (*self.operators[i].reads, *self._computed[i])}
+
+    def all_recomputed(self) -> Recomputed:
+        """Returns the operators that the backward needs if nothing is saved."""
+        found: set[int] = set()
+        pending = [value.operator for value in self.values if value.in_backward]
+        while pending:
+            index = pending.pop()
+            if index not in found:
+                found.add(index)
+                pending += [self.values[i].operator for i in self.operators[index].reads]
+        return frozenset(found)
+
+    def nested(self) -> list[Recomputed]:
+        """Returns sets of recomputed operators, each within the one before it, down to none.
+
+        Each spares the operator, with those that only it needs, that takes most time for the bytes it adds. A
+        later set never saves fewer bytes.
+        """
+        left, size = self.all_recomputed(), 0
+        found = [(size, left)]
+        steps = {i: self._step(i, left) for i in sorted(left)}
+        while left:
+            best = max(steps.values(), key=lambda step: step.worth)
+            changed, left, size = self.touched(best.spared), left - best.spared, size + best.added
+            while found[-1][0] > size:
+                found.pop()
+            found.append((size, left))
+            steps = {
+                i: step if changed.isdisjoint(self.touched(step.spared)) else self._step(i, left)
+                for i, step in steps.items()
+                if i in left
+            }
+        return [recomputed for _, recomputed in found]
+
+    def _step(self, index: int, recomputed: Recomputed) -> _Step:
+        """Returns what is spared if an operator's values are saved."""
+        spared, pending = {index}, [index]
+        while pending:
+            for read in self.operators[pending.pop()].reads:
+                producer = self.values[read].operator
+                others = recomputed - spared
+                if producer in others and not any(
+                    self.values[v].in_backward or not others.isdisjoint(self._readers[v])
+                    for v in self._computed[producer]
+                ):
+                    spared.add(producer)
+                    pending.append(producer)
+        touched = self.touched(spared)
+        after, before = (self.saved(each, touched) for each in (recomputed - spared, recomputed))
+        added = sum(self.values[i].size for i in after) - sum(self.values[i].size for i in before)
+        time = sum(self.operators[i].time for i in spared)
+        return _Step(spared, added, (added <= 0, Fraction(time, max(added, 1))))
+
+
+class _Step(NamedTuple):
+    """The operators that a choice spares, the bytes that it adds, and its worth: time for bytes."""
+
+    spared: set[int]
+    added: int
+    worth: tuple[bool, Fraction]
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,11 @@ def schema_order_arguments(op: OpOverload[Any, Any], node: fx.Node) -> tuple[Any
     return tuple(given.get(a.name, a.default_value) for a in op._schema.arguments)
 
 
+def named_arguments(op: OpOverload[Any, Any], node: fx.Node) -> dict[str, Any]:
+    """Returns a node's arguments by name, with defaults filled in."""
+    return dict(zip((a.name for a in op._schema.arguments), schema_order_arguments(op, node), strict=True))
+
+
 @functools.cache
 def _out_variant(op: OpOverload[Any, Any]) -> OpOverload[Any, Any] | None:
     """Returns the out overload if it is known to be faithful, else None."""

@@ -90,7 +90,7 @@ class FusedGroup:
     """Operators that kernels compute together, in one place or in several places alike.
 
     Attributes:
-        operators: the operators, in order, as ``native_layer_norm``; or words for a family, as ``rotary``.
+        operators: the operators, in order, as ``native_layer_norm``; or words, as ``cross-entropy``.
         kernels: the names of the kernels, in the order of their launches.
         layers: for each place, the indices of its layers in the model.
         saved_bytes: how many bytes less are read and written, in all places.

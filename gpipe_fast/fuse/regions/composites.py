@@ -1,4 +1,4 @@
-"""Operators that reduce rows, in values that a region computes: norms, softmax, means, variances.
+"""Operators that reduce rows, in values that a region computes: norms, softmax, sums, means.
 
 Everything between an operator's arguments and its results is in fp32, as in PyTorch's kernels.
 """
@@ -95,31 +95,6 @@ def _sum(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
 def _mean_of(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
     x = arguments["self"]
     return [_as(results[0], _mean(x, _dims(arguments, x)))]
-
-
-def _extremum(operation: str) -> Callable[[Arguments, Sequence[Tensor | None]], Results]:
-    def build(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
-        x = arguments["self"]
-        dims = _dims(arguments, x)
-        # Triton's maximum ignores NaN, PyTorch's returns it.
-        is_nan = _reduce("max", _map("tl.where({0} != {0}, 1.0, 0.0)", x), dims)
-        found = _reduce(operation, x, dims)
-        return [_as(results[0], _map(f"tl.where({{0}} != 0.0, {literal(math.nan)}, {{1}})", is_nan, found))]
-
-    return build
-
-
-def _variance(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
-    x = arguments["self"]
-    dims, given = _dims(arguments, x), arguments.get("correction")
-    count = math.prod(x.shape[d] for d in dims) - (1 if given is None else given)
-    if count <= 0:
-        raise Unsupported
-    mean = _mean(x, dims)
-    total = _reduce("sum", _map("({0} - {1}) * ({0} - {1})", x, mean), dims)
-    found = _map(f"{{0}} * {literal(float(torch.tensor(1.0) / count))}", total)
-    pairs = zip(results, (found, mean), strict=False)
-    return [_as(result, value) for result, value in pairs]
 
 
 def _layer_norm(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
@@ -235,10 +210,6 @@ _COMPOSITES: dict[Any, Callable[[Arguments, Sequence[Tensor | None]], Results]] 
     aten.sum.default: _sum,
     aten.mean.dim: _mean_of,
     aten.mean.default: _mean_of,
-    aten.amax.default: _extremum("max"),
-    aten.amin.default: _extremum("min"),
-    aten.var.correction: _variance,
-    aten.var_mean.correction: _variance,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     _operator("_fused_rms_norm"): _rms_norm,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpipe_fast.fuse.patterns import arguments_of
 from gpipe_fast.fuse.regions import composites, operators
 from gpipe_fast.fuse.regions.operators import DTYPES, Unsupported
 from gpipe_fast.fuse.regions.values import Draw, Input, Value, View, operands_of, root_of
+from gpipe_fast.lower.operators import named_arguments
+from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 
@@ -115,8 +116,10 @@ class UnitGraph:
         return True
 
     def _add_unit(self, node: fx.Node, position: int) -> None:
+        assert isinstance(node.target, OpOverload)
+        named = named_arguments(node.target, node)
         given: dict[str, Any] = {
-            name: self.value_of(a) if isinstance(a, fx.Node) else a for name, a in arguments_of(node).items()
+            name: self.value_of(a) if isinstance(a, fx.Node) else a for name, a in named.items()
         }
         results = _results(node)
         if node.target is _KEYED_BERNOULLI:

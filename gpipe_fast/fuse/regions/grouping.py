@@ -2,8 +2,7 @@
 
 Greedy: of all pairs of groups that share a tensor, the pair that saves most is merged first, as long as one
 pass over rows and columns computes both, and no other node stands between them. Then groups compute again
-what other groups would store for them, if it is computed from tensors that they read anyway. A kernel takes
-the time to move its bytes, or that of its arithmetic if it is longer (`work_of`)::
+what other groups would store for them, if it is computed from tensors that they read anyway::
 
     recompute   x -> y = rms_norm(x) -> product           stores y in bf16
     gradient    g, x, rstd -> y again                     does not read y in fp32
@@ -12,9 +11,7 @@ the time to move its bytes, or that of its arithmetic if it is longer (`work_of`
 from __future__ import annotations
 
 import heapq
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -23,32 +20,14 @@ from torch import Tensor, fx
 from gpipe_fast.fuse.regions.axes import Conflict
 from gpipe_fast.fuse.regions.graph import Unit, UnitGraph
 from gpipe_fast.fuse.regions.kernel import partial_sum_bytes
-from gpipe_fast.fuse.regions.loops import Access, Region, loops_of, operator_name
+from gpipe_fast.fuse.regions.loops import Access, Region, loops_of
 from gpipe_fast.fuse.regions.order import Order
-from gpipe_fast.fuse.regions.values import Draw, Mapped, Reduced, Value, root_of
+from gpipe_fast.fuse.regions.values import Reduced, Value, root_of
 from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.alias import Source, source_of
 
-# Bytes that a GPU moves in the time of one operation per element, of a function, of a random number. An H100
-# has 33 trillion fp32 instructions per second, half as many of integers, and 3.3 TB/s; a function takes about
-# 20 instructions, and a random number 25 of integers.
-BYTES_PER_OPERATION, BYTES_PER_FUNCTION, BYTES_PER_DRAW = 0.1, 2.0, 5.0
 # Limits of one kernel: its registers, and the time to compile it.
 MAX_UNITS, MAX_TENSORS, MAX_SUMS = 64, 24, 6
-
-KEPT = "left in the forward and in the recompute alike, because a comparison depends on its bits"
-SAVES_TOO_LITTLE = "a kernel would save less than 1/16 of the bytes"
-TOO_SMALL = "a kernel would move less than 64 KiB, so launches take the time, not bytes"
-NOTHING_TO_SHARE = "it shares no tensor with another operator that kernels compute"
-# Reasons of `loops_of`, for readers who do not know it.
-PLAIN = {
-    "dimensions of different sizes are combined": "the sizes of their tensors do not match",
-    "a view divides dimensions of other sizes": "a view between them divides a dimension unevenly",
-    "a result has some of the rows or columns only": "their results have different dimensions",
-    "no value has all rows and columns": "their tensors have different dimensions",
-    "values are reduced over different dimensions": "they sum over different dimensions",
-    "a sum over rows is used again": "a sum over rows is complete only after the kernel",
-}
 
 # The share of its bytes that a region saves at least; for less, ATen's bits are kept.
 MIN_SAVED = 1 / 16
@@ -71,11 +50,6 @@ def regions_of(nodes: Sequence[fx.Node], leave: Decides) -> list[Region]:
         The regions of two units or more, in the graph's order.
     """
     return _Grouping(nodes, leave).regions()
-
-
-def reasons_alone(nodes: Sequence[fx.Node], leave: Decides) -> dict[str, str]:
-    """Returns, by the name of each node that no region computes, why; takes the arguments of `regions_of`."""
-    return _Grouping(nodes, leave).reasons_alone()
 
 
 class _Grouping:
@@ -121,30 +95,6 @@ class _Grouping:
             return None
         saved = before - moved
         return replace(found, saved=saved) if saved >= MIN_SAVED * before else None
-
-    def reasons_alone(self) -> dict[str, str]:
-        """Returns, by the name of each unit's node that is in no region, the reason in plain English."""
-        fused = {unit for region in self.regions() for unit in region.units}
-        alone = [unit for unit in self._graph.units if unit not in fused and unit not in self._dead]
-        return {u.node.name: self._why_alone(u) if u in self._group else KEPT for u in alone}
-
-    def _why_alone(self, unit: Unit) -> str:
-        group = self._group[unit]
-        if len(self._own[group]) > 1:
-            region = self._plan(*self._parts(group))
-            small = isinstance(region, Region) and self._moved(region) < self._min_bytes
-            return TOO_SMALL if small else SAVES_TOO_LITTLE
-        saves_nothing = ""
-        for other in self._adjacent(group):
-            units = _united(self._own[group], self._own[other])
-            merged = self._plan(units, self._stored(units))
-            neighbor = operator_name(self._own[other][0])
-            if isinstance(merged, str):
-                return f"not in one kernel with {neighbor}: {PLAIN.get(merged, merged)}"
-            if self._saved(group, other) > 0:
-                return f"a product or another operator stands between it and {neighbor}"
-            saves_nothing = f"one kernel with {neighbor} would save no bytes"
-        return saves_nothing or NOTHING_TO_SHARE
 
     def _find_readers(self, nodes: Iterable[fx.Node]) -> None:
         for unit in self._graph.units:
@@ -223,7 +173,7 @@ class _Grouping:
         if before <= self._bytes_of(self._inputs(units), outputs):
             return 0
         merged = self._plan(units, outputs)
-        return before - self._region_bytes(merged) if isinstance(merged, Region) else 0
+        return before - self._moved(merged) if isinstance(merged, Region) else 0
 
     def _compute_again(self, group: int) -> None:
         """Lets a group compute again what it reads, as long as that saves bytes."""
@@ -242,7 +192,7 @@ class _Grouping:
 
     def _try_again(self, group: int, producer: Unit, region: Region) -> bool:
         """Lets a group compute a unit again, perhaps with units before it, if that saves bytes."""
-        before, others = self._region_bytes(region), {*region.units}
+        before, others = self._moved(region), {*region.units}
         known = {root_of(access.value) for access in region.inputs}
         outputs = tuple(access.node for access in region.outputs)
         added: list[Unit] = []
@@ -253,12 +203,11 @@ class _Grouping:
             if reduces(unit):
                 continue
             added.append(unit)
-            units, freed = _united(region.units, added), self._not_stored(group, added)
-            if before + freed > self._bytes_of(self._inputs(units), outputs):
+            units = _united(region.units, added)
+            if before > self._bytes_of(self._inputs(units), outputs):
                 tried = self._plan(units, outputs)
                 if isinstance(tried, Region):
-                    saved = before - self._region_bytes(tried) + freed
-                    best = max(best, (saved, [*added]), key=lambda pair: pair[0])
+                    best = max(best, (before - self._moved(tried), [*added]), key=lambda pair: pair[0])
             sources = map(self._graph.by_value.get, (v for v in unit.reads if v not in known))
             pending += [s for s in sources if s in self._group and s not in others and s not in added]
         if best[0] <= 0:
@@ -283,20 +232,6 @@ class _Grouping:
             )
             if not inside and not any(self._is_stored(unit, v, set()) for v in values):
                 self._dead.add(unit)
-
-    def _not_stored(self, group: int, added: Iterable[Unit]) -> int:
-        """Returns the bytes that other groups need not store any more if a group computes units again."""
-        before = self._again.get(group, [])
-        values = [(u, node, root_of(v)) for u in added for node, v in u.results.items()]
-        stored = [
-            (u, node, v) for u, node, v in values if self._is_stored(u, v, set(self._own[self._group[u]]))
-        ]
-        self._again[group] = [*before, *added]
-        try:
-            left = [n for u, n, v in stored if not self._is_stored(u, v, set(self._own[self._group[u]]))]
-        finally:
-            self._again[group] = before
-        return sum(_tensor_bytes(n.meta["val"]) for n in left)
 
     def _parts(self, group: int) -> tuple[list[Unit], tuple[fx.Node, ...]]:
         """Returns the units that a group computes, and the nodes that it stores."""
@@ -356,12 +291,8 @@ class _Grouping:
     def _bytes(self, units: Sequence[Unit], outputs: tuple[fx.Node, ...]) -> int:
         region = self._plan(units, outputs)
         if isinstance(region, Region):
-            return self._region_bytes(region)
+            return self._moved(region)
         return self._bytes_of(self._inputs(units), outputs)
-
-    def _region_bytes(self, region: Region) -> int:
-        """Returns the bytes that a kernel moves, or could move in the time that its arithmetic takes."""
-        return max(self._moved(region), sum(map(work_of, region.units)))
 
     def _moved(self, region: Region) -> int:
         nodes = ([a.node for a in accesses] for accesses in (region.inputs, region.outputs))
@@ -386,20 +317,6 @@ def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def work_of(unit: Unit) -> int:
-    """Returns the bytes that a GPU moves while it computes a unit."""
-    return round(sum(math.prod(v.shape) * _bytes_per_element(v) for v in unit.values))
-
-
 def reduces(unit: Unit) -> bool:
     """Returns whether a unit computes an element from many elements."""
     return any(isinstance(value, Reduced) for value in unit.values)
-
-
-def _bytes_per_element(value: Value) -> float:
-    if isinstance(value, Draw):
-        return BYTES_PER_DRAW
-    if not isinstance(value, Mapped):
-        return 0.0
-    calls = len(re.findall(r"[a-z]\(", value.template.replace("tl.where(", "")))
-    return BYTES_PER_OPERATION + calls * BYTES_PER_FUNCTION

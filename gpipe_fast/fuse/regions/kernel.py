@@ -14,7 +14,7 @@ from gpipe_fast.fuse.regions.loops import Region
 from gpipe_fast.fuse.regions.source import Block, Source, source_of
 from gpipe_fast.fuse.regions.values import root_of
 from gpipe_fast.kernels.launch import Config, cdiv, launch, next_power_of_2, num_partial_sums
-from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
+from gpipe_fast.kernels.partial_sums import launch_partial_sums
 from gpipe_fast.kernels.philox import last_kept_word
 
 # Elements of a block, and of a thread: more would need more registers than a thread has.
@@ -95,12 +95,12 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     loops, kernel = region.loops, kernel_of(source.name, source.text)
     device = region.outputs[0].tensor.device
-    stored, partials = [], []
+    stored, are_partial = [], []
     for access in region.outputs:
         tensor = access.tensor
-        if root_of(access.value) in loops.column_sums and not block.one_program:
-            partials.append(torch.empty(programs, tensor.numel(), dtype=torch.float32, device=device))
-            stored.append(partials[-1])
+        are_partial.append(root_of(access.value) in loops.column_sums and not block.one_program)
+        if are_partial[-1]:
+            stored.append(torch.empty(programs, tensor.numel(), dtype=torch.float32, device=device))
         else:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             stored.append(empty)
@@ -110,27 +110,11 @@ def _launch(
         numbers += [draw.layer, draw.ordinal, last_kept_word(draw.keep)]
     grid = (programs * cdiv(loops.num_cols, block.cols),)
     launch(kernel, grid, config_of(block), *inputs, *stored, *numbers)
-    return _finished(region, stored, partials)
-
-
-def _finished(region: Region, stored: Sequence[Tensor], partials: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Adds up partial sums; matrices of one size in one launch."""
-    sums: dict[int, Tensor] = {}
-    groups: dict[int, list[int]] = {}
-    owned = {id(p) for p in partials}
-    for i, tensor in enumerate(stored):
-        if id(tensor) in owned:
-            groups.setdefault(tensor.shape[1], []).append(i)
-    for same in groups.values():
-        for first in range(0, len(same), MAX_MATRICES):
-            chosen = same[first : first + MAX_MATRICES]
-            absent = [None] * (MAX_MATRICES - len(chosen))
-            dtypes = [region.outputs[i].tensor.dtype for i in chosen]
-            found = launch_partial_sums([*(stored[i] for i in chosen), *absent], [*dtypes, *absent])
-            for i, total in zip(chosen, found, strict=False):
-                assert total is not None
-                sums[i] = total.view(region.outputs[i].tensor.shape)
-    return tuple(sums.get(i, tensor) for i, tensor in enumerate(stored))
+    results = [access.tensor for access in region.outputs]
+    return tuple(
+        launch_partial_sums(tensor, result.dtype).view(result.shape) if is_partial else tensor
+        for tensor, result, is_partial in zip(stored, results, are_partial, strict=True)
+    )
 
 
 __all__ = ["block_of", "config_of", "fragment_of", "partial_sum_bytes"]

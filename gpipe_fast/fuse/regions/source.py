@@ -37,7 +37,7 @@ _TYPES = {
     torch.int32: "tl.int32", torch.int64: "tl.int64",
 }  # fmt: skip
 # What a reduction of no elements gives.
-_NEUTRAL = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
+_NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
 _PLAIN = frozenset({"_to_copy", "clone", "full", "full_like", "zeros", "zeros_like", "sum", "mul", "add"})
 _MAX_NAMES = 3
 

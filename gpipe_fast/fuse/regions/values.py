@@ -73,7 +73,7 @@ class Reduced(Value):
     """A tensor reduced over some of its dimensions, which remain with size 1.
 
     Attributes:
-        operation: ``sum``, ``max`` or ``min``.
+        operation: ``sum`` or ``max``.
         operand: the tensor.
         dims: the dimensions, counted from the first.
     """

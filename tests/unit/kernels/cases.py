@@ -16,18 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.models.llama import rotate
 from gpipe_fast.kernels.launch import DEFAULT_MULTIPROCESSORS, kernels_available
 from gpipe_fast.kernels.linear_cross_entropy import choose_chunk_rows
 from gpipe_fast.kernels.mean_loss import launch_loss
-from gpipe_fast.kernels.partial_sums import MAX_MATRICES, launch_partial_sums
-from gpipe_fast.kernels.rotate_half import launch_rotate_half
+from gpipe_fast.kernels.partial_sums import launch_partial_sums
 from tests.unit.kernels.accuracy import error_ratio, to_float64
 
 Function = Callable[..., Any]
 IGNORED = -100
-HEADS = 16
-ROTARY_HEAD_DIM, ROTARY_MAX_LENGTH = 128, 2048
 CLASSES = 32000
 FEATURES = 1024
 # Inputs with few elements have fewer classes, so that the mean is always over at least this many rows.
@@ -97,53 +93,21 @@ def _launched_mean(losses: Tensor, target: Tensor) -> Tensor:
 
 
 def sums_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Returns the matrices that one program per multiprocessor writes; they are fp32 for every dtype."""
-    columns = max(1, elements // (MAX_MATRICES * DEFAULT_MULTIPROCESSORS))
-    return [torch.randn(DEFAULT_MULTIPROCESSORS, columns, device=device) for _ in range(MAX_MATRICES)]
+    """Returns the matrix that one program per multiprocessor writes; it is fp32 for every dtype."""
+    columns = max(1, elements // DEFAULT_MULTIPROCESSORS)
+    return [torch.randn(DEFAULT_MULTIPROCESSORS, columns, device=device)]
 
 
-def _plain_sums(*matrices: Tensor) -> list[Tensor]:
-    return [matrix.sum(0) for matrix in matrices]
+def _plain_sums(matrix: Tensor) -> Tensor:
+    return matrix.sum(0)
 
 
-def _ours_sums(*matrices: Tensor) -> list[Tensor | None]:
-    return _launched_sums(*matrices) if kernels_available(*matrices) else [*_plain_sums(*matrices)]
+def _ours_sums(matrix: Tensor) -> Tensor:
+    return (_launched_sums if kernels_available(matrix) else _plain_sums)(matrix)
 
 
-def _launched_sums(*matrices: Tensor) -> list[Tensor | None]:
-    return launch_partial_sums(matrices, [None] * len(matrices))
-
-
-def rotary_inputs(elements: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Returns queries and keys of shape (batch, heads, length, head_dim), and tables for all dimensions.
-
-    ``elements`` counts queries and keys.
-    """
-    positions = max(1, elements // (2 * HEADS * ROTARY_HEAD_DIM))
-    length = min(positions, ROTARY_MAX_LENGTH)
-    shape = (positions // length, length, HEADS, ROTARY_HEAD_DIM)
-    q, k = (torch.randn(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
-    angles = torch.rand(1, length, ROTARY_HEAD_DIM // 2, device=device)
-    return [q, k, *(torch.cat([table, table], -1).to(dtype) for table in (angles.cos(), angles.sin()))]
-
-
-def _rotate_back(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = (g.float() * sin[:, None]).chunk(2, -1)
-    return (g.float() * cos[:, None] + torch.cat([second, -first], -1)).to(g.dtype)
-
-
-def _ours_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dq: Tensor, dk: Tensor
-) -> list[Tensor | None]:
-    if kernels_available(q):
-        return _launched_rotary(q, k, cos, sin, dq, dk)
-    return [*rotate(q, k, cos, sin), *(_rotate_back(g, cos, sin) for g in (dq, dk))]
-
-
-def _launched_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dq: Tensor, dk: Tensor
-) -> list[Tensor | None]:
-    return [*launch_rotate_half(q, k, cos, sin), *launch_rotate_half(dq, dk, cos, sin, True)]
+def _launched_sums(matrix: Tensor) -> Tensor:
+    return launch_partial_sums(matrix, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -209,5 +173,4 @@ CASES = {
     ),
     "mean_loss": KernelCase(mean_inputs, (), _plain_mean, _ours_mean),
     "partial sums": KernelCase(sums_inputs, (), _plain_sums, _ours_sums),
-    "rotary": KernelCase(rotary_inputs, (0, 1), rotate, _ours_rotary),
 }

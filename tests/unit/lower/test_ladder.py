@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -10,7 +12,16 @@ from torch import Tensor, fx, nn
 
 from bench.models.gpt import blocks
 from gpipe_fast.lower.alias import source_of
-from gpipe_fast.lower.ladder import Ladder, Rung, bytes_of, is_backward
+from gpipe_fast.lower.ladder import (
+    Choices,
+    Ladder,
+    Operator,
+    Recomputed,
+    Rung,
+    SaveableValue,
+    bytes_of,
+    is_backward,
+)
 from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.lower.split import JOINT_POSITION, split
 from gpipe_fast.trace.joint_graph import JointGraph
@@ -112,3 +123,45 @@ def test_equal_layers_are_saved_one_after_another() -> None:
     joint = trace_joint([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)], torch.randn(3, 4))
     sizes = [kept(joint, i / 5) for i in range(6)]
     assert sizes == [0, 48, 96, 144, 192, 240]
+
+
+def drawn(seed: int) -> Choices:
+    """Returns a random graph; some operators have several results, and many are equal."""
+    draw = random.Random(seed)
+    operators: list[Operator] = []
+    values: list[SaveableValue] = []
+    for index in range(draw.randint(1, 9)):
+        reads = draw.sample(range(len(values)), min(len(values), draw.randint(0, 3)))
+        operators.append(Operator(draw.choice([1, 2, 2, 5, 9]), frozenset(reads)))
+        for _ in range(draw.choice([1, 1, 1, 2])):
+            values.append(SaveableValue(draw.choice([0, 1, 3, 3, 8]), index, draw.random() < 0.4))
+    return Choices(operators, values)
+
+
+def cost(choices: Choices, recomputed: Recomputed) -> tuple[int, int]:
+    """Returns the bytes that are saved, and the time of the recomputed operators."""
+    saved = choices.saved(recomputed, range(len(choices.values)))
+    return sum(choices.values[i].size for i in saved), sum(choices.operators[i].time for i in recomputed)
+
+
+def least(costs: list[tuple[int, int]], limit: float) -> int:
+    return min(time for size, time in costs if size <= limit)
+
+
+def test_choices_are_nested_and_nearly_the_best_ones() -> None:
+    """Compared with all sets of operators of small random graphs."""
+    taken = best = 0
+    for seed in range(100):
+        choices = drawn(seed)
+        found = choices.nested()
+        costs = [cost(choices, each) for each in found]
+        assert (costs[0][0], found[-1]) == (0, frozenset())
+        assert all(less < more for more, less in pairwise(found))
+        assert costs == sorted(costs, key=lambda pair: pair[0])
+        numbers = range(len(choices.operators))
+        sets = [frozenset(s) for size in range(len(numbers) + 1) for s in combinations(numbers, size)]
+        every = [cost(choices, each) for each in sets]
+        for share in SHARES:
+            taken += least(costs, share * costs[-1][0])
+            best += least(every, share * costs[-1][0])
+    assert taken <= 1.05 * best

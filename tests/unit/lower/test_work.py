@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpipe_fast._extension import ActiveRuns
-from gpipe_fast.kernels.rotate_half import _rotate_half
+from gpipe_fast.kernels.partial_sums import _add_partials
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import (
@@ -94,10 +94,10 @@ def test_shared_memory_is_read_once_and_expanded_dimensions_count_one_element() 
 def test_a_launch_reads_its_arguments_except_outputs() -> None:
     build = Builder()
     x, y, sums = build.add(8, 4, dtype=torch.bfloat16), build.add(8, 4), build.add(2, 4)
-    launch = KernelLaunch(_rotate_half, (), (), (), 4, 2, grid=(8, 1, 1), outputs=(2, 4), aligned=())
+    launch = KernelLaunch(_add_partials, (), (), (), 4, 2, grid=(8, 1, 1), outputs=(2, 4), aligned=())
     step = Launch(launch, (Ref(x), 1e-5, Ref(y), Ref(x), Ref(sums)), ALWAYS, None)
     work = build.count(step, Check(lambda inputs, results: None, (x,), (y, sums)))
     assert (work.read, work.written, work.launches) == (64, 128 + 32, 1)
     assert work.moved_by == {launch.name: 224}
-    assert launch.name == "rotate_half._rotate_half"
+    assert launch.name == "partial_sums._add_partials"
     assert build.count(replace(step, when=ActiveRuns.FIRST)).launches == 0

@@ -158,17 +158,12 @@ def _reduced(rng: Choices, x: Tensor) -> Tensor:
     dims = rng.choice([last, last, rows or last, [*rows, *last], [rng.choice(range(x.dim()))]])
     keep = rng.random() < 0.6
     dim = dims[0] if len(dims) == 1 else last[0]
-    kind = rng.choice(("sum", "mean", "var", "max", "softmax", "log_softmax", "layer_norm", "rms_norm"))
+    kind = rng.choice(("sum", "mean", "softmax", "log_softmax", "layer_norm", "rms_norm"))
     if kind == "sum":
         # Sums of many numbers would overflow where they are squared.
         return x.sum(dims, keepdim=keep) * (1.0 / math.prod([x.shape[d] for d in dims]))
     if kind == "mean":
         return x.mean(dims, keepdim=keep)
-    if kind == "var":
-        return x.var(dims, correction=0, keepdim=keep)
-    if kind == "max":  # as in a softmax; ties would share the gradient
-        extremum = rng.choice((torch.amax, torch.amin))
-        return x - extremum(x.detach(), dims, keepdim=True)
     if kind in ("softmax", "log_softmax"):
         return (torch.softmax if kind == "softmax" else torch.log_softmax)(x, dim)
     if kind == "layer_norm":
