@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,6 @@ from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.segments import Segments
-
-# The part of the limit that stays once the limit is exceeded, so that this happens rarely.
-_REST = 7 / 8
 
 
 @dataclass
@@ -64,8 +60,6 @@ class Eviction:
     def __init__(self, limit: int, compiler: Compiler) -> None:
         self.limit = limit
         self.num_evicted = 0
-        # An upper bound of the bytes while the compiler has made as many traces; counting takes longer.
-        self._at_most, self._num_traces = 0, 0
         self._compiler = compiler
         self._planners: list[weakref.ref[KeptBy]] = []  # in the order in which they were made
 
@@ -85,45 +79,24 @@ class Eviction:
         """Returns the number of plans that are kept."""
         return len(self._all_plans())
 
-    def run(self, latest: PlannedCall | None, added: PlannedCall | None = None) -> None:
+    def run(self, latest: PlannedCall | None) -> None:
         """Forgets the least recently used stages, plans and templates until the rest is within the limit.
 
         First go stages that belong to no plan, then plans other than the latest.
 
         Args:
             latest: the plan to keep.
-            added: the only plan that was made since the last time; None if other things may have been made.
         """
-        num_traces = self._compiler.num_traces
-        if added is not None and num_traces == self._num_traces:  # then, nothing else is made
-            self._at_most += added.total_bytes()
-            if self._at_most <= self.limit:
-                return
-        if self._count() > self.limit:
-            for forget_oldest in (self._forget_stage, self._forget_plan):
-                self._forget_until(_REST * self.limit, functools.partial(forget_oldest, latest))
+        while self.num_bytes() > self.limit and (self._forget_stage(latest) or self._forget_plan(latest)):
+            pass
         while self.template_bytes() > self.limit and self._compiler.forget_oldest_template():
             pass
-        self._num_traces = num_traces
 
-    def _forget_until(self, limit: float, forget_oldest: Callable[[], int]) -> None:
-        """Calls a function that forgets something and returns its bytes, until the rest is within a limit."""
-        while (left := self._count()) > limit:
-            while left > limit:
-                freed = forget_oldest()
-                if not freed:  # nothing is left to forget
-                    return
-                left -= freed
-
-    def _count(self) -> int:
-        self._at_most = self.num_bytes()
-        return self._at_most
-
-    def _forget_stage(self, latest: PlannedCall | None) -> int:
+    def _forget_stage(self, latest: PlannedCall | None) -> bool:
         """Forgets the oldest stage without a plan, and plans found at run time, which may hold it.
 
         Returns:
-            The bytes of the stage, and at least 1; 0 if there is none.
+            Whether there was one.
         """
         used = self._used()
         for stage in self._compiler.cached():
@@ -132,18 +105,18 @@ class Eviction:
                 for plans, key, known in self._known():
                     if not known.segment_keys and not _has(known, latest):
                         plans.pop(key, None)
-                return 1 + stage.num_bytes()
-        return 0
+                return True
+        return False
 
-    def _forget_plan(self, latest: PlannedCall | None) -> int:
-        """Forgets the least recently used plans, those of one signature; returns their bytes, or 0."""
+    def _forget_plan(self, latest: PlannedCall | None) -> bool:
+        """Forgets the least recently used plans, those of one signature; returns whether there were any."""
         for plans, key, known in self._known():
             if not _has(known, latest):
                 plans.pop(key, None)
                 self._forget(list(known.stages() - self._used()))
                 self.num_evicted += 1
-                return sum(plan.total_bytes() for _, plan in known.by_layouts.entries())
-        return 0
+                return True
+        return False
 
     def _used(self) -> set[CompiledStage]:
         return {stage for plan in self._all_plans() for stage in plan.compiled_stages()}

@@ -18,7 +18,7 @@ from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
 from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
-from gpipe_fast.runtime.cache import graph_bytes, plan_bytes
+from gpipe_fast.runtime.cache import plan_bytes
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
 from gpipe_fast.schedule import Action, Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
@@ -89,13 +89,6 @@ class PlannedCall:
     def num_bytes(self) -> int:
         """An estimate of the bytes of the plan, without its programs."""
         return plan_bytes(sum(map(len, self.schedule.stages)))
-
-    def total_bytes(self) -> int:
-        """Returns an estimate of the bytes of the plan with its programs and graphs."""
-        stages = set(self.compiled_stages())
-        graphs = [graph for stage in stages if (graph := stage.traced.written_graph()) is not None]
-        data = sum(stage.num_bytes() + stage.traced.num_bytes() for stage in stages)
-        return self.num_bytes + data + sum(map(graph_bytes, graphs))
 
     @property
     def stage_outputs(self) -> list[list[StageOutputs]] | None:

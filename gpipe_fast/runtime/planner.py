@@ -253,7 +253,7 @@ class Planner:
                 self._plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
                 self._structures[call.inputs.structure] = None
             known.by_layouts[self._layouts(known.segment_keys)] = plan
-            self.eviction.run(plan, plan)
+            self.eviction.run(plan)
         self._latest = key, num_changes, plan
         return plan
 
