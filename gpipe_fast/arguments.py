@@ -4,6 +4,7 @@ calls that work but are probably unintended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -178,14 +179,19 @@ _EDGES = (
 )
 
 
-def name_edges(error: IndexError, inputs: Inputs) -> None:
+@contextlib.contextmanager
+def naming_edges(inputs: Inputs) -> Iterator[None]:
     """Adds to an error of a layer that an input may number samples that are in other micro-batches."""
-    whole = (x for x, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True) if dim is None)
-    if any(map(_may_be_edges, whole)):
-        error.args = (
-            f"{error}; every micro-batch gets an input whole that looks like the edge_index of a graph, "
-            f"which numbers the nodes of the mini-batch: {_WHOLE_GRAPHS}",
-        )
+    try:
+        yield
+    except IndexError as error:
+        whole = (x for x, dim in zip(inputs.tensors, inputs.dims.inputs, strict=True) if dim is None)
+        if any(map(_may_be_edges, whole)):
+            error.args = (
+                f"{error}; every micro-batch gets an input whole that looks like the edge_index of a graph, "
+                f"which numbers the nodes of the mini-batch: {_WHOLE_GRAPHS}",
+            )
+        raise
 
 
 def _may_be_edges(tensor: Tensor) -> bool:

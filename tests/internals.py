@@ -67,7 +67,9 @@ def remove_faults(model: GPipe) -> None:
 def programs_of(model: GPipe) -> list[ProgramIR]:
     """Returns the lowered programs of all stages, for all signatures so far."""
     lowered = [
-        found for stage in runner_of(model).planner.lowered() for found in stage.traced.lowered.values()
+        found
+        for stage in runner_of(model).planner.compiler.lowered()
+        for found in stage.traced.lowered.values()
     ]
     return [p for found in lowered for p in (found.forward, found.backward) if p is not None]
 

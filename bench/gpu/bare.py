@@ -180,7 +180,7 @@ def programs_of(planner: Planner, checkpoint: CheckpointSetting, chunks: int) ->
     found = []
     policy = checkpoint_policy(checkpoint, len(planner.stages), True)
     # The latest of those of the same layers, which differ in the layouts of gradients.
-    parts = {(each.stage.first_layer, len(each.stage.layers)): each for each in planner.lowered()}
+    parts = {(each.stage.first_layer, len(each.stage.layers)): each for each in planner.compiler.lowered()}
     for part in parts.values():
         first = part.stage.first_layer
         index = max(i for i, stage in enumerate(planner.stages) if stage.first_layer <= first)

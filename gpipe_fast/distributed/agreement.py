@@ -71,7 +71,7 @@ def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Des
         for index, stage in enumerate(pipeline):
             which = f"of stage {index}, {'last' if m else 'first'} micro-batch"
             found[f"the outputs {which}"] = _boundary_text(stage.outputs)
-            found[f"the gradients of inputs {which}"] = str(stage.input_gradients())
+            found[f"the gradients of inputs {which}"] = str(stage.traced.ports.input_gradient_layouts())
     return found
 
 

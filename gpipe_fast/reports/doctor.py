@@ -201,7 +201,7 @@ def fused_lines(model: GPipe) -> list[str]:
 
 def replaced_by_graph(model: GPipe) -> Iterator[tuple[Stage, str, Sequence[Replaced]]]:
     """Yields each stage, each of its graphs, and what fused kernels replace in it."""
-    for compiled in runner_of(model).planner.lowered():
+    for compiled in runner_of(model).planner.compiler.lowered():
         for lowered in compiled.traced.lowered.values():
             for graph, replaced in lowered.replaced.items():
                 yield compiled.stage, graph, replaced

@@ -212,7 +212,7 @@ class Reporting(Container):
             own_stages = {stage for each in runner.runners for stage in each.stages}
             latest = {(t.action, t.layer): t for t in times if t.stage in own_stages}
             recording.python = tuple(PythonTime(Action.parse(t.action), *t[2:]) for t in latest.values())
-            recording.kernels = kernel_names(runner.stages, runner.planner.lowered())
+            recording.kernels = kernel_names(runner.stages, runner.planner.compiler.lowered())
             recording.rank_of = _rank_of(runner)
             recording.sizes = stage_sizes(runner.stages)
 

@@ -183,7 +183,7 @@ class Compiler:
                 layer = len(base.stage.layers) - 1 if known.layer is None else known.layer
                 return CompilationFailure(index, replace(known, layer=layer))
             found[index] = known
-            gradients = known.input_gradients()
+            gradients = known.traced.ports.input_gradient_layouts()
             for position, number in _skip_tensors(base.stage.pops, base.inputs):
                 if position in gradients:
                     skip_gradients[number] = gradients.pop(position)
@@ -215,7 +215,7 @@ class Compiler:
                 segment_key = SegmentKey.of(part, segment_key.input_specs, segment_key.modes)
             base = self._compiled.lookup((segment_key, ())) or CompiledStage(part, segment_key, traced)
             self._compiled[segment_key, ()] = base
-        gradient_layouts = () if gradients is None else base.gradient_layouts(gradients)
+        gradient_layouts = () if gradients is None else base.traced.ports.gradient_layouts(gradients)
         found = base if not gradient_layouts else self._compiled.lookup((segment_key, gradient_layouts))
         if found is None:
             traced = self.trace(part, segment_key.input_specs, gradient_layouts, enforce_limit)
@@ -295,7 +295,9 @@ class Compiler:
         """Returns the cached compiled stage, or None."""
         base = self._compiled.lookup((segment_key, ()))
         return (
-            None if base is None else self._compiled.lookup((segment_key, base.gradient_layouts(gradients)))
+            None
+            if base is None
+            else self._compiled.lookup((segment_key, base.traced.ports.gradient_layouts(gradients)))
         )
 
     def blamed(self, stage: Stage, inputs: BoundarySpec, untraceable: Untraceable) -> Untraceable:

@@ -29,7 +29,7 @@ from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.collectives import group_position
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
-from gpipe_fast.trace.gradient_layouts import GradientLayout, GradientLayouts
+from gpipe_fast.trace.gradient_layouts import GradientLayout
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
 from gpipe_fast.trace.layer_states import StateKey
 from gpipe_fast.trace.ports import TracedPorts
@@ -318,18 +318,6 @@ class CompiledStage:
         """Returns the parameters of which the stage computes gradients, as indices into the stage's."""
         return {self.segment_key.parameters[i] for i in self._reached}
 
-    def draws(self) -> bool:
-        """Returns whether any operator of the stage draws random numbers."""
-        return self.traced.ports.draws
-
-    def input_gradients(self) -> ArrivingLayouts:
-        """Returns the layouts of the gradients of the stage's inputs."""
-        return self.traced.ports.input_gradient_layouts()
-
-    def gradient_layouts(self, gradients: ArrivingLayouts) -> GradientLayouts:
-        """Returns the outputs whose gradients differ in layout from the output, or do not arrive."""
-        return self.traced.ports.gradient_layouts(gradients)
-
     def segment(self, saved_fraction: SavedFraction, defers_weights: bool = False) -> Segment:
         """Returns the segment with this stage's programs for one split; builds it on first use."""
         key = saved_fraction, defers_weights
@@ -360,7 +348,7 @@ class CompiledStage:
             inputs=[_layout(spec.meta_tensor()) for spec in self.inputs.tensors],
             input_form=form_of(self.inputs),
             output_form=form_of(self.outputs),
-            first_random_layer=stage.first_layer if self.draws() else None,
+            first_random_layer=stage.first_layer if self.traced.ports.draws else None,
             written_inputs=self.traced.ports.written_inputs,
             tangent_layouts=[
                 _layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))

@@ -216,7 +216,7 @@ def make_plan(
     distinct = list(dict.fromkeys((*known[0], *known[-1])))
     for stage in distinct:
         stage.traced.drop_graph()
-    draws = any(stage.draws() for stage in known[0])
+    draws = any(stage.traced.ports.draws for stage in known[0])
     keys = [stage.segment_key for stage in distinct]
     unfused = _unfused_layers(known[0])
     return PlannedCall(native, schedule, draws, (known[0], known[-1]), keys, unfused, is_step=is_step)

@@ -367,10 +367,6 @@ class Planner:
         others = f"depends on the tensors of stage {min(own)}"
         return [own.get(stage, others) for stage in range(number)]
 
-    def lowered(self) -> list[CompiledStage]:
-        """Returns the stages, and parts of stages, that are lowered for some call, by their first layer."""
-        return self.compiler.lowered()
-
     @contextlib.contextmanager
     def _progress(self, call: Call) -> Iterator[None]:
         """Shows the work of a first call, if it takes long, and which other calls will take as long."""

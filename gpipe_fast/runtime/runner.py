@@ -41,7 +41,7 @@ from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import (
     check_inputs,
     check_signature,
-    name_edges,
+    naming_edges,
     warn_idle_stages,
     warn_sequence_first,
     warn_square_input,
@@ -460,36 +460,32 @@ class Runner:
 
     def run(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
-        try:
-            return self._run(inputs, training, given)
-        except IndexError as error:
-            name_edges(error, inputs)
-            raise
-
-    def _run(self, inputs: Inputs, training: bool, given: StepInputs | None) -> Any:
-        call = self.prepare(inputs, training, given)
-        plan, key = call.plan, call.key()
-        seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked
-        self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
-        if self.state.is_sharded:
-            call = call._replace(parameters=self.processes.with_whole(self.state.parameters, call.parameters))
-        tensors = call.parameters, call.buffers
-        if given is None:
-            outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, key)
+        with naming_edges(inputs):
+            call = self.prepare(inputs, training, given)
+            plan, key = call.plan, call.key()
+            seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked
+            self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
             if self.state.is_sharded:
-                check_unchanged_in_backward(outputs, self.state.parameters)
-        else:
-            if given.measure is not None:
-                given.measure()
-            gradients = []
-            if torch.is_grad_enabled():
-                losses = plan.possible_losses(self.stages[-1])
-                gradients = given.gradients(plan.schedule.num_microbatches, losses)
-            update = None if given.updates is None else given.updates(call.parameters)
-            outputs, structure = call.pipeline.step(
-                plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer
-            )
-        return self.finish(call, outputs, structure)
+                call = call._replace(
+                    parameters=self.processes.with_whole(self.state.parameters, call.parameters)
+                )
+            tensors = call.parameters, call.buffers
+            if given is None:
+                outputs, structure = call.pipeline.forward(plan.native, inputs.tensors, *tensors, key)
+                if self.state.is_sharded:
+                    check_unchanged_in_backward(outputs, self.state.parameters)
+            else:
+                if given.measure is not None:
+                    given.measure()
+                gradients = []
+                if torch.is_grad_enabled():
+                    losses = plan.possible_losses(self.stages[-1])
+                    gradients = given.gradients(plan.schedule.num_microbatches, losses)
+                update = None if given.updates is None else given.updates(call.parameters)
+                outputs, structure = call.pipeline.step(
+                    plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer
+                )
+            return self.finish(call, outputs, structure)
 
     def prepare(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""

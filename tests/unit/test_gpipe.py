@@ -26,15 +26,6 @@ from tests.untraceable import FunctionLayer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_mini_batches_are_cut_as_by_chunk() -> None:
-    model = mlp()
-    pipe = GPipe(model, [2, 3], chunks=4)
-    for size, sizes in ((7, [2, 2, 2, 1]), (5, [2, 2, 1]), (2, [1, 1]), (7, [2, 2, 2, 1]), (0, [0] * 4)):
-        x = features(size)
-        assert [len(c) for c in x.chunk(4)] == sizes
-        assert unequal(pipeline_step(pipe, x), loop_step(model, x, 4)) == []
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["gpt", "convolutions", "dropout"])
 def test_inference_equals_the_plain_loop(name: str) -> None:
@@ -75,19 +66,6 @@ def test_a_mini_batch_without_random_layers_leaves_the_generator_unchanged() -> 
     assert torch.equal(torch.get_rng_state(), before)
     pipe.train()(x)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_pipeline_is_a_container_of_the_users_layers() -> None:
-    model = mlp()
-    pipe = GPipe(model, [2, 3], chunks=2.0, checkpoint="never")  # type: ignore[arg-type]
-    assert len(pipe) == 5
-    assert list(pipe) == list(model)
-    assert pipe[-1] is model[4]
-    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 3], 2, "never")
-    with pytest.raises(TypeError, match="layers are indexed by integers, got slice; for several layers"):
-        pipe[0:2]  # type: ignore[index]
-    with pytest.raises(IndexError):
-        pipe[5]
 
 
 def test_an_empty_sequential_returns_its_input() -> None:

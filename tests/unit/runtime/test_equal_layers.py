@@ -100,27 +100,6 @@ class InPlace(Part):
         return self.branch(x) + x
 
 
-class Halves(nn.Module):
-    """Splits a tensor into halves, beside its input."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x, *(x * 2).split(4, -1)
-
-
-class Rotates(Part):
-    """Reads views of the halves, and passes them on, as blocks do with rotary embeddings."""
-
-    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> Any:
-        x, sin, cos = given
-        q = self.branch(x).view(-1, 2, 4)
-        return x + (q * cos[:, None] + q.flip(-1) * sin[:, None]).flatten(1), sin, cos
-
-
-class First(nn.Module):
-    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
-        return given[0]
-
-
 class LastHalf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * 2)[:, 4:]
@@ -160,7 +139,6 @@ PARTS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Tensor], int]
     "constants": (lambda: [Transposed(), *map(Multiplied, CONSTANTS), Transposed()], rows, 5),
     "layers that cannot be joined": (lambda: [nn.Linear(8, 8), *(InPlace() for _ in range(3))], rows, 3),
     "tied layers": (tied, rows, 1),
-    "halves of one tensor": (lambda: [Halves(), *(Rotates() for _ in range(3)), First()], rows, 4),
     "memory around a view": (lambda: [LastHalf(), ReadsAround(), ReadsAround()], rows, 3),
 }
 
