@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.fake import depends_on_data, hint
-from gpipe_fast.training.sample_check import NUM_SAMPLES, Mixed, SampleCheck, owners_of
+from gpipe_fast.training.sample_check import NUM_IN_ALL, Mixed, SampleCheck, owners_of
 
 # The maximum number of elements of all measures.
 MAX_MEASURES = 64
@@ -318,7 +318,7 @@ class _Splitter:
                 for x, each in zip(whole, self._inputs, strict=True)
             ]
             vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=self._device)
-            fill_measures(vector, NUM_SAMPLES, split.measures.forward(*known))
+            fill_measures(vector, NUM_IN_ALL, split.measures.forward(*known))
             return split.share.forward(*tensors, vector)
 
         wrong = self._check.mismatched(

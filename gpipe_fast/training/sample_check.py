@@ -24,11 +24,13 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 
 # How many samples there are, and how often random numbers are drawn.
-NUM_SAMPLES, _NUM_DRAWS = 3, 2
+_NUM_SAMPLES, _NUM_DRAWS = 3, 2
 # The samples of micro-batches.
 _PARTS = (0, 1), (1, 2)
-# The samples of the micro-batches whose shares are compared with the whole, and the error that they may have.
-_UNEQUAL = (0,), (1, 2)
+# How many samples a mini-batch has that is compared with its shares: more, which show what an operator does
+# to few alone. Of each micro-batch, its first sample and how many it has; and the error that sums may have.
+NUM_IN_ALL = 9
+_UNEQUAL = (0, 2), (2, 4), (6, 3)
 _TOLERANCE = 1e-4
 _NO_SUM = (
     "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for the "
@@ -43,7 +45,7 @@ Owners = Tensor
 
 def owners_of(number: int) -> Owners:
     """Returns the owners of a number of elements, as many of each sample after those of the one before."""
-    return torch.arange(NUM_SAMPLES).repeat_interleave(number // NUM_SAMPLES)
+    return torch.arange(_NUM_SAMPLES).repeat_interleave(number // _NUM_SAMPLES)
 
 
 class Mixed(Exception):
@@ -60,7 +62,7 @@ class SampleCheck:
     """
 
     def __init__(self, batch: sympy.Symbol, sizes: Mapping[sympy.Symbol, int], device: torch.device) -> None:
-        self._numbers = {batch: NUM_SAMPLES, **sizes}
+        self._numbers = {batch: _NUM_SAMPLES, **sizes}
         self._part_numbers = {**self._numbers, batch: len(_PARTS[0])}
         self._batch, self._device = batch, device
         self._owners: dict[fx.Node, list[Owners | None]] = {}
@@ -74,22 +76,19 @@ class SampleCheck:
             Mixed: it has two, or not as many elements for each sample.
         """
         self._check_number(node)
-        value = node.meta["value"]
-        dims = [dim for dim, size in enumerate(value.shape) if self._follows(size)]
-        if len(dims) > 1:
-            raise Mixed(f"a tensor of shape {list(value.shape)} has two dimensions of samples")
-        self._owners[node] = [owners_of(self._number(value.shape[dims[0]]))]
+        size = next(size for size in node.meta["value"].shape if self._follows(size))
+        self._owners[node] = [owners_of(self._number(size))]
 
     def _check_number(self, node: fx.Node) -> None:
-        """Checks that each sample has as many elements of a value.
+        """Checks that a value has one dimension of samples, with as many elements for each.
 
         Raises:
-            Mixed: there are others besides.
+            Mixed: it has not.
         """
         for value in _values(node):
             sizes = [size for size in value.shape if self._follows(size)]
             numbers = [(self._number(size), self._number(size, self._part_numbers)) for size in sizes]
-            if any(whole * len(_PARTS[0]) != part * NUM_SAMPLES for whole, part in numbers):
+            if len(sizes) > 1 or any(a * len(_PARTS[0]) != b * _NUM_SAMPLES for a, b in numbers):
                 raise Mixed(f"a tensor of shape {list(value.shape)} has not as many for each sample")
 
     def owners(self, node: fx.Node) -> Owners | None:
@@ -145,7 +144,7 @@ class SampleCheck:
         dims = [self._dim_of(result) for result in _values(node)]
         found: list[Tensor | None] = [None] * len(dims)
         for draw in range(_NUM_DRAWS):
-            before, *changed = self._run(node, draw, [(sample,) for sample in range(NUM_SAMPLES)])
+            before, *changed = self._run(node, draw, [(sample,) for sample in range(_NUM_SAMPLES)])
             for i, dim in enumerate(dims):
                 if dim is None:
                     continue
@@ -204,7 +203,7 @@ class SampleCheck:
         assert dim is not None
         rows = found.movedim(dim, 0)
         if (rows != rows[:1]).any() or not self._positions.isdisjoint(inputs):
-            order = torch.arange(NUM_SAMPLES).to(rows).view([-1] + [1] * (rows.dim() - 1))
+            order = torch.arange(_NUM_SAMPLES).to(rows).view([-1] + [1] * (rows.dim() - 1))
             if len(rows) != len(order) or (rows != order).any():
                 raise Mixed("it computes with the positions of samples in the mini-batch")
             self._positions.add(node)
@@ -248,17 +247,18 @@ class SampleCheck:
             The reasons, by the numbers of such losses.
         """
         wrong, left, failure = dict[int, str](), set(kinds), ""
+        numbers = {**self._numbers, self._batch: NUM_IN_ALL}
         kinds_of_numbers = itertools.product((False, True), ("positive", "normal", "ones", "zeros"))
         for seed, (is_exact, kind) in enumerate(kinds_of_numbers):
             if not left and (is_exact or kind != "normal"):
                 continue
             generator = torch.Generator(self._device).manual_seed(seed)
             try:
-                given = {node: self._random(node, kind, generator, is_exact) for node in inputs}
+                given = {node: self._random(node, kind, generator, numbers, is_exact) for node in inputs}
                 variables = [x for n, x in given.items() if _is_tensor(x) and is_variable(n)]
                 variables = [x.requires_grad_() for x in variables if x.is_floating_point() or x.is_complex()]
                 whole = losses([*given.values()])
-                parts = [shares(self._samples_of(given, each), [*given.values()]) for each in _UNEQUAL]
+                parts = [shares(self._samples_of(given, *each), [*given.values()]) for each in _UNEQUAL]
                 for i, each in kinds.items():
                     total = sum(part[i] for part in parts) / (1 if each == "share" else len(parts))
                     pairs = _with_gradients(total, whole[i], variables)
@@ -271,14 +271,14 @@ class SampleCheck:
                 failure = f": {error}"
         return dict.fromkeys(left, f"on random numbers it gives no finite number{failure}") | wrong
 
-    def _samples_of(self, given: Mapping[fx.Node, Any], samples: Sequence[int]) -> list[Tensor]:
+    def _samples_of(self, given: Mapping[fx.Node, Any], first: int, number: int) -> list[Tensor]:
         """Returns the tensors among inputs, with the elements of some samples."""
         found = []
         for node, x in given.items():
-            owners, value = self._owners.get(node, [None])[0], node.meta["value"]
-            if _is_tensor(x) and owners is not None:
-                rows = torch.isin(owners, torch.tensor(samples)).nonzero().flatten()
-                x = x.index_select(self._dim_of(value) or 0, rows.to(x.device))
+            dim = self._dim_of(node.meta["value"]) if _is_tensor(x) else None
+            if dim is not None:
+                each = x.shape[dim] // NUM_IN_ALL
+                x = x.narrow(dim, first * each, number * each)
             found += [x] if _is_tensor(x) else []
         return found
 
@@ -303,7 +303,8 @@ class SampleCheck:
         for kind in ("normal", "positive", "zeros"):
             generator = torch.Generator(self._device).manual_seed(draw)
             first, second = (
-                {n: self._random(n, kind, generator) for n in node.all_input_nodes} for _ in "ab"
+                {n: self._random(n, kind, generator, self._numbers) for n in node.all_input_nodes}
+                for _ in "ab"
             )
             try:
                 found = [_call(node, first)]
@@ -319,22 +320,31 @@ class SampleCheck:
                 failure = error
         raise Mixed(f"it could not be checked on random numbers: {failure}")
 
-    def _random(self, node: fx.Node, kind: str, generator: torch.Generator, is_exact: bool = False) -> Any:
+    def _random(
+        self,
+        node: fx.Node,
+        kind: str,
+        generator: torch.Generator,
+        sizes: Mapping[sympy.Symbol, int],
+        is_exact: bool = False,
+    ) -> Any:
         """Returns random numbers of a kind for a value; floating ones in float64, unless `is_exact`."""
         if node in self._of_sizes:
             return self._of_sizes[node]
 
         def drawn(leaf: Any) -> Any:
-            found = self._drawn(leaf, kind, generator)
+            found = self._drawn(leaf, kind, generator, sizes)
             return found.to(leaf.dtype) if is_exact and _is_tensor(leaf) else found
 
         return pytree.tree_map(drawn, node.meta["value"])
 
-    def _drawn(self, value: Any, kind: str, generator: torch.Generator) -> Any:
+    def _drawn(
+        self, value: Any, kind: str, generator: torch.Generator, sizes: Mapping[sympy.Symbol, int]
+    ) -> Any:
         if not isinstance(value, Tensor):
-            return self._number(value)
-        shape = [self._number(size) for size in value.shape]
-        if torch.Size(shape).numel() > _MAX_ELEMENTS:
+            return self._number(value, sizes)
+        shape = [self._number(size, sizes) for size in value.shape]
+        if torch.Size(shape).numel() > _MAX_ELEMENTS * sizes[self._batch] // _NUM_SAMPLES:
             raise Mixed("its operands are too large to be checked on random numbers")
         if not (value.is_floating_point() or value.is_complex()):
             low, high = int(kind == "ones"), 1 if kind == "zeros" else 2

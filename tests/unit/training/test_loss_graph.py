@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda y, t: (y / t.mean(0)).sum(),
         "mean .*: it computes more than 63 numbers of all targets",
     ),
+    "the first five": (
+        lambda y, t: (y * torch.ones(len(y), 1).triu(-4)).sum(),
+        "^on random numbers, what it gives for parts of a mini-batch does not add up to what it gives",
+    ),
     "one sample": (lambda y, t: (y[0] * t[0]).sum(), "getitem .*: it combines samples otherwise"),
     "many samples": (
         lambda y, t: y.sum() if len(y) > 500 else y.mean(),
