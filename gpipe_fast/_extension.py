@@ -33,6 +33,7 @@ Layout = _C.Layout
 LoweredSegment = _C.LoweredSegment
 ProgramPair = _C.ProgramPair
 Pipeline = _C.Pipeline
+Channels = _C.Channels
 Plan = _C.Plan
 Port = _C.Port
 ProgramWithPorts = _C.ProgramWithPorts

@@ -240,8 +240,14 @@ void bind_pipeline(py::module_& m) {
       .def("graph_reports", &Pipeline::graph_reports, no_gil)
       .def("close", &Pipeline::close, no_gil)
       .def("after_fork", &Pipeline::after_fork);
-  py::class_<Channels, std::shared_ptr<Channels>>(m, "Channels");
+  py::class_<Channels, std::shared_ptr<Channels>> channels(m, "Channels");
 #ifdef USE_C10D
+  channels.def(
+      "abandon_too",
+      [](Channels& own, const c10::intrusive_ptr<c10d::Backend>& group) {
+        own.abandon_too([group] { group->abort(); });
+      },
+      py::arg("group"));
   m.def(
       "make_channels",
       [](std::set<int32_t> stages, ProcessGroups groups, double timeout, bool on_device,

@@ -87,22 +87,26 @@ void RemoteStages::sum_replicas() {
   const auto& actions = owned_.plan.step ? owned_.plan.step : owned_.plan.backward;
   if (channels_->num_replicas() == 1 || !actions) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<std::shared_ptr<Channels::Arrival>> sums;
   for (StageState& stage : owned_.stages) {
     if (is_remote(stage.index)) continue;
     if (stage.latest_rank != actions->of(stage.index).back().rank) return;  // the rest was cancelled
   }
+  std::vector<std::pair<const Stream*, Arrivals>> sums;  // by stage
   for (StageState& stage : owned_.stages) {
     if (is_remote(stage.index) || stage.backward.gradients.empty()) continue;
     stage.release_programs();  // which refer to the gradients
-    begin_sums_of_gathered(stage, sums);
-    begin_sums(stage, sums);
+    auto& [work, own] = sums.emplace_back(&owned_.transport.work(stage.index), Arrivals());
+    const Stream::Guard current(*work);
+    begin_sums_of_gathered(stage, own);
+    begin_sums(stage, own);
   }
-  for (const auto& sum : sums) sum->wait(kAfterAllActions);
+  for (const auto& [work, own] : sums) {
+    const Stream::Guard current(*work);
+    for (const auto& sum : own) sum->wait(kAfterAllActions);
+  }
 }
 
-void RemoteStages::begin_sums(StageState& stage,
-                              std::vector<std::shared_ptr<Channels::Arrival>>& sums) const {
+void RemoteStages::begin_sums(StageState& stage, Arrivals& sums) const {
   Tensors& gradients = stage.backward.gradients;
   std::vector<int64_t> tied;
   for (const Tie& tie : owned_.plan.ties) {
@@ -128,8 +132,7 @@ void RemoteStages::begin_sums(StageState& stage,
 //              parameter 2          parameter 5
 //   row 0    rows 0 to 3         |  rows 0 and 1
 //   row 1    rows 4 to 6, zeros  |  row 2, zeros
-void RemoteStages::begin_sums_of_gathered(StageState& stage,
-                                          std::vector<std::shared_ptr<Channels::Arrival>>& sums) const {
+void RemoteStages::begin_sums_of_gathered(StageState& stage, Arrivals& sums) const {
   const int64_t num_replicas = channels_->num_replicas();
   std::map<at::ScalarType, std::vector<int64_t>> by_dtype;
   for (int64_t position : owned_.plan.stages[stage.index].gathered_parameters) {

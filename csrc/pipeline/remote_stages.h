@@ -83,8 +83,8 @@ class RemoteStages {
   // Sums the gradients of the stages here over their replicas, or averages them after a backward of the caller's own
   // loss; see remote_replicas.cpp.
   void sum_replicas();
-  void begin_sums(StageState& stage, std::vector<std::shared_ptr<Channels::Arrival>>& sums) const;
-  void begin_sums_of_gathered(StageState& stage, std::vector<std::shared_ptr<Channels::Arrival>>& sums) const;
+  void begin_sums(StageState& stage, Arrivals& sums) const;
+  void begin_sums_of_gathered(StageState& stage, Arrivals& sums) const;
 
   const Owned owned_;
   const std::shared_ptr<Channels> channels_;

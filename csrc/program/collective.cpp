@@ -95,13 +95,16 @@ at::Tensor run_collective(const std::string& name, const Arguments& arguments, C
   const GroupPointer group = c10d::resolve_process_group(arguments.back().toStringRef());
   const bool in_place = name == "all_reduce" || name == "broadcast";
   // A thread of gloo may read its argument after a wait was cancelled, when other values have the program's memory.
-  at::Tensor input = given.is_cpu() || in_place ? given.clone(at::MemoryFormat::Contiguous) : given.detach();
+  at::Tensor input =
+      given.is_cpu() || in_place ? given.clone(at::MemoryFormat::Contiguous) : given.contiguous();
   at::Tensor output = input;
   const WorkPointer work = start(name, arguments, *group->getBackend(given.device().type()), input, output);
   if (given.is_cpu()) {
     wait(work, name, group, token);
   } else {
-    work->wait();  // the current stream waits
+    // The group's stream waits for the current one, which now waits for it. So memory of the current stream that is
+    // freed from here on is free, and the host waits for nothing.
+    work->wait();
   }
   if (name == "reduce_scatter_tensor" && given.is_cpu()) {
     const int64_t rows = given.size(0) / group->getSize();

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 
 namespace gpipe_fast {
@@ -55,22 +56,22 @@ class Channels {
   virtual std::shared_ptr<Arrival> receive(const at::Tensor& tensor, int32_t sender, int32_t receiver) = 0;
 
   // The number of processes with this stage, each of which runs it for other samples; and which of them this one is.
-  virtual int32_t num_replicas() const { return 1; }
-  virtual int32_t replica() const { return 0; }
+  virtual int32_t num_replicas() const = 0;
+  virtual int32_t replica() const = 0;
   // Starts to sum a contiguous tensor over the replicas, in place, and keeps it until then. All replicas make the same
   // calls in the same order. The order of additions depends on the size and position alone, and all get the same bits.
-  virtual std::shared_ptr<Arrival> sum_replicas(const at::Tensor&, int64_t /*rank*/) { return nullptr; }
-  // As sum_replicas(), but each replica gets one row of the sum, of its number, in `own`, added up in their order.
-  virtual std::shared_ptr<Arrival> sum_rows(const at::Tensor& /*all*/, const at::Tensor& /*own*/,
-                                            int64_t /*rank*/) {
-    return nullptr;
-  }
+  virtual std::shared_ptr<Arrival> sum_replicas(const at::Tensor& tensor, int64_t rank) = 0;
+  // As sum_replicas(), but each replica gets one row of the sum, of its number, in `own`: through the host, added up in
+  // their order.
+  virtual std::shared_ptr<Arrival> sum_rows(const at::Tensor& all, const at::Tensor& own, int64_t rank) = 0;
 
   // Ends the waits of actions of this rank and higher ones, from now on until begin_run(); they throw Aborted. On a
   // device, abandons the channels. Any thread may call it.
   virtual void abort_from(int64_t rank) = 0;
   // Call after a failed run: ends the transfers for which devices wait. The channels cannot be used any more.
   virtual void abandon() noexcept = 0;
+  // Adds what else ends then: the collectives of layers, by groups of their own. Call before a run.
+  virtual void abandon_too(std::function<void()> /*abort*/) {}
 };
 
 }  // namespace gpipe_fast

@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <future>
 #include <list>
 #include <mutex>
@@ -29,6 +30,7 @@ namespace {
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
 using Ends = std::pair<int32_t, int32_t>;  // the sending and the receiving stage
+constexpr const char* kSumming = "summing the gradients of this stage with a replica";
 constexpr int kSender = 0, kReceiver = 1;  // ranks in a group
 constexpr auto kPollInterval = std::chrono::milliseconds(20);
 
@@ -255,8 +257,6 @@ class ProcessGroupSum : public Channels::Arrival {
     work_->synchronize();
   }
 
-  static constexpr const char* kSumming = "summing the gradients of this stage with a replica";
-
  private:
   const WorkPointer work_;
   const std::shared_ptr<Waits> waits_;
@@ -344,8 +344,8 @@ class HostChannels final : public Channels {
   std::shared_ptr<Arrival> sum_replicas(const at::Tensor& tensor, int64_t rank) override {
     waits_->check(rank);
     std::vector<at::Tensor> tensors{tensor};
-    return std::make_shared<ProcessGroupSum>(
-        begun([&] { return replicas_->allreduce(tensors); }, ProcessGroupSum::kSumming), waits_);
+    return std::make_shared<ProcessGroupSum>(begun([&] { return replicas_->allreduce(tensors); }, kSumming),
+                                             waits_);
   }
 
   std::shared_ptr<Arrival> sum_rows(const at::Tensor& all, const at::Tensor& own, int64_t rank) override {
@@ -353,8 +353,8 @@ class HostChannels final : public Channels {
     at::Tensor sent = all.flatten(), received = at::empty_like(all), flat = received.flatten();
     std::vector<int64_t> equal;
     return std::make_shared<ProcessGroupSumOfRows>(
-        begun([&] { return replicas_->alltoall_base(flat, sent, equal, equal); }, ProcessGroupSum::kSumming),
-        waits_, received, own);
+        begun([&] { return replicas_->alltoall_base(flat, sent, equal, equal); }, kSumming), waits_, received,
+        own);
   }
 
   void abort_from(int64_t rank) override { waits_->abort_from(rank); }
@@ -400,8 +400,8 @@ class HostChannels final : public Channels {
 // wait() makes the current stream wait; with a timeout it would block the thread, so the groups have the timeout.
 class DeviceChannels final : public Channels {
  public:
-  DeviceChannels(std::set<int32_t> stages, ProcessGroups groups)
-      : stages_(std::move(stages)), groups_(std::move(groups)) {
+  DeviceChannels(std::set<int32_t> stages, ProcessGroups groups, c10::intrusive_ptr<c10d::Backend> replicas)
+      : stages_(std::move(stages)), groups_(std::move(groups)), replicas_(std::move(replicas)) {
     for (const auto& [ends, group] : groups_) {
       if (has(ends.first)) sends_[ends];
     }
@@ -435,20 +435,41 @@ class DeviceChannels final : public Channels {
         begun([&] { return group.recv(bytes, kSender, /*tag=*/0); }, receiving_from(sender)));
   }
 
+  int32_t num_replicas() const override { return replicas_ ? replicas_->getSize() : 1; }
+  int32_t replica() const override { return replicas_ ? replicas_->getRank() : 0; }
+
+  std::shared_ptr<Arrival> sum_replicas(const at::Tensor& tensor, int64_t) override {
+    std::vector<at::Tensor> tensors{tensor};
+    return std::make_shared<DeviceArrival>(begun([&] { return replicas_->allreduce(tensors); }, kSumming));
+  }
+
+  // NCCL's own sum of rows: the order of additions is that of its rings, as in sum_replicas().
+  std::shared_ptr<Arrival> sum_rows(const at::Tensor& all, const at::Tensor& own, int64_t) override {
+    std::vector<at::Tensor> inputs{all.flatten()}, outputs{own};
+    return std::make_shared<DeviceArrival>(
+        begun([&] { return replicas_->reduce_scatter_tensor_coalesced(outputs, inputs); }, kSumming));
+  }
+
   // The host may be blocked in a launch behind a transfer of a lower rank.
   void abort_from(int64_t) override { abandon(); }
 
   void abandon() noexcept override {
-    for (const auto& [ends, group] : groups_) {
-      try {
-        group->abort();
-      } catch (const std::exception&) {
-        // The run has failed for another reason, which the caller reports.
-      }
+    for (const auto& [ends, group] : groups_) end([own = group] { own->abort(); });
+    if (replicas_) end([this] { replicas_->abort(); });
+    for (const auto& abort : others_) end(abort);
+  }
+
+  void abandon_too(std::function<void()> abort) override { others_.push_back(std::move(abort)); }
+
+ private:
+  static void end(const std::function<void()>& abort) noexcept {
+    try {
+      abort();
+    } catch (const std::exception&) {
+      // The run has failed for another reason, which the caller reports.
     }
   }
 
- private:
   class DeviceArrival final : public Arrival {
    public:
     explicit DeviceArrival(WorkPointer work) : work_(std::move(work)) {}
@@ -464,7 +485,9 @@ class DeviceChannels final : public Channels {
 
   const std::set<int32_t> stages_;
   const ProcessGroups groups_;
-  std::map<Ends, std::deque<Send>> sends_;  // those that may be unfinished
+  const c10::intrusive_ptr<c10d::Backend> replicas_;  // null if there is one
+  std::vector<std::function<void()>> others_;         // see abandon_too
+  std::map<Ends, std::deque<Send>> sends_;            // those that may be unfinished
 };
 
 }  // namespace
@@ -472,7 +495,8 @@ class DeviceChannels final : public Channels {
 std::shared_ptr<Channels> make_channels(std::set<int32_t> stages, ProcessGroups groups,
                                         std::chrono::milliseconds timeout, bool on_device,
                                         c10::intrusive_ptr<c10d::Backend> replicas) {
-  if (on_device) return std::make_shared<DeviceChannels>(std::move(stages), std::move(groups));
+  if (on_device)
+    return std::make_shared<DeviceChannels>(std::move(stages), std::move(groups), std::move(replicas));
   return std::make_shared<HostChannels>(std::move(stages), std::move(groups), timeout, std::move(replicas));
 }
 

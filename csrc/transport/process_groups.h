@@ -28,7 +28,7 @@ namespace gpipe_fast {
 using ProcessGroups = std::map<std::pair<int32_t, int32_t>, c10::intrusive_ptr<c10d::Backend>>;
 
 // `stages`: those of this process. `timeout`: the maximum time of a wait. `on_device`: the groups transfer device memory.
-// `replicas`: a group of the processes with these stages, which transfers host memory; null if there are no others.
+// `replicas`: a group of the processes with these stages, which transfers the same memory; null if there are no others.
 std::shared_ptr<Channels> make_channels(std::set<int32_t> stages, ProcessGroups groups,
                                         std::chrono::milliseconds timeout, bool on_device,
                                         c10::intrusive_ptr<c10d::Backend> replicas);

@@ -141,21 +141,26 @@ def own_device(
     return checked_devices([device], 1)[0]
 
 
-def check_replicas(num_replicas: int, device: torch.device) -> None:
-    """Checks that stages with replicas are on the CPU.
+def check_replicas(num_replicas: int, device: torch.device, by_nccl: bool) -> None:
+    """Checks that replicas can sum gradients where they are.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they cannot.
     """
-    if num_replicas > 1 and device.type != "cpu":
+    if num_replicas > 1 and device.type != "cpu" and not by_nccl:
         raise ValueError(
-            f"replicas along 'dp_replicate' or 'fsdp' run on the CPU so far, got {num_replicas} on {device}; "
-            "pass mesh['pp'], and average gradients over the other dimension after the backward"
+            f"replicas along 'dp_replicate' or 'fsdp' sum gradients on GPUs by NCCL alone, got "
+            f"{num_replicas} on {device} and a mesh without it; call init_process_group('nccl') before "
+            "init_device_mesh"
         )
 
 
 def check_shards(
-    layers: Iterable[nn.Module], ranks: Sequence[int], replicas: Sequence[int], device: torch.device
+    layers: Iterable[nn.Module],
+    ranks: Sequence[int],
+    replicas: Sequence[int],
+    device: torch.device,
+    by_nccl: bool = False,
 ) -> None:
     """Checks that parameters of layers are sharded over processes that run the same stages.
 
@@ -164,9 +169,11 @@ def check_shards(
         ranks: the numbers in torch.distributed of the processes that run the same stages on the same samples.
         replicas: those of the processes that run them on other samples, and of this one.
         device: the device of the stages.
+        by_nccl: whether processes exchange tensors on GPUs by NCCL.
 
     Raises:
         ValueError: a parameter is sharded over other processes, in an unsupported way, or on another device;
+            it is on a GPU, without NCCL;
             a buffer is sharded; or no parameter is, though there are several processes.
     """
     layers, found = list(layers), False
@@ -185,6 +192,11 @@ def check_shards(
                 _check_gathered(title, parameter, replicas)
             found |= not is_gathered(parameter)
             _check_shard(title, parameter, replicas if is_gathered(parameter) else ranks, device)
+            if device.type != "cpu" and not by_nccl:
+                raise ValueError(
+                    f"{title} on {device}, and processes exchange such tensors on GPUs by NCCL alone, "
+                    "which mesh lacks; call init_process_group('nccl') before init_device_mesh"
+                )
     if len(ranks) > 1 and not found:
         raise ValueError(
             f"mesh has {len(ranks)} processes along 'tp', and no parameter of the layers is a DTensor, so "
@@ -215,10 +227,11 @@ def _check_shard(title: str, parameter: Any, ranks: Sequence[int], device: torch
             f"{title} of placements {parameter.placements}, of which each process has a term of a sum; "
             "redistribute it to Replicate() or Shard(...)"
         )
-    if device.type != "cpu" or not (parameter.is_meta or parameter.device.type == "cpu"):
+    if not parameter.is_meta and parameter.device != device:
         raise ValueError(
-            f"{title}, and stages with DTensors run on the CPU so far, got {parameter.device} for a stage on "
-            f"{device}; make the mesh with init_device_mesh('cpu', ...)"
+            f"{title} on {parameter.device} for a stage on {device}; make the mesh with "
+            f"init_device_mesh({device.type!r}, ...), of which the DTensor and GPipe get their dimensions, "
+            "and call torch.cuda.set_device before"
         )
 
 

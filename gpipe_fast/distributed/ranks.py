@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpipe_fast._extension import Pipeline, make_channels
+from gpipe_fast._extension import Channels, Pipeline, make_channels
 from gpipe_fast.devices import Device
 from gpipe_fast.distributed.agreement import (
     Description,
@@ -91,7 +91,7 @@ from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.processes import Processes
 from gpipe_fast.runtime.settings import Settings
 from gpipe_fast.runtime.stage import Stage, Tie
-from gpipe_fast.torch_private.collectives import group_of, register_gloo_group, unregister_group
+from gpipe_fast.torch_private.collectives import group_of, register_group, unregister_group
 from gpipe_fast.torch_private.environment import default_store
 from gpipe_fast.trace.joint_graph import parameters_of
 
@@ -145,15 +145,17 @@ def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
-def nccl_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+def nccl_group(store: Any, rank: int, size: int, timeout: float, max_blocks: int | None = None) -> Any:
     """As `gloo_group`. A transfer that takes longer than the timeout ends the process.
 
     Kernels of transfers take multiprocessors from the layers, and wait there for the other end. So they have
-    few blocks, and streams of high priority, on which they begin before other kernels.
+    streams of high priority, on which they begin before other kernels, and those that layers do not wait for
+    have few blocks.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout)
-    options.config.min_ctas, options.config.max_ctas = 1, _MAX_NCCL_BLOCKS
+    if max_blocks is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, max_blocks
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -165,6 +167,11 @@ def _warm_up(groups: Mapping[tuple[int, int], Any], own: Collection[int], device
     for (sender, _), group in groups.items():
         byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
         (group.send(byte, 1, 0) if sender in own else group.recv(byte, 0, 0)).wait()
+
+
+def _warm_up_collectives(group: Any, device: torch.device) -> None:
+    """As `_warm_up`, for a group of collectives."""
+    group.allreduce([torch.zeros(1, device=device)]).wait()
 
 
 def _unregister(names: Iterable[str]) -> None:
@@ -242,7 +249,8 @@ class Ranks(Processes):
         self._exchanged: list[str] = []  # the keys of the latest exchange that this rank has set
         self._number = 0  # of the next run
         self._has_reported = False  # whether the error that is under way was reported
-        # The pipeline that has channels, if any. It refers to this object, in C++.
+        # The channels, if any, and the pipeline that has them. It refers to this object, in C++.
+        self._channels: Channels | None = None
         self._channels_of: Callable[[], Pipeline | None] = _nothing
         self._edges: set[tuple[int, int]] = set()  # that the channels have
         self._gathered: list[tuple[int, str]] = []  # keys of this rank, with the numbers of their runs
@@ -275,12 +283,12 @@ class Ranks(Processes):
         replica, shard = divmod(column, num_shards)
         num_replicas = len(grid) // num_shards
         device = own_device(devices, default_kind(mesh), index, size)
-        check_replicas(num_replicas, device)
+        by_nccl = device.type == "cuda" and uses_nccl(mesh)
+        check_replicas(num_replicas, device, by_nccl)
         name = f"gpipe_fast/{'-'.join(map(str, members))}"
         title = f"{name}/{_numbers[name]}"
         store = _within(title, default_store())
         _numbers[name] += 1
-        by_nccl = device.type == "cuda" and uses_nccl(mesh)
         replicas = replica, num_replicas
         ranks = cls(index, size, store, timeout, device, by_nccl, *replicas, members, shard, num_shards)
         ranks._title = title
@@ -304,7 +312,8 @@ class Ranks(Processes):
 
     def check_shards(self, layers: Sequence[nn.Module]) -> None:
         """As for `Processes`."""
-        check_shards(layers, self._named(self._shards()), self._named(self._replicas()), self.device)
+        groups = self._named(self._shards()), self._named(self._replicas())
+        check_shards(layers, *groups, self.device, self.by_nccl)
 
     def check_homes(self, partitions: Sequence[nn.Module]) -> None:
         """Checks that each parameter belongs to stages of the same ranks as in other pipelines.
@@ -663,7 +672,7 @@ class Ranks(Processes):
         _unregister(self._collectives)
         for own, (stage, name, _) in self._collectives.items():
             self._collectives[own] = stage, name, None
-        self._has_reported, self._channels_of = True, _nothing
+        self._has_reported, self._channels, self._channels_of = True, None, _nothing
         self._clock_group = self._replica_group = None
         self._number += 1
 
@@ -779,9 +788,12 @@ class Ranks(Processes):
         if self.num_replicas > 1:
             others = [rank for rank in self._replicas() if rank != self.rank]
             name = f"replicas/{self._shard}/{self.index}"
-            replicas = self._joined(gloo_group, name, self.replica, self.num_replicas, others)
+            replicas = self._joined_collectives(name, self.replica, self.num_replicas, others)
         self._replica_group = replicas
-        pipeline.set_peers(make_channels(set(own), groups, self.timeout, self.by_nccl, replicas), self)
+        self._channels = make_channels(set(own), groups, self.timeout, self.by_nccl, replicas)
+        pipeline.set_peers(self._channels, self)
+        for *_, group in self._collectives.values():
+            self._abandon_too(group)
         self._channels_of, self._edges = weakref.ref(pipeline), edges
 
     def _wait_until_ready(self, ranks: Collection[int] | None = None) -> None:
@@ -795,8 +807,21 @@ class Ranks(Processes):
         """Connects two stages of two processes."""
         ends = sender % self.size, receiver % self.size
         other = self._column * self.size + ends[self.index == ends[0]]
-        make = nccl_group if self.by_nccl else gloo_group
+        make = partial(nccl_group, max_blocks=_MAX_NCCL_BLOCKS) if self.by_nccl else gloo_group
         return self._joined(make, f"{self._column}/{sender}-{receiver}", ends.index(self.index), 2, [other])
+
+    def _joined_collectives(self, name: str, rank: int, size: int, others: Sequence[int]) -> Any:
+        """Returns a group of this process and other ranks, for collectives of tensors on the own device."""
+        group = self._joined(nccl_group if self.by_nccl else gloo_group, name, rank, size, others)
+        if self.by_nccl:
+            with self._connecting(others):
+                self._store.call(_warm_up_collectives, group, self.device)
+        return group
+
+    def _abandon_too(self, group: Any) -> None:
+        """Lets a failure end the collectives of a group, for which devices wait."""
+        if self._channels is not None and group is not None:
+            self._channels.abandon_too(group._get_backend(self.device))
 
     def own_group(self, stage: int, name: str) -> str:
         """As for `Processes`."""
@@ -836,11 +861,12 @@ class Ranks(Processes):
         for own, (stage, name, _) in sorted(missing.items()):
             names = dist.get_process_group_ranks(group_of(name))
             ranks = [self._names.index(each) for each in names]
-            make = partial(register_gloo_group, own)
             others = [rank for rank in ranks if rank != self.rank]
             position = f"collectives/{stage}/{'-'.join(map(str, names))}/{name}"
-            group = self._joined(make, position, ranks.index(self.rank), len(ranks), others)
+            backend = self._joined_collectives(position, ranks.index(self.rank), len(ranks), others)
+            group = register_group(own, self._store.store, backend, self.device)
             self._collectives[own] = stage, name, group
+            self._abandon_too(group)
 
     def _joined(
         self, make: Callable[..., Any], name: str, rank: int, size: int, others: Sequence[int]

@@ -501,11 +501,11 @@ def _extension_actions(
         for number, stage in enumerate(reversed(range(len(stages))), len(position)):  # the last is done first
             if here[stage]:
                 actions[stage].append((Kind.U.value, 0, number))
-    by_nccl = not all(here) and stages[0].options.by_nccl
     # The worker of a stage elsewhere receives on its own, whatever the others of its rank do.
     groups = [schedule.rank_of[stage] if is_here else stage for stage, is_here in enumerate(here)]
     receives: list[tuple[int, str, int, int, int]] = []
-    if by_nccl:  # the stages here receive; they take turns, so that they begin all transfers in one order
+    # The stages here receive. They take turns, so that they begin all transfers and collectives in one order.
+    if stages[0].options.by_nccl:
         first = here.index(True)
         groups = [first if is_here else stage for stage, is_here in enumerate(here)]
         receives = _receives(position, here, _skip_ends(stages))

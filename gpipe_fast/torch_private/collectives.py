@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,17 +33,16 @@ def group_of(name: str) -> Any:
     return _resolve_process_group(_named(name))
 
 
-def register_gloo_group(name: str, store: Any, rank: int, size: int, timeout: float) -> Any:
-    """Makes a group of gloo, of which this process is a rank, and registers it under a name of its own.
+def register_group(name: str, store: Any, backend: Any, device: torch.device) -> Any:
+    """Makes a group of a backend, for tensors on devices of a type, and registers it under a name of its own.
 
     Unlike ``new_group``, this leaves the number of groups that PyTorch has made, which all processes must
     have in common, as it is.
     """
-    group = dist.ProcessGroup(store, rank, size)
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    kind = getattr(dist.ProcessGroup.BackendType, "GLOO" if device.type == "cpu" else "NCCL")
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    group._register_backend(torch.device(device.type), kind, backend)
     group._set_group_name(_named(name))
     _register_process_group(_named(name), group)
     return group

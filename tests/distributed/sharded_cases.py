@@ -30,7 +30,8 @@ from tests.distributed.tensor_cases import MODELS, Case, batch, gpt, loss_of, ow
 
 def sharded(layers: nn.Sequential, stages: int, balance: tuple[int, ...], **options: Any) -> GPipe:
     shape = stages, dist.get_world_size() // stages
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp"))
+    device = next(layers.parameters()).device.type
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "fsdp"))
     options = {"chunks": 4, "schedule": "1f1b", "timeout": TIMEOUT} | options
     return GPipe(shard(layers, mesh["fsdp"]), balance, mesh=mesh, **options)
 
@@ -85,20 +86,25 @@ def differences(pipe: nn.Module, expected: dict[str, Tensor]) -> list[str]:
 
 
 def generated(seeds: list[int]) -> list[str]:
-    """Compares steps and backwards of random cases with the plain loops of all replicas, added up."""
+    return same_numbers([Case.of_seed(seed, dist.get_world_size()) for seed in seeds])
+
+
+def same_numbers(cases: list[Case], device: str = "cpu") -> list[str]:
+    """Compares steps and backwards with the plain loops of all replicas, added up."""
     warnings.simplefilter("ignore")
     found = []
-    for seed in seeds:
-        case = Case.of_seed(seed, dist.get_world_size())
+    for case in cases:
         options: dict[str, Any] = {
             "chunks": case.chunks,
             "checkpoint": case.checkpoint,
             "schedule": case.schedule,
         }
-        pipe, single = made(case.model, case.stages, case.balance, **options), MODELS[case.model]()
+        with torch.device(device):
+            pipe, single = made(case.model, case.stages, case.balance, **options), MODELS[case.model]()
         for step in range(2):
             number = case.samples * dist.get_world_size() // case.stages
-            (x, y), *every = shares(pipe, batch(number, step), batch(number, step + 7))
+            inputs = batch(number, step).to(device), batch(number, step + 7).to(device)
+            (x, y), *every = shares(pipe, *inputs)
             loss = pipe.step(x, target=y, loss_fn=loss_of, normalizer=len(x))
             losses, gradients = zip(
                 *(plain_gradients(single, a, b, pipe, number) for a, b in every), strict=True

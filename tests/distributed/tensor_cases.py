@@ -158,17 +158,17 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {"gpt": gpt, "llama": llama}
 
 def batch(samples: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+    return torch.randint(VOCABULARY, (samples, LENGTH), generator=generator, device="cpu")
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
-def mesh_of(stages: int) -> DeviceMesh:
+def mesh_of(stages: int, device: str = "cpu") -> DeviceMesh:
     """Returns a mesh with so many processes along 'pp', and all others along 'tp'."""
     shape = stages, dist.get_world_size() // stages
-    return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "tp"))
+    return init_device_mesh(device, shape, mesh_dim_names=("pp", "tp"))
 
 
 def plain_step(layers: nn.Sequential, x: Tensor, y: Tensor, chunks: int, schedule: str) -> Tensor:
@@ -238,14 +238,15 @@ class Case(NamedTuple):
         return cls(draw.choice([*MODELS]), stages, balance, schedule, checkpoint, chunks, samples)
 
 
-def same_bits(cases: list[Case], sizes: tuple[int, ...] = ()) -> list[str]:
+def same_bits(cases: list[Case], sizes: tuple[int, ...] = (), device: str = "cpu") -> list[str]:
     """Returns what differs from the plain loop and from one process, in steps of some numbers of samples."""
     warnings.simplefilter("ignore")
     found = []
     for case in cases:
-        mesh, make = mesh_of(case.stages), MODELS[case.model]
-        # Not mesh["tp"] of a mesh of one dimension, whose groups are those of the whole.
-        ours, plain, single = make(mesh["tp"]), make(mesh["tp"]), make()
+        mesh, make = mesh_of(case.stages, device), MODELS[case.model]
+        with torch.device(device):
+            # Not mesh["tp"] of a mesh of one dimension, whose groups are those of the whole.
+            ours, plain, single = make(mesh["tp"]), make(mesh["tp"]), make()
         pipe = GPipe(
             ours,
             case.balance,
@@ -256,7 +257,7 @@ def same_bits(cases: list[Case], sizes: tuple[int, ...] = ()) -> list[str]:
             timeout=TIMEOUT,
         )
         for step, samples in enumerate(sizes or (case.samples,) * 2):
-            x, y = batch(samples, step), batch(samples, step + 7)
+            x, y = batch(samples, step).to(device), batch(samples, step + 7).to(device)
             loss = pipe.step(x, target=y, loss_fn=loss_of, normalizer=len(x))
             expected = plain_step(plain, x, y, case.chunks, case.schedule)
             alone = plain_step(single, x, y, case.chunks, case.schedule)

@@ -10,6 +10,7 @@ the process, as NCCL's watchdog does.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import time
@@ -47,7 +48,7 @@ class StreamWork(dist.Work):
 
 
 class FakeNccl(Backend):
-    """One end of a group of two processes.
+    """One end of a group: transfers are between two processes, collectives between all.
 
     Attributes:
         groups: all of them, in the order in which they were made.
@@ -56,7 +57,9 @@ class FakeNccl(Backend):
 
     groups: ClassVar[list[FakeNccl]] = []
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: float, max_blocks: int | None = None
+    ) -> None:
         super().__init__(rank, size)
         self._store, self._timeout = store, timeout
         self._thread = ThreadPoolExecutor(1)  # of transfers, in their order
@@ -109,6 +112,70 @@ class FakeNccl(Backend):
         self._run(transfer)
         return self._copy(target, host)
 
+    # The names are those that C++ calls, for `allgather_into_tensor_coalesced` and the like.
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> StreamWork:
+        reduce = options.reduceOp if options is not None else dist.ReduceOp.SUM
+        return self._collective(tensors[0], tensors[0], lambda all_: _reduced(all_, reduce))
+
+    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> StreamWork:
+        return self._collective(given, output, lambda all_: all_.view(output.shape))
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
+    ) -> StreamWork:
+        return self.all_gather_single(*outputs, *inputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any
+    ) -> StreamWork:
+        (output,), (given,) = outputs, inputs
+
+        def own_part(all_: Tensor) -> Tensor:
+            return _reduced(all_, options.reduceOp).view(self.size(), *output.shape)[self.rank()]
+
+        return self._collective(given, output, own_part)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, to: list[int], from_: list[int], options: Any = None
+    ) -> StreamWork:
+        assert not to, "only equal parts"
+        parts = self.size(), self.size(), *output.unflatten(0, (self.size(), -1)).shape[1:]
+        return self._collective(
+            given, output, lambda all_: all_.view(parts)[:, self.rank()].reshape(output.shape)
+        )
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> StreamWork:
+        return self._collective(tensors[0], tensors[0], lambda all_: all_[options.rootRank])
+
+    def _collective(self, given: Tensor, output: Tensor, result: Callable[[Tensor], Tensor]) -> StreamWork:
+        """Writes a result of what all processes give, by process."""
+        assert given.is_contiguous()
+        assert output.is_contiguous()
+        host = torch.empty_like(given, device="cpu", pin_memory=True)
+        found = torch.empty_like(output, device="cpu", pin_memory=True)
+        work = self._copy(host, given)
+        number = next(self._numbers)
+        stream = self._stream_after_current(given.device)
+        held = _hold(stream) if _DEFERS else None
+
+        def exchange() -> None:
+            try:
+                if _DEFERS:
+                    work.synchronize()
+                self._store.set(f"collective {number} of {self.rank()}", "")
+                for rank in range(self.size()):
+                    self._wait_for(f"collective {number} of {rank}")
+                all_ = [torch.empty_like(host, pin_memory=False) for _ in range(self.size())]
+                self._gloo.allgather([all_], [host]).wait()
+                found.copy_(result(torch.stack(all_)))
+            finally:
+                if _DEFERS:
+                    _release(held)
+
+        self._run(exchange)
+        return self._copy(output, found)
+
     def _run(self, transfer: Callable[[], None]) -> None:
         """Runs what transfers bytes: here, or in a thread if it may wait for work of streams."""
         if _DEFERS:
@@ -129,7 +196,6 @@ class FakeNccl(Backend):
         self.is_aborted = True
 
     def _copy(self, target: Tensor, source: Tensor) -> StreamWork:
-        assert target.dtype is source.dtype is torch.uint8
         stream = self._stream_after_current(source.device if source.is_cuda else target.device)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -142,6 +208,15 @@ class FakeNccl(Backend):
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_event(torch.cuda.current_stream(device).record_event())
         return self._stream
+
+
+def _reduced(all_: Tensor, reduce: Any) -> Tensor:
+    """Returns the sum or another reduction over processes, in their order."""
+    if reduce == dist.ReduceOp.MAX:
+        return all_.amax(0)
+    assert reduce == dist.ReduceOp.SUM or reduce == dist.ReduceOp.AVG
+    total = functools.reduce(torch.add, all_)
+    return total / len(all_) if reduce == dist.ReduceOp.AVG else total
 
 
 def _hold(stream: torch.cuda.Stream) -> int:

@@ -1,8 +1,8 @@
 """One rank of a pipeline over processes whose stages are on fake GPUs; run by test_mesh.py.
 
-`mesh_cases.py OPERATORS RANK STORE BACKEND CASE WORD...`: joins the other ranks by the file STORE, and prints
-what the case returns. BACKEND: ``gloo``, or ``nccl`` for fake_nccl.py. Marks in the log tell steps from the
-rest.
+`mesh_cases.py OPERATORS RANK SIZE STORE BACKEND CASE WORD...`: joins SIZE ranks by the file
+STORE, and prints what the case returns. BACKEND: ``gloo``, or ``nccl`` for fake_nccl.py. Marks in the log
+tell steps from the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpipe_fast import GPipe
 from gpipe_fast.distributed import ranks
-from tests.distributed import cases
+from tests.distributed import cases, sharded_cases, tensor_cases
 from tests.fake_cuda.fake_devices import load, mark
 from tests.fake_cuda.fake_nccl import FakeNccl
 from tests.internals import inject_failure, remove_faults
@@ -103,6 +103,90 @@ def failing(action: str, num_stages: str = "2") -> str:
     return error.replace("\n", " ")
 
 
+def divided(dim: str, name: str, stages: int, schedule: str, device: str = "cuda") -> GPipe:
+    """Returns a pipeline whose layers are divided along 'tp' or 'fsdp'."""
+    with torch.device(device):
+        if dim == "fsdp":
+            return sharded_cases.made(name, stages, schedule=schedule, timeout=30.0)
+        mesh = tensor_cases.mesh_of(stages, device)
+        layers = tensor_cases.MODELS[name](mesh["tp"])
+    return GPipe(layers, (3, 3), mesh=mesh, chunks=4, schedule=schedule, timeout=30.0)
+
+
+def divided_step(pipe: GPipe, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Returns the loss and this rank's gradients."""
+    loss = pipe.step(x, target=y, loss_fn=tensor_cases.loss_of, normalizer=len(x))
+    found = [tensor_cases.local(p.grad) for p in pipe.parameters() if p.grad is not None]
+    pipe.zero_grad()
+    return [loss, *found]
+
+
+def divided_numbers(dim: str, names: str, stages: str, schedules: str) -> str:
+    """Compares with plain loops; returns what differs."""
+    each = [
+        tensor_cases.Case(name, int(stages), (3, 3), schedule, "except_last", 4, 8)
+        for name in names.split("/")
+        for schedule in schedules.split("/")
+    ]
+    if dim == "fsdp":
+        return str(sharded_cases.same_numbers(each, device="cuda"))
+    return str(tensor_cases.same_bits(each, device="cuda"))
+
+
+def divided_like_on_cpus(dim: str, name: str, stages: str, schedules: str) -> str:
+    """Compares steps with those of ranks on the CPU; returns how many tensors were compared."""
+    warnings.simplefilter("ignore")
+    count = 0
+    for schedule in schedules.split("/"):
+        with mock.patch.object(ranks, "uses_nccl", return_value=False):
+            on_cpu = divided(dim, name, int(stages), schedule, "cpu")
+        pipe = divided(dim, name, int(stages), schedule)
+        with torch.no_grad():
+            for own, other in zip(pipe.parameters(), on_cpu.parameters(), strict=True):
+                if not own.is_meta:
+                    tensor_cases.local(own).copy_(tensor_cases.local(other))
+        for step in range(3):
+            x, y = tensor_cases.batch(8, step), tensor_cases.batch(8, step + 7)
+            found, expected = divided_step(pipe, x.cuda(), y.cuda()), divided_step(on_cpu, x, y)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+                count += 1
+    return str(count > 0)
+
+
+def divided_steps(dim: str, name: str, stages: str, schedule: str) -> None:
+    """As `steps`."""
+    warnings.simplefilter("ignore")
+    pipe = divided(dim, name, int(stages), schedule)
+    x, y = tensor_cases.batch(8).cuda(), tensor_cases.batch(8, 2).cuda()
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for number in range(3):
+        mark("begin" if number else "plan")
+        divided_step(pipe, x, y)
+        mark("end")
+        x.copy_(x.flip(0))
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                if not parameter.is_meta:
+                    tensor_cases.local(parameter).mul_(0.5)
+
+
+def divided_failing(dim: str, stages: str, action: str, rank: str) -> str:
+    """As `failing`; the action fails on one rank."""
+    warnings.simplefilter("ignore")
+    pipe = divided(dim, "llama", int(stages), "1f1b")
+    x, y = tensor_cases.batch(8).cuda(), tensor_cases.batch(8, 2).cuda()
+    expected, groups = divided_step(pipe, x, y), [*FakeNccl.groups]
+    if dist.get_rank() == int(rank):
+        inject_failure(pipe, action)
+    error = cases._error_of(lambda: divided_step(pipe, x, y))
+    remove_faults(pipe)
+    assert all(group.is_aborted for group in groups)
+    assert all(map(torch.equal, divided_step(pipe, x, y), expected))
+    assert len(FakeNccl.groups) == 2 * len(groups)
+    return error.replace("\n", " ")
+
+
 def losing_the_device(number: str) -> str:
     """An operation fails the first rank's GPU, as an illegal access does: returns the error."""
     pipe, x = pipeline("skips", 3, "cuda")
@@ -123,13 +207,13 @@ def mixed() -> str:
 
 
 def main() -> None:
-    operators, rank, store, backend, case, *words = sys.argv[1:]
+    operators, rank, size, store, backend, case, *words = sys.argv[1:]
     load(operators)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, SIZE),
+        store=dist.FileStore(store, int(size)),
         rank=int(rank),
-        world_size=SIZE,
+        world_size=int(size),
         timeout=timedelta(seconds=60),
     )
     with contextlib.ExitStack() as stack:

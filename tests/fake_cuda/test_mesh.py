@@ -16,7 +16,7 @@ import torch
 from tests.distributed.launch import needs_gloo
 from tests.fake_cuda import process
 from tests.fake_cuda.race_detector import Line, check, read
-from tests.fake_cuda.test_pipelines import lines_in_steps
+from tests.fake_cuda.test_pipelines import lines_in_steps, without_waits
 
 pytestmark = needs_gloo
 
@@ -44,20 +44,22 @@ Runs = Callable[..., list[str]]
 def run(libraries: tuple[Path, Path], tmp_path: Path) -> Runs:
     """Runs the ranks of a case, and returns the line that each prints; `log0` and `log1` are their logs."""
 
-    def rank(number: int, words: tuple[str, ...], variables: dict[str, int]) -> str:
+    def rank(number: int, size: int, words: tuple[str, ...], variables: dict[str, int]) -> str:
         log = {} if "defer" in variables else {"log": tmp_path / f"log{number}"}
-        store = str(tmp_path / "store")
-        return process.run("mesh_cases.py", libraries, str(number), store, *words, **log, **variables)[-1]
+        place = str(number), str(size), str(tmp_path / "store")
+        return process.run("mesh_cases.py", libraries, *place, *words, **log, **variables)[-1]
 
-    def ranks(*words: str, **variables: int) -> list[str]:
-        with ThreadPoolExecutor(NUM_RANKS) as pool:
-            return [*pool.map(lambda number: rank(number, words, variables), range(NUM_RANKS))]
+    def ranks(*words: str, size: int = NUM_RANKS, **variables: int) -> list[str]:
+        for left in (tmp_path / "store", *tmp_path.glob("log*")):  # of an earlier run
+            left.unlink(missing_ok=True)
+        with ThreadPoolExecutor(size) as pool:
+            return [*pool.map(lambda number: rank(number, size, words, variables), range(size))]
 
     return ranks
 
 
-def logs(folder: Path) -> list[list[Line]]:
-    return [read(folder / f"log{rank}") for rank in range(NUM_RANKS)]
+def logs(folder: Path, size: int = NUM_RANKS) -> list[list[Line]]:
+    return [read(folder / f"log{rank}") for rank in range(size)]
 
 
 @both_backends
@@ -193,3 +195,81 @@ def test_a_failing_gpu_ends_the_step_of_both_ranks(number: int, run: Runs) -> No
 def test_ranks_must_have_one_type_of_device(run: Runs) -> None:
     for error in run("gloo", "mixed"):
         assert "differ in the type of devices: here c" in error
+
+
+several_divisions = pytest.mark.parametrize(
+    ("dim", "model", "size", "stages"),
+    [
+        ("tp", "llama", 2, 1),
+        ("fsdp", "gpt", 2, 1),
+        pytest.param("tp", "gpt", 4, 2, marks=pytest.mark.extended),
+        pytest.param("fsdp", "llama", 4, 2, marks=pytest.mark.extended),
+    ],
+)
+
+
+@NEEDS_PYTHON_GROUPS
+@several_divisions
+def test_divided_layers_have_the_numbers_of_plain_loops_without_races(
+    dim: str, model: str, size: int, stages: int, run: Runs, tmp_path: Path
+) -> None:
+    """Collectives run on streams of their groups, which the stages' streams wait for, and no worker does."""
+    words = dim, model, str(stages), "1f1b"
+    assert run("nccl", "divided_numbers", *words, size=size, late=1) == ["[]"] * size
+    run("nccl", "divided_steps", *words, size=size, late=1)
+    for lines in logs(tmp_path, size):
+        assert check(lines, may_wait=True) == []
+        inside = [lines[p] for p in lines_in_steps(lines)]
+        computing = {line.words[0] for line in inside if line.kind in ("read", "write")}
+        copies = [line for line in inside if line.kind == "copy"]
+        assert {"d2p", "p2d"} <= {line.words[1] for line in copies if line.words[0] not in computing}
+        losses = [line for line in copies if line.words[1] == "d2h"]
+        waits = [line.kind for line in inside if line.kind.startswith("synchronize")]
+        assert waits == ["synchronize stream"] * len(losses)
+        # Without the waits of those that compute, or of those that copy for a group, there are races.
+        waiting = {line.words[0] for line in inside if line.kind == "wait"}
+        copying = {line.words[0] for line in copies if line.words[1] in ("d2p", "p2d")}
+        assert any(check(without_waits(lines, each), may_wait=True) for each in sorted(waiting & computing))
+        assert any(check(without_waits(lines, each), may_wait=True) for each in sorted(waiting & copying))
+
+
+@NEEDS_PYTHON_GROUPS
+@pytest.mark.parametrize(
+    ("dim", "size", "stages", "schedules", "variables"),
+    [
+        ("tp", 2, 1, "1f1b", {"defer": 5, "late": 1, "room": 10_000}),
+        ("fsdp", 2, 1, "1f1b", {"defer": 1, "scarce": 1, "room": 1000}),
+        *(
+            pytest.param(*division, "gpipe/1f1b/zb-h1", variables, marks=pytest.mark.extended)
+            for division in (("tp", 4, 2), ("fsdp", 4, 2))
+            for variables in ({"defer": 5, "late": 1, "room": 4}, {"defer": 1, "scarce": 1, "room": 1000})
+        ),
+    ],
+)
+def test_deferred_collectives_keep_the_numbers_and_do_not_wait_for_each_other(
+    dim: str, size: int, stages: int, schedules: str, variables: dict[str, int], run: Runs
+) -> None:
+    words = dim, "llama", str(stages), schedules
+    assert run("nccl", "divided_like_on_cpus", *words, size=size, **variables) == ["True"] * size
+
+
+@NEEDS_PYTHON_GROUPS
+@pytest.mark.parametrize(
+    ("dim", "size", "stages", "action", "rank", "variables"),
+    [
+        ("tp", 2, 1, "0F1", 0, {"late": 1}),
+        ("tp", 2, 1, "1I2", 1, {"defer": 1, "room": 4}),
+        ("fsdp", 2, 1, "1I0", 0, {"defer": 1, "room": 10_000}),
+        pytest.param("tp", 4, 2, "1F1", 1, {"defer": 1, "room": 4}, marks=pytest.mark.extended),
+        pytest.param("fsdp", 4, 2, "1I3", 3, {"defer": 1, "room": 10_000}, marks=pytest.mark.extended),
+    ],
+)
+def test_a_failure_ends_the_collectives_of_all_ranks(
+    dim: str, size: int, stages: int, action: str, rank: int, variables: dict[str, int], run: Runs
+) -> None:
+    """Devices wait in collectives that the rank never begins. Later steps have new groups."""
+    found = run("nccl", "divided_failing", dim, str(stages), action, str(rank), size=size, **variables)
+    own = found.pop(rank)
+    assert own.startswith("ValueError: injected ValueError (in action " + action)
+    for other in found:
+        assert other.startswith(f"RuntimeError: rank {rank} has failed, so no rank changed anything")
