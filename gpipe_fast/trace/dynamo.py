@@ -83,8 +83,7 @@ class Guards:
     Attributes:
         layer: checks the layer's attributes, given ``scope_of(layer)``.
         ambient: checks everything else, such as global variables.
-        layer_conditions: the conditions on the layer as text.
-        ambient_conditions: the other conditions as text.
+        conditions: the conditions as text.
         classes: the classes of the objects that forward has read.
         code: the code objects that forward has run.
         reads_environment: whether forward has read environment variables.
@@ -94,8 +93,7 @@ class Guards:
 
     layer: Check
     ambient: Check
-    layer_conditions: frozenset[str]
-    ambient_conditions: frozenset[str]
+    conditions: frozenset[str]
     classes: tuple[type, ...]
     code: frozenset[types.CodeType]
     reads_environment: bool
@@ -105,8 +103,7 @@ class Guards:
     def follows_from(self, other: Guards) -> bool:
         """Returns whether these guards hold wherever some other guards hold."""
         return (
-            self.layer_conditions <= other.layer_conditions
-            and self.ambient_conditions <= other.ambient_conditions
+            self.conditions <= other.conditions
             and set(self.classes) <= set(other.classes)
             and self.code <= other.code
             and self.reads_environment <= other.reads_environment
@@ -125,8 +122,7 @@ def asks_for_device(guards: Guards) -> bool:
     code of PyTorch itself does not count: it only passes devices on. A device that is a bare number, as in
     ``x.to(0)``, is not seen.
     """
-    conditions = guards.layer_conditions | guards.ambient_conditions
-    return any(_DEVICE in each for each in conditions) or any(
+    return any(_DEVICE in each for each in guards.conditions) or any(
         not _DEVICE_NAMES.isdisjoint(each.co_names) or any(map(_names_device, each.co_consts))
         for each in guards.code
         if not each.co_filename.startswith(_TORCH)
@@ -727,8 +723,7 @@ def _guards(
         (lambda scope: check_ambient(scope) and all(check(scope) for check in cached.values()))
         if cached
         else check_ambient,
-        _conditions(on_layer),
-        _conditions(ambient) | cached.keys(),
+        _conditions([*on_layer, *ambient]) | cached.keys(),
         tuple(sorted(classes, key=id)),
         frozenset(output.traced_code) | {function.__code__ for function in _functions(module)},
         reads_environment=any("environ" in str(guard.name) for guard in ambient)

@@ -102,9 +102,10 @@ class LayerState:
             same_attributes: whether it was in this state, and its modules have the same attributes since.
         """
         scope = scope_of(layer)
-        return all(each.layer(scope) for each in self.guards[:num_guards]) and all(
-            facts.hold(scope, same_attributes) for facts in self._facts[:num_guards]
-        )
+        for guards, facts in zip(self.guards[:num_guards], self._facts, strict=False):
+            if not guards.layer(scope) or not facts.hold(scope, same_attributes):
+                return False
+        return True
 
 
 # What conditions that are not on a layer are checked with.
@@ -300,10 +301,15 @@ class StateKey:
         self, layers: Sequence[nn.Module], indices: Iterable[int], same_attributes: bool = False
     ) -> bool:
         """Returns whether the layers with these indices are in these states; as `LayerState.holds_for`."""
-        known = [(self.states[i], self._counts[i], layers[i]) for i in indices]
-        return all(
-            state.surroundings_hold(count) for state, count in dict.fromkeys(each[:2] for each in known)
-        ) and all(state.holds_for(layer, count, same_attributes) for state, count, layer in known)
+        seen: set[LayerState] = set()
+        for index in indices:
+            state, count = self.states[index], self._counts[index]
+            if state not in seen and not state.surroundings_hold(count):
+                return False
+            seen.add(state)
+            if not state.holds_for(layers[index], count, same_attributes):
+                return False
+        return True
 
     @classmethod
     def of(cls, states: LayerStates, layers: Iterable[nn.Module], modes: Hashable) -> StateKey:

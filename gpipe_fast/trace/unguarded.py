@@ -101,8 +101,10 @@ class Facts:
             scope: the variables of the guards.
             same_attributes: whether the facts held before, and modules have the same attributes since.
         """
+        reads = self._volatile if same_attributes else self._reads
+        if not reads and not self._constants:
+            return True
         try:
-            reads = self._volatile if same_attributes else self._reads
             return self._of(reads, scope["layer"]) == self._known[same_attributes]
         except Exception:  # an attribute is gone
             return False

@@ -8,22 +8,14 @@ after one warning (contract 5).
 from __future__ import annotations
 
 import array
-import collections
 import configparser
-import ctypes
-import dataclasses
 import functools
 import itertools
-import logging
 import math
-import os
 import queue
 import random
-import re
-import sys
 import threading
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,12 +46,6 @@ def backward_scale(gradient: Tensor) -> Tensor:
     return gradient * SCALE
 
 
-@functools.lru_cache
-def cached(key: str) -> float:
-    value: float = STATE[key]
-    return value
-
-
 class ScaledBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -77,30 +63,10 @@ class Config:
         self.scale = scale
 
 
-class Computed:
-    @property
-    def scale(self) -> float:
-        return SCALE
-
-    def __getattr__(self, name: str) -> float:
-        value: float = STATE["scale"]
-        return value
-
-
-class Descriptor:
-    def __get__(self, instance: object, owner: type) -> float:
-        value: float = STATE["scale"]
-        return value
-
-
-COMPUTED = Computed()
-SETTINGS = types.ModuleType("settings_of_changed_python_state")
 AUTO, OTHER = object(), object()
 
 
 class Layer(nn.Module):
-    computed = Descriptor()
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
@@ -128,34 +94,11 @@ def hook_in_forward(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
-def catch_a_lookup(layer: Any) -> float:
-    try:
-        found: float = layer.late
-    except AttributeError:
-        return 2.0
-    return found
-
-
-def catch_a_key(layer: Layer) -> float:
-    try:
-        found: float = STATE["late"]
-    except KeyError:
-        return 2.0
-    return found
-
-
 def match_config(layer: Layer) -> float:
     match layer.config:
         case Config(scale=scale):
             return scale
     return 1.0
-
-
-def import_in_forward(layer: Layer) -> float:
-    from settings_of_changed_python_state import value  # type: ignore[import-not-found]
-
-    found: float = value
-    return found
 
 
 def count_calls(layer: Layer) -> int:
@@ -174,10 +117,6 @@ def change_plain_tensor(layer: Layer) -> Tensor:
 
 
 SCALE_FORMAT = "{.scale}"
-
-
-def with_default(layer: Layer, scale: float = 2.0) -> float:
-    return scale
 
 
 def set_global(name: str, value: object) -> None:
@@ -234,11 +173,6 @@ FACTORS: dict[str, tuple[Callable[[Any], Any], Change]] = {
         lambda layer: id(layer.config) % 1000,
         lambda layer: setattr(layer, "config", Config(2.0)),
     ),
-    "import in forward": (import_in_forward, lambda layer: setattr(SETTINGS, "value", 5.0)),
-    "cached function": (
-        lambda layer: cached("scale"),
-        lambda layer: (STATE.update(scale=8.0), cached.cache_clear()),
-    ),
     "globals()": (lambda layer: globals()["SCALE"], sets_global("SCALE", 4.0)),
     "code of a function": (
         lambda layer: read_scale(),
@@ -249,21 +183,11 @@ FACTORS: dict[str, tuple[Callable[[Any], Any], Change]] = {
         lambda layer: layer.nested["list"][1].update(value=5.0),
     ),
     "sum of a set": (lambda layer: sum(NUMBERS), lambda layer: NUMBERS.add(5.0)),
-    "os.environ": (
-        lambda layer: float(os.environ.get("GPIPE_FAST_TEST_SCALE", "2")),
-        lambda layer: os.environ.update(GPIPE_FAST_TEST_SCALE="4"),
-    ),
-    "default argument": (with_default, lambda layer: setattr(with_default, "__defaults__", (9.0,))),
     "array of 0 dimensions": (
         lambda layer: float(getattr(layer, "array", 2.0)),
         sets("array", np.array(3.0)),
     ),
     "vars": (lambda layer: vars(layer)["number"], sets("number", 6.0)),
-    "hasattr": (lambda layer: 5.0 if hasattr(layer, "late") else 2.0, sets("late", 1)),
-    "attribute of the class": (
-        lambda layer: getattr(type(layer), "gain", 2.0),
-        sets("__class__.gain", 5.0),
-    ),
     "requires_grad": (
         lambda layer: 2.0 if layer.weight.requires_grad else 3.0,
         sets("weight.requires_grad", False),
@@ -273,9 +197,6 @@ FACTORS: dict[str, tuple[Callable[[Any], Any], Change]] = {
         lambda layer: layer.register_parameter("other", nn.Parameter(torch.ones(6))),
     ),
     "training": (lambda layer: 1.0 if layer.training else 2.0, lambda layer: layer.eval()),
-    "property": (lambda layer: COMPUTED.scale, sets_global("SCALE", 11.0)),
-    "__getattr__": (lambda layer: COMPUTED.anything, lambda layer: STATE.update(scale=6.0)),
-    "descriptor": (lambda layer: layer.computed, lambda layer: STATE.update(scale=6.0)),
     "another global tensor": (lambda layer: TENSOR, sets_global("TENSOR", torch.full((6,), 5.0))),
     "elements of a global tensor": (lambda layer: TENSOR, lambda layer: TENSOR.fill_(3.0)),
     "identity of an object": (lambda layer: 2.0 if layer.mode is AUTO else 5.0, sets("mode", OTHER)),
@@ -284,8 +205,6 @@ FACTORS: dict[str, tuple[Callable[[Any], Any], Change]] = {
         lambda layer: 2.0 if isinstance(layer.pair[0], float) else 3.0,
         sets("pair", (1.0,)),
     ),
-    "absent attribute": (catch_a_lookup, sets("late", 5.0)),
-    "absent key": (catch_a_key, lambda layer: STATE.update(late=5.0)),
     "module in a dictionary": (
         lambda layer: layer.table["module"].p,
         lambda layer: setattr(layer.table["module"], "p", 5.0),
@@ -306,18 +225,6 @@ def forward_of(kind: str) -> tuple[Callable[[Any, Tensor], Tensor], Change]:
         return FORWARDS[kind]
     read, change = FACTORS[kind]
     return lambda layer, x: x * read(layer), change
-
-
-class Slotted:
-    __slots__ = ("scale",)
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-
-@dataclasses.dataclass
-class Data:
-    scale: float = 1.0
 
 
 class CountingSchedule:
@@ -346,27 +253,10 @@ class Read(NamedTuple):
     warns: bool | None = False
 
 
-def attribute(make: Callable[[], Any], name: str = "scale") -> Read:
-    return Read(lambda held: getattr(held, name), make, lambda held: setattr(held, name, 2.0))
-
-
 def section_of_a_file() -> configparser.SectionProxy:
     found = configparser.ConfigParser()
     found.read_dict({"a": {"scale": "1.0"}})
     return found["a"]
-
-
-def closure() -> dict[str, Callable[..., Any]]:
-    scale = 1.0
-
-    def read() -> float:
-        return scale
-
-    def change() -> None:
-        nonlocal scale
-        scale = 2.0
-
-    return {"read": read, "change": change}
 
 
 NUMPY, COUNTER = np.random.default_rng(0), 0
@@ -385,35 +275,15 @@ def count_in_global() -> float:
 
 # Guards see changes of these; reads that catch errors of lookups are not guarded.
 READS = {
-    "slots": attribute(Slotted),
-    "dataclass": attribute(Data),
-    "namespace": attribute(lambda: types.SimpleNamespace(scale=1.0)),
-    "ctypes": attribute(lambda: ctypes.c_double(1.0), "value"),
-    "closure": Read(lambda held: held["read"](), closure, lambda held: held["change"]()),
-    "partial": Read(
-        lambda held: held[0](),
-        lambda: [functools.partial(lambda held: held["scale"], held=(own := {"scale": 1.0})), own],
-        lambda held: held[1].update(scale=2.0),
-    ),
-    "deque": Read(
-        lambda held: held[-1], lambda: collections.deque([1.0], maxlen=3), lambda held: held.append(2.0)
-    ),
     "section of a configuration file": Read(
         lambda held: held.getfloat("scale"),
         section_of_a_file,
         lambda held: held.parser.set("a", "scale", "2.0"),
         True,
     ),
-    "view of a dict": Read(
-        lambda held: held[0]["scale"],
-        lambda: (types.MappingProxyType(own := {"scale": 1.0}), own),
-        lambda held: held[1].update(scale=2.0),
-    ),
     "event": Read(lambda held: 1.0 + held.is_set(), threading.Event, lambda held: held.set()),
     # Objects that do not change what the layers compute. PyTorch's tracer knows no model of some.
     "lock": Read(read_under_lock, threading.RLock, warns=None),
-    "logger": Read(lambda held: 1.0 + held.isEnabledFor(0), lambda: logging.getLogger("test"), warns=None),
-    "pattern": Read(lambda held: float(held.match("1.5 x")[0]), lambda: re.compile(r"[\d.]+")),
     "NumPy number": Read(float, lambda: np.float32(1.5), warns=None),
     # State that the tracer cannot read or guard, or that forward changes.
     **{
@@ -451,20 +321,15 @@ def reset(layer: Layer) -> None:
 
 @pytest.fixture(autouse=True)
 def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
-    monkeypatch.setattr(SETTINGS, "value", 2.0, raising=False)
-    monkeypatch.setenv("GPIPE_FAST_TEST_SCALE", "2")
     for name in ("SCALE", "TENSOR", "NUMBERS", "backward_scale"):
         monkeypatch.setitem(globals(), name, globals()[name])
     set_global("SCALE", 2.0)
     set_global("TENSOR", torch.ones(6))
     set_global("NUMBERS", {1.0, 2.0})
     monkeypatch.setattr(read_scale, "__code__", read_scale.__code__)
-    monkeypatch.setattr(with_default, "__defaults__", with_default.__defaults__)
     monkeypatch.setattr(torch, "relu", torch.relu)
     STATE.clear()
     STATE.update(scale=2.0)
-    cached.cache_clear()
     yield
     globals().pop("sum", None)
 
