@@ -279,7 +279,7 @@ READS = {
         lambda held: held.getfloat("scale"),
         section_of_a_file,
         lambda held: held.parser.set("a", "scale", "2.0"),
-        True,
+        None,
     ),
     "event": Read(lambda held: 1.0 + held.is_set(), threading.Event, lambda held: held.set()),
     # Objects that do not change what the layers compute. PyTorch's tracer knows no model of some.
