@@ -52,6 +52,9 @@ from gpipe_fast.trace.tensor_metadata import AnyTensor
 _MAX_TRIES, _UNUSED_SHARE = 8, 0.01
 # How many boundary tensors may wait on a connection. One is enough if all actions take equally long.
 _SLOTS = 2
+# What messages call the fields of `StageBytes`.
+_NAMES = {"boundary": "boundary tensors", "saved": "saved tensors", "waiting": "tensors that wait"}
+_NAMES["under_way"] = "boundary tensors under way"
 Limits = Mapping[torch.device, float]
 _Rows = Sequence[Sequence[int]]  # for each stage, the rung of each micro-batch
 
@@ -342,7 +345,8 @@ def _fraction(rungs: Sequence[Rung], rung: int) -> SavedFraction:
 def _limit_error(device: torch.device, limit: float, needed: Mapping[int, StageBytes]) -> LimitError:
     texts = []
     for stage, own in needed.items():
-        parts = [f"{_mib(size)} of {name.replace('_', ' ')}" for name, size in own._asdict().items() if size]
+        named = own._asdict().items()
+        parts = [f"{_mib(size)} of {_NAMES.get(name, name)}" for name, size in named if size]
         texts.append(f"stage {stage}: {', '.join(parts)}")
     total = sum(own.total for own in needed.values())
     return LimitError(

@@ -104,19 +104,15 @@ def peak_of(
     return at_peak
 
 
-def keeps(kept: float, more: float = 0.0, running: float = 0.0) -> Changes:
+def keeps(kept: float, more: float = 0.0) -> Changes:
     """Returns the changes of a micro-batch of which only sums are known.
 
     Args:
         kept: what is kept of it from its forward to the end of its backward.
         more: what is kept in addition from the begin of its backward on.
-        running: what each action of its backward needs while it runs.
     """
-    run, end = Change("kept", 0.0, running), Change("kept", -(kept + more))
-    begin = Change("kept", more, more + running)
-    own = {Kind.F: [Change("kept", kept)], Kind.R: [begin], Kind.I: [run]}
-    own |= {kind: [run, end] for kind in (Kind.B, Kind.W)}
-    return {(0, kind, is_first): found for kind, found in own.items() for is_first in (False, True)}
+    own = {Kind.F: kept, Kind.R: more, Kind.B: -(kept + more), Kind.W: -(kept + more)}
+    return {(0, kind, is_first): [Change("kept", x)] for kind, x in own.items() for is_first in (False, True)}
 
 
 def peaks(schedule: Schedule, kept: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
