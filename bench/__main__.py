@@ -17,8 +17,8 @@ from textwrap import indent
 
 # The modules that make tables, by name; words in names are joined by hyphens.
 _OF_PACKAGES = {
-    "bench.micro": "denoising draws engine execution first-call inference-stream interpreted schedules "
-    "signature",
+    "bench.micro": "denoising draws engine execution first-call inference-stream interpreted planted "
+    "schedules signature",
     "bench.compare": "distributed frontier memory overhead step tensor-parallel training-step within-memory",
     "bench.gpu": "cuda",
     "tools": "census compiled explain fusion ledger meshes policies regions reruns",
