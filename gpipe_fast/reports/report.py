@@ -227,7 +227,7 @@ class Report(Printed):
             tables.append({"caption": table.caption, "headers": table.headers, "rows": table.rows})
             if "code" in table.headers:
                 tables[-1]["code"] = [table.headers.index("code")]
-        data = found | {"headline": self.headline(), "tables": tables}
+        data = found | {"headline": "\n".join([self.headline(), *self._notes()]), "tables": tables}
         return page.report_page(data, title or "A recorded step")
 
     def timeline(self) -> dict[str, Any]:
@@ -301,10 +301,14 @@ class Report(Printed):
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Report: {self.headline()}"
-        if self.others:
-            yield f"{self.others} The causes but host are those without them."
+        yield from self._notes()
         for table in self.tables():
             yield from (table.caption, table._replace(caption=""))
+
+    def _notes(self) -> Iterator[str]:
+        """Yields what limits the figures: other programs, and changes without a prediction."""
+        if self.others:
+            yield f"{self.others} The causes but host are those without them."
         if self.withheld:
             yield (
                 f"No gain is predicted of {'; '.join(self.withheld)}: the steps differ too much, or take "

@@ -29,7 +29,7 @@ def report_page(data: Mapping[str, Any], title: str) -> str:
     Args:
         data: the step, as lists, dicts, strings and numbers. A list may be empty::
 
-            {"headline": str,                # a sentence below the title
+            {"headline": str,                # sentences below the title, a line each
              "unit": "s",                    # of all times; "s" is shown as s, ms or µs
              "begin": float, "end": float,   # the limits of the time axis
              "stages": [                     # a row each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,13 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
 
 def test_pages_and_traces_are_written(tmp_path: Path) -> None:
     report = report_of(GPipe(mlp(), [2, 3], chunks=4), features())
+    report = replace(report, others="Other programs are running.", withheld=("another balance",))
     report.save(tmp_path / "step.html", title="A <title>")
     page = (tmp_path / "step.html").read_text()
     assert "A &lt;title&gt;" in page
     assert report.headline() in page
+    assert "Other programs are running. The causes" in page
+    assert "No gain is predicted of another balance" in page
     (loss,) = report.timeline()["between"]
     assert loss[1] - loss[0] == pytest.approx(report.between)
     report.save(tmp_path / "STEP.JSON")
