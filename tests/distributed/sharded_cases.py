@@ -366,3 +366,7 @@ def memory() -> tuple[int, int, int]:
     assert sum(found.optimizer) == own
     assert found.stages[0] is not None
     return found.stages[0].parameters, own, sum(p.nbytes for p in plain.parameters())
+
+
+def several() -> tuple[str, float, tuple[int, int, int]]:
+    return changed(), inference(), memory()

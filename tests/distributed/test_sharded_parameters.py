@@ -58,6 +58,17 @@ def test_weights_of_a_plain_model_are_loaded() -> None:
         assert max(differences) < 1e-4
 
 
+def test_changes_inference_and_memory() -> None:
+    """In one start of the processes: a parameter that changes before the backward, calls in inference mode,
+    and what memory counts.
+    """
+    for changed, inference, (counted, own, whole) in run_ranks(2, cases.several):
+        assert "modified by an inplace operation" in changed
+        assert inference < 1e-4
+        assert counted == own + whole
+        assert own == pytest.approx(whole / 2, rel=0.01)
+
+
 @pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize(
     ("how", "size", "stages", "place"),
@@ -86,21 +97,6 @@ def test_layers_beside_those_of_tensor_parallelism() -> None:
     assert max(run_ranks(4, cases.beside_tensor_parallelism)) < 1e-5
 
 
-def test_a_parameter_that_changes_before_the_backward() -> None:
-    for error in run_ranks(2, cases.changed):
-        assert "modified by an inplace operation" in error
-
-
 @pytest.mark.parametrize("dim", ["fsdp", "dp_replicate"])
 def test_stages_without_parameters(dim: str) -> None:
     assert run_ranks(2, cases.stage_without_parameters, dim) == [[]] * 2
-
-
-def test_calls_in_inference_mode() -> None:
-    assert max(run_ranks(2, cases.inference)) < 1e-4
-
-
-def test_memory_counts_rows_and_whole_parameters() -> None:
-    for counted, own, whole in run_ranks(2, cases.memory):
-        assert counted == own + whole
-        assert own == pytest.approx(whole / 2, rel=0.01)
