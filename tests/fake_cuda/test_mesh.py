@@ -260,7 +260,7 @@ def test_deferred_collectives_keep_the_numbers_and_do_not_wait_for_each_other(
         ("tp", 2, 1, "0F1", 0, {"late": 1}),
         ("tp", 2, 1, "1I2", 1, {"defer": 1, "room": 4}),
         ("fsdp", 2, 1, "1I0", 0, {"defer": 1, "room": 10_000}),
-        pytest.param("tp", 4, 2, "1F1", 1, {"defer": 1, "room": 4}, marks=pytest.mark.extended),
+        pytest.param("tp", 4, 2, "0F1", 1, {"defer": 1, "room": 4}, marks=pytest.mark.extended),
         pytest.param("fsdp", 4, 2, "1I3", 3, {"defer": 1, "room": 10_000}, marks=pytest.mark.extended),
     ],
 )
