@@ -30,7 +30,7 @@ from tests.distributed.tensor_cases import MODELS, Case, batch, gpt, loss_of, ow
 
 def sharded(layers: nn.Sequential, stages: int, balance: tuple[int, ...], **options: Any) -> GPipe:
     shape = stages, dist.get_world_size() // stages
-    device = next(layers.parameters()).device.type
+    device = next(layers.parameters()).device.type.replace("meta", "cpu")
     mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "fsdp"))
     options = {"chunks": 4, "schedule": "1f1b", "timeout": TIMEOUT} | options
     return GPipe(shard(layers, mesh["fsdp"]), balance, mesh=mesh, **options)
