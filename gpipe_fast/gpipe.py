@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gpipe_fast import progress
 from gpipe_fast.arguments import check_module, check_no_others, pass_through, warn_surplus_devices
 from gpipe_fast.devices import Device
-from gpipe_fast.distributed.mesh import check_one_replica, checked_timeout, refuse_ddp
+from gpipe_fast.distributed.mesh import checked_timeout, refuse_ddp
 from gpipe_fast.distributed.ranks import Ranks
 from gpipe_fast.from_model.blocks import Blocks
 from gpipe_fast.from_model.calls import Making
@@ -181,9 +181,7 @@ class GPipe(Reporting):
         )
         self._runner = Runner(self._children(), placement, settings, processes)
         if processes.is_mesh:
-            refuse_ddp(
-                self, "instead, pass GPipe a mesh with a dimension 'dp_replicate', for replicas of all stages"
-            )
+            refuse_ddp(self)
 
     @classmethod
     def from_model(
@@ -282,7 +280,6 @@ class GPipe(Reporting):
             number = None if found is None else len(found)
         else:
             processes = Ranks.of_mesh(mesh, checked_timeout(timeout), devices)
-            check_one_replica(processes.num_replicas)
             number = processes.size
             if processes.num_shards > 1:
                 apply_plan(model, mesh["tp"])  # type: ignore[index]  # no process group has parts

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.measure import report
+from bench.measure import Table, report
 from bench.models.llama import Block
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE
 from gpipe_fast.lower.split import split
@@ -54,6 +54,8 @@ MESHES = (
     (4, 1, 2, ""),
     (2, 2, 2, "joined"),
 )
+# The processes along pp and fsdp.
+SHARDED = ((1, 8), (2, 4), (4, 2), (8, 1))
 
 
 class Sent(NamedTuple):
@@ -150,6 +152,25 @@ def row(pp: int, tp: int, dp: int, plan: str) -> list[object]:
     return [pp, tp, dp, plan, *mib, f"{step / 2**30:.2f}", f"{stage.gradients / 2**30:.2f}"]
 
 
+def row_of_shards(pp: int, shards: int) -> list[object]:
+    """Returns the row of a mesh with rows of parameters along 'fsdp'."""
+    stage = sent(1, blocks=BLOCKS // pp)
+    weights, share = stage.gradients, (shards - 1) / shards
+    boundaries = SAMPLES // shards * (stage.boundary if pp > 1 else 0)
+    once = boundaries + 2 * share * weights
+    each = boundaries + SAMPLES // shards * 3 * share * weights
+    held = 2 * weights
+    freed = min(held, 2 * weights / shards + 2 * weights * pp / BLOCKS)
+    return [pp, shards, *(f"{each / 2**30:.2f}" for each in (once, each, held, freed))]
+
+
 def main() -> None:
     headers = "pp | tp | dp | plan | tp, saved | tp, recomputed | pp | dp | step, GiB | weights, GiB"
-    report(globals(), headers, [row(*mesh) for mesh in MESHES])
+    note = (
+        "GiB that a process sends in a step, and holds of weights and gradients: if it gathers those of its\n"
+        "stage once, and sums their gradients once, as with `gpipe_fast.shard`; and if it gathered those of\n"
+        "a block in the forward and the backward of each micro-batch, and summed their gradients there.\n"
+    )
+    names = "pp | fsdp | sent, once | sent, each micro-batch | held, once | held, each micro-batch"
+    shards = Table("Sharded parameters", names, [row_of_shards(*mesh) for mesh in SHARDED], note)
+    report(globals(), headers, [row(*mesh) for mesh in MESHES], [shards])

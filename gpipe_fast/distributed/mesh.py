@@ -235,39 +235,19 @@ def _check_shard(title: str, parameter: Any, ranks: Sequence[int], device: torch
         )
 
 
-def check_one_replica(num_replicas: int) -> None:
-    """Checks that a pipeline has one replica.
-
-    Raises:
-        ValueError: it has several.
-    """
-    if num_replicas > 1:
-        raise ValueError(
-            f"from_model has no replicas along 'dp_replicate' or 'fsdp' so far, got {num_replicas}; pass "
-            "mesh['pp'], and average gradients over the other dimension after the backward"
-        )
-
-
-def refuse_ddp(model: nn.Module, instead: str) -> None:
-    """Makes DistributedDataParallel refuse a model whose stages are in several processes.
-
-    Args:
-        model: the model.
-        instead: what the user can do.
-    """
-    vars(model)[IGNORED_BY_DDP] = _NotForDDP(instead)
+def refuse_ddp(model: nn.Module) -> None:
+    """Makes DistributedDataParallel refuse a model whose stages are in several processes."""
+    vars(model)[IGNORED_BY_DDP] = _NotForDDP()
 
 
 class _NotForDDP:
     """Stands for the names of the tensors that DistributedDataParallel would ignore; it raises ValueError."""
 
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
             "DistributedDataParallel expects the same parameters in all processes, got a model with a mesh, "
-            f"whose processes have different layers; {self._instead}"
+            "whose processes have different layers; instead, pass a mesh with a dimension 'dp_replicate', "
+            "for replicas of all stages"
         )
 
 

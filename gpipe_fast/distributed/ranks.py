@@ -549,6 +549,9 @@ class Ranks(Processes):
             with torch.inference_mode(False):  # whose tensors cannot become the data of others
                 whole = gather_rows([parameters[n] for n in numbers], self._replica_group)
         except RuntimeError as error:
+            # Of NCCL, any error of a collective.
+            if _LOST.match(str(error)) is None and not isinstance(error, dist.DistBackendError):
+                raise
             others = self._named(rank for rank in self._replicas() if rank != self.rank)
             raise RuntimeError(
                 f"rank {self._name} gathers parameters from ranks {others} along 'fsdp', which have ended or "

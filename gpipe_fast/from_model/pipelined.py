@@ -573,11 +573,7 @@ def pipelined(model: nn.Module, calls: Calls) -> Any:
     found._calls, found._wrapper = calls, None
     vars(model)[STATE] = calls
     if calls.processes.is_mesh:
-        refuse_ddp(
-            found,
-            "pass mesh['pp'] to GPipe.from_model, and average gradients over the other dimension after the "
-            "backward",
-        )
+        refuse_ddp(found)
     return found
 
 

@@ -171,7 +171,9 @@ class Program:
         Raises:
             ValueError: the model does not return one loss.
         """
-        objective = Objective(Loss(functools.partial(_element, self._loss())), None, keeps_output)
+        # Each replica counts as one, as in a backward: the model's loss need not be a mean of its samples.
+        divisor = None if self.runner.processes.num_replicas == 1 else lambda target: 1.0
+        objective = Objective(Loss(functools.partial(_element, self._loss()), divisor), None, keeps_output)
         args = (self.argument(given),)
         each, found = run_step(self.runner, args, {}, training, objective, scaler, updates)
         return each, None if found is None else self.combined(found, given)

@@ -3,12 +3,24 @@
 A plan names a style for modules: ``{"model.layers.*.mlp.down_proj": "rowwise"}``. What transformers itself
 does for a style calls `torch.distributed.all_reduce` without gradients, and changes gradients in hooks; no
 trace contains these. PyTorch's styles compute the same by functional collectives.
+
+Where the projections of queries, keys and values, or the two of an MLP, read the same input, each would sum
+its gradient over the processes. So the module around them makes the input a DTensor once, and autograd adds
+its gradients before they are summed::
+
+    x ── DTensor ──┬── q_proj ──         backward, without:  all_reduce + all_reduce + all_reduce
+                   ├── k_proj ──                   with:     all_reduce(a + b + c)
+                   └── v_proj ──
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,7 +45,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the processes that get a part each.
 
     Raises:
-        ValueError: the plan has a style that PyTorch lacks.
+        ValueError: the plan has a style that PyTorch lacks, or processes cannot have equally many heads.
     """
     plan = getattr(model, "tp_plan", None) or {}
     modules = dict(model.named_modules())
@@ -55,11 +67,59 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = divided[0].device_mesh if divided else mesh
+    if any(style == "colwise" and "att" in name for name, style in chosen.items()):
+        _check_heads(model, mesh.size())
     for name, module in modules.items():
         _remove_functions(module)
         is_shared = any(uses[id(x)] > 1 for x in module._parameters.values() if x is not None)
         if chosen[name] is not None and not is_shared:
             parallelize_module(module, mesh, made[chosen[name]])
+    for name, module in modules.items():
+        columns = {n for n, _ in module.named_children() if chosen.get(f"{name}.{n}") == "colwise"}
+        if len(columns) > 1 and (argument := _input_of(type(module), columns)) is not None:
+            _join_gradients(module, argument, mesh)
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    """Checks that a number of processes divides the heads of a model."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % size:
+            raise ValueError(
+                f"{type(model).__name__} has {name}={number}, which {size} processes along 'tp' cannot "
+                f"divide; make a mesh whose dimension 'tp' divides {number}, with more processes along 'pp'"
+            )
+
+
+def _input_of(cls: type[nn.Module], columns: Collection[str]) -> str | None:
+    """Returns the first argument of a forward, if only these modules read its elements; else None."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    names = list(inspect.signature(cls.forward).parameters)[1:2]
+    allowed = set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"self.{n}" for n in columns}:
+            allowed.update(node.args)
+        if isinstance(node, ast.Attribute) and node.attr == "shape":
+            allowed.add(node.value)
+    uses = {node for node in ast.walk(tree) if isinstance(node, ast.Name) and [node.id] == names}
+    return names[0] if uses and uses <= allowed else None
+
+
+def _join_gradients(module: nn.Module, argument: str, mesh: DeviceMesh) -> None:
+    """Makes an argument of a module's forward, which all processes have, a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[0] if args else kwargs[argument]
+        joined = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+        return ((joined, *args[1:]), kwargs) if args else (args, {**kwargs, argument: joined})
+
+    module.register_forward_pre_hook(join, with_kwargs=True)
 
 
 def _is_of_plan(function: Any) -> bool:

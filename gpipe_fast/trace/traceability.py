@@ -112,7 +112,7 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
             if isinstance(module, torch.jit.ScriptModule):
                 return Untraceable(index, f"{kind}: a TorchScript module is opaque")
             for hook in _hooks(module):
-                if not getattr(hook, "__module__", "").startswith("torch."):
+                if not getattr(hook, "__module__", "").startswith(("torch.", "gpipe_fast.")):
                     return Untraceable(
                         index,
                         f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",

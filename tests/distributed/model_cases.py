@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_fast import GPipe
+from gpipe_fast import GPipe, shard
 from gpipe_fast.container import runner_of
 from gpipe_fast.layers.quantized import stored_bytes
 from tests.distributed.cases import TIMEOUT, _check, _error_of, here
@@ -282,4 +283,36 @@ def divided(kind: str, stages: int, by_transformers: bool, settings: list[tuple[
             own, other = whole(parameter.grad), wanted[name].grad
             if not torch.allclose(own, other, rtol=1e-4, atol=1e-6):
                 found.append(f"{what}: {name} differs by {(own - other).abs().max()}")
+    return found
+
+
+def replicated(dim: str) -> list[str]:
+    """Returns what differs from one process in the mean of the losses of replicas, by more than rounding."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=(dim, "pp"))
+    plain, model, found = of_plan("llama"), of_plan("llama"), list[str]()
+    every = [
+        {"input_ids": numbers(8, LENGTH).roll(r), "labels": LABELS[:1].expand(8, -1).roll(r)} for r in (0, 1)
+    ]
+    own = every[mesh.get_local_rank(dim)]
+    model = shard(model, mesh[dim]) if dim == "fsdp" else model
+    ours = GPipe.from_model(model, kwargs=own, mesh=mesh, schedule="1f1b", chunks=4, timeout=TIMEOUT)
+    optimizer = torch.optim.SGD([p for p in ours.parameters() if not p.is_meta], 0.1)
+    other, named = torch.optim.SGD(plain.parameters(), 0.1), dict(plain.named_parameters())
+    for step in range(3):
+        losses = [plain(**each).loss for each in every]
+        expected = sum(losses, torch.zeros(())) / 2
+        other.zero_grad(), optimizer.zero_grad()
+        expected.backward()
+        if step == 1:
+            ours(**own).loss.backward()
+            optimizer.step()
+        else:
+            loss = ours.step(**own, optimizer=optimizer, max_norm=0.5)
+            found += [] if torch.allclose(loss, expected) else [f"{loss} is not {expected}"]
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        other.step()
+    for name, parameter in ours.named_parameters():
+        if not parameter.is_meta and not torch.allclose(whole(parameter), named[name], rtol=1e-4, atol=1e-6):
+            found.append(name)
     return found

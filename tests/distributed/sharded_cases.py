@@ -133,7 +133,7 @@ def average(pipe: GPipe, x: Tensor, y: Tensor) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of few and odd numbers of rows, without dimensions, frozen, tied, and of three dtypes."""
+    """Parameters of few and odd numbers of rows, without dimensions, frozen, tied, and of five dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,11 +141,14 @@ class Mixed(nn.Module):
         self.scale, self.frozen = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(4), False)
         self.low, self.tied = nn.Parameter(torch.randn(7, 5).bfloat16()), self.odd
         self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.mask, self.count = (
+            nn.Parameter(t, False) for t in (torch.tensor([True, False]), torch.arange(5))
+        )
         self.cube, self.unused = nn.Parameter(torch.randn(3, 2, 2)), nn.Parameter(torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x * self.frozen + self.one) @ self.odd.T * self.scale
-        x = x * self.phase.abs().sum() / 4
+        x = x * self.phase.abs().sum() / 4 + self.mask.sum() * self.count.sum()
         x = x @ self.low.float().T @ torch.ones(7, 4)
         return x + torch.tanh(x @ self.tied.T).mean() + self.cube.flatten()[:4]
 
@@ -167,7 +170,8 @@ def mixed(checkpoint: Any) -> list[str]:
         found += [f"step {step}: {each}" for each in differences(pipe, added(gradients))]
         with torch.no_grad():  # in place: the next step gathers them again
             for own, other in zip(pipe.parameters(), single.parameters(), strict=True):
-                own.mul_(0.5), other.mul_(0.5)
+                if own.dtype not in (torch.bool, torch.int64):
+                    own.mul_(0.5), other.mul_(0.5)
         pipe.zero_grad()
     return found
 

@@ -63,3 +63,11 @@ def test_models_with_a_plan_for_tensor_parallelism(
     kind: str, size: int, stages: int, by_transformers: bool, settings: Any
 ) -> None:
     assert run_ranks(size, cases.divided, kind, stages, by_transformers, settings) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("dim", "size"),
+    [("dp_replicate", 4), *(pytest.param("fsdp", n, marks=pytest.mark.extended) for n in (2, 4))],
+)
+def test_replicas_average_the_losses_of_models(dim: str, size: int) -> None:
+    assert run_ranks(size, cases.replicated, dim) == [[]] * size

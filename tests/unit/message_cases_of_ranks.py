@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gpipe_fast import GPipe, _extension, shard, tune
 from gpipe_fast.distributed import torchrun
 from gpipe_fast.distributed.mesh import (
-    check_one_replica,
     check_replicas,
     check_shards,
     checked_timeout,
@@ -72,6 +71,14 @@ def behind_a_lost_one() -> None:
 def model_of_experts() -> nn.Module:
     model = nn.Module()
     model.experts, model.tp_plan = nn.Linear(2, 2), {"experts": "moe_tp_experts"}  # type: ignore[assignment]
+    return model
+
+
+def few_heads() -> nn.Module:
+    model = nn.Module()
+    model.config = mock.Mock(spec_set=["num_attention_heads", "num_key_value_heads"])  # type: ignore[assignment]
+    model.config.num_attention_heads, model.config.num_key_value_heads = 8, 2
+    model.attention, model.tp_plan = nn.Linear(2, 2), {"attention": "colwise"}  # type: ignore[assignment]
     return model
 
 
@@ -207,7 +214,7 @@ def foreign_group() -> None:
         Ranks(0, 1, dist.HashStore(), 0.2, names=[3]).own_group(0, dist.group.WORLD.group_name)  # type: ignore[union-attr]
 
 
-def in_rows(name: str = "fsdp", again: bool = False, replicas: Any = (0,), lost: bool = False) -> None:
+def in_rows(name: str = "fsdp", again: bool = False, replicas: Any = (0,), lost: str = "") -> None:
     """Divides a layer over rank 0, which has one replica of several."""
     with group_of_one():
         dimension = init_device_mesh("cpu", (1,), mesh_dim_names=(name,))
@@ -215,12 +222,10 @@ def in_rows(name: str = "fsdp", again: bool = False, replicas: Any = (0,), lost:
         if again:
             shard(layers, dimension)
         check_shards(layers, [0], replicas, torch.device("cpu"))
-        own = Ranks(0, 1, dist.HashStore(), 0.2, num_replicas=2)
-        own._replica_group = mock.Mock(
-            **{"size.return_value": 2, "_allgather_base.side_effect": RuntimeError}
-        )
         if lost:
-            own.with_whole([*layers.parameters()], [*layers.parameters()])
+            own = Ranks(0, 1, dist.HashStore(), 0.2, num_replicas=2)
+            with mock.patch("gpipe_fast.distributed.ranks.gather_rows", side_effect=RuntimeError(lost)):
+                own.with_whole([*layers.parameters()], [*layers.parameters()])
 
 
 def other_collectives() -> None:
@@ -363,11 +368,12 @@ def largest_of_replicas() -> None:
 
 
 REPLICAS = Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)
+FOUR = mock.Mock(**{"size.return_value": 4})
 SHARDS = Ranks(0, 1, dist.HashStore(), 0.2, num_shards=2)
 
 OF_RANKS = [
     case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(pipe())),
-    case("got a model with a mesh", "pass mesh['pp']", lambda: replicate_by_ddp(made())),
+    case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(made())),
     case("capture=True with a mesh", "without mesh", assign, "capture", True),
     case("memory='1GiB' with a mesh", "a number for each stage", pipe, memory="1GiB"),
     case("lacks", "pass mesh=None", under, NO_CHANNELS, grid_of, mock.Mock(spec=dist.ProcessGroup)),
@@ -378,7 +384,10 @@ OF_RANKS = [
     case("over the dimension 'fsdp' alone, got ", "pass mesh['fsdp']", in_rows, "tp"),
     case("the parameter '0.weight' is a DTensor already", "without DTensors", in_rows, again=True),
     case("(Shard(dim=0),) over the ranks [0]", "got mesh['fsdp']", in_rows, replicas=[0, 1]),
-    case("gathers parameters from ranks [1] along 'fsdp'", "a larger timeout", in_rows, lost=True),
+    case(
+        "gathers parameters from ranks [1] along 'fsdp'", "a larger timeout", in_rows, lost="gloo/transport"
+    ),
+    case("has num_key_value_heads=2, which 4 processes", "divides 2", apply_plan, few_heads(), FOUR),
     case("ranks [0, 1] of torch.distributed, but this process is rank 2", "only those", outside),
     case("'weight' of layer 0 (Linear) differs between rank 0 and rank 2", "the same seed", other_start),
     case("tied copies of 'weight' of layer 0 (Linear) differ on ranks 0 and 1", "the same seed", other_tie),
@@ -424,7 +433,6 @@ OF_RANKS = [
     case("lead to 1 targets here, and to 0 targets there", "pass the same inputs", other_inputs),
     case("'bias' of a Model", "blocks=...", lambda: made(with_function_between(branch_on_bias))),
     case("weights of classes", "compute the loss from", made, args=(torch.ones(4, 4), False, LABELS)),
-    case("got 2", "pass mesh['pp']", check_one_replica, 2),
     case(
         "['moe_tp_experts'], as for experts", "parallelize_module(model", apply_plan, model_of_experts(), None
     ),

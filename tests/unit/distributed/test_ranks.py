@@ -41,6 +41,12 @@ def test_an_interrupt_after_a_run_has_succeeded_does_not_fail_the_next() -> None
     assert first._number == second._number == 1
 
 
+def test_other_errors_of_a_gather_are_not_worded_as_a_loss() -> None:
+    failing = mock.patch("gpipe_fast.distributed.ranks.gather_rows", side_effect=RuntimeError("no memory"))
+    with failing, pytest.raises(RuntimeError, match=r"^no memory$"):
+        Ranks(0, 1, dist.HashStore(), timeout=1.0, num_replicas=2).with_whole([], [])
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of PyTorch has no NCCL")
 def test_transfers_of_nccl_take_few_multiprocessors() -> None:
     options_of = dist.ProcessGroupNCCL.Options
