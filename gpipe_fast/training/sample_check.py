@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 
 # How many samples there are, and how often random numbers are drawn.
-_NUM_SAMPLES, _NUM_DRAWS = 3, 2
+_NUM_SAMPLES, _NUM_DRAWS = 3, 3
 # The samples of micro-batches.
 _PARTS = (0, 1), (1, 2)
 # How many samples a mini-batch has that is compared with its shares: more, which show what an operator does
@@ -306,6 +306,8 @@ class SampleCheck:
                 {n: self._random(n, kind, generator, self._numbers) for n in node.all_input_nodes}
                 for _ in "ab"
             )
+            if draw == _NUM_DRAWS - 1:  # in which each integer is another one, so that none is of no sample
+                second = {n: pytree.tree_map(_another, x, second[n]) for n, x in first.items()}
             try:
                 found = [_call(node, first)]
                 for samples in replaced:
@@ -407,6 +409,12 @@ class SampleCheck:
             return float(size.node.expr.subs(known)) if isinstance(size, torch.SymFloat) else size
 
         return pytree.tree_map(number, value)
+
+
+def _another(x: Any, other: Any) -> Any:
+    """Returns the integers 0 and 1 in the place of 1 and 0; of other numbers, the other ones."""
+    is_integer = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+    return (x == 0).to(x.dtype) if is_integer else other
 
 
 def _is_tensor(value: Any) -> bool:

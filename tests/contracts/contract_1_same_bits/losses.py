@@ -202,7 +202,7 @@ WEIGHTS = torch.tensor([0.7, 1.4, 0.5, 2.0, 1.1], dtype=torch.float64)
 
 
 def class_weights(target: Tensor) -> Tensor:
-    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0).long()], 0).sum()
+    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0)], 0).sum()
 
 
 # Losses of users.
@@ -490,12 +490,6 @@ def add_of_classes() -> None:
         lambda: partial(F.cross_entropy, weight=WEIGHTS, reduction="sum"),
         counted(),
         by="sum",
-    )
-    add(
-        "CrossEntropyLoss, weight, classes of a byte",
-        lambda: nn.CrossEntropyLoss(WEIGHTS),
-        lambda n: classes()(n).to(torch.uint8),
-        by=class_weights,
     )
     add("cross_entropy, some ignored", lambda: F.cross_entropy, counted(), by=num_counted)
     add("cross_entropy, a micro-batch ignored", lambda: F.cross_entropy, lone(), by=num_counted)
