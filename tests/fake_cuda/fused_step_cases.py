@@ -39,7 +39,7 @@ WIDTH, ROWS, CHUNKS = 16, 12, 2
 # which is another kernel in the recompute; the end of the last block, and gradients.
 FORWARD, LAST = "generated.tanh_layer_norm", "generated.tanh"
 BACKWARD = "generated.layer_norm_backward"
-BETWEEN, LAST_BACKWARD = "generated.tanh_layer_norm_backward_tanh_backward", "generated.tanh_tanh_backward"
+BETWEEN, LAST_BACKWARD = "generated.layer_norm_backward_tanh_backward", "generated.tanh_tanh_backward"
 ALL = (FORWARD, LAST, BACKWARD, BETWEEN, LAST_BACKWARD)
 # For wrong kernels: a text of their source, and what stands there instead.
 WRONG_FORWARD = ("tl.rsqrt(", "1.5 * tl.rsqrt(")
