@@ -33,6 +33,7 @@ from gpipe_fast.lower.program import ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
 from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
+from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance, Template
 
@@ -293,6 +294,7 @@ class ProgramTemplates:
                 return programs
         return self._lowered(instance, key, variants)
 
+    @collector_paused()
     def _lowered(
         self, instance: Instance, key: _Key, variants: tuple[_Variant, ...] | None
     ) -> ProgramsOfStage:

@@ -24,6 +24,7 @@ from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
 from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
+from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
 from gpipe_fast.trace.interrupts import interrupts_deferred
 from gpipe_fast.trace.joint_export import PLACEMENTS, export_joint
@@ -60,6 +61,7 @@ from gpipe_fast.trace.triton_calls import default_arguments_known, read_triton_c
 _NO_CONTEXT = TraceContext()
 
 
+@collector_paused()
 def trace(
     layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
