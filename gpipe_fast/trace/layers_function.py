@@ -14,6 +14,7 @@ from gpipe_fast.layers.sharded import is_sharded
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure, arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
 from gpipe_fast.skip import Key, outer_skips, take_stashed
+from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import is_traced
 from gpipe_fast.torch_private.graphs import annotate
 from gpipe_fast.trace.capture_layers import FindState
@@ -110,7 +111,7 @@ class LayersFunction(nn.Module):
 
     def forward(self, key: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the layers; returns the last layer's outputs, followed by the stashed skip tensors."""
-        received = [x.clone() for x in inputs] if self.copy_inputs else list(inputs)
+        received = [empty_like(x).copy_(x) for x in inputs] if self.copy_inputs else list(inputs)
         # Tensors of inference mode have no version: any of the copies may have been changed.
         versions = [None if x.is_inference() else x._version for x in received]
         trace_context = self.trace_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -351,15 +351,17 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
     for tangent in module.graph.find_nodes(op="placeholder"):
         remove_arrive(tangent)
     _remove_whole_slices(module.graph)
-    *_, result = module.graph.nodes
-    (results,) = result.args
-    assert isinstance(results, (list, tuple))
-    descriptors = result.meta["desc"]
     placeholders = [n for n in module.graph.find_nodes(op="placeholder") if not _is_mesh(n.meta["desc"])]
     inputs = [PortNode(ports.of(n.meta["desc"]), n) for n in placeholders]
     quantized = ports.quantized(layers)
     for each in inputs:
         each.node.meta[IS_QUANTIZED] = each.port in quantized
+    if stage.copy_inputs:
+        _drop_copies(module.graph, inputs, stage.written_inputs)
+    *_, result = module.graph.nodes
+    (results,) = result.args
+    assert isinstance(results, (list, tuple))
+    descriptors = result.meta["desc"]
     outputs = [
         PortNode(replace(ports.of(d), keeps_version=_keeps_version(n)), n)
         for n, d in zip(results, descriptors, strict=True)
@@ -375,6 +377,22 @@ def _read_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: Laye
         stage.written_inputs,
         stage.unfused_layers,
     )
+
+
+def _drop_copies(graph: fx.Graph, inputs: Sequence[PortNode], written: Collection[int]) -> None:
+    """Lets a graph read inputs that no layer changes, not their copies, which begin at another address.
+
+    The last bits of a product depend on whether an operand begins at a multiple of 64 bytes.
+    """
+    for port, node in ((each.port, each.node) for each in inputs):
+        if port.role is not GraphRole.INPUT or port.index in written:
+            continue
+        for copy in list(node.users):
+            if copy.target is torch.ops.aten.copy.default and copy.args[1] is node:
+                memory, _ = copy.all_input_nodes
+                copy.replace_all_uses_with(node)
+                graph.erase_node(copy)
+                graph.erase_node(memory)
 
 
 def _drop_meshes(graph: fx.Graph) -> None:

@@ -357,4 +357,8 @@ def test_equal_layers_whose_values_share_memory(seed: int) -> None:
                     if not case.changes_in_place or REFUSED not in str(error):
                         raise
                 else:
+                    if case.changes_in_place and case.mode == "inference":
+                        # Copies begin at other addresses, on which the last bits of products depend.
+                        torch.testing.assert_close(found, wanted)
+                        continue
                     assert unequal(found, wanted) == [], (str(case), balance, size)

@@ -169,3 +169,28 @@ def test_a_change_of_sizes_or_strides(name: str, then_changes: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs in Python")
         check_step(model, x, chunks=2, budgets=(0.0, 1.0))
+
+
+class DoubleAndView(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.roll(1, 1)[:, 2:6]
+
+
+class ChangesFirst(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        pair[0].add_(1)
+        return pair
+
+
+class Product(nn.Linear):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * super().forward(pair[1])
+
+
+def test_a_stage_that_changes_one_input_reads_the_others_where_they_are() -> None:
+    """A copy would begin at a multiple of 64 bytes, on which the last bits of a product depend."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), DoubleAndView(), ChangesFirst(), Product(4, 8, bias=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_step(layers, torch.randn(4, 8), balance=[2, 2], chunks=2)
