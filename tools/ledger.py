@@ -7,6 +7,7 @@ files that test the mechanism alone. A further length is the fourth and fifth.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +54,11 @@ def _environment(name: str, value: str) -> Callable[[], None]:
     return lambda: os.environ.update({name: value})
 
 
+def _collect_in_traces() -> None:
+    # `collector_paused` decorates functions of imported modules; it does nothing where collections are off.
+    _replace("gpipe_fast.trace.garbage", "gc", SimpleNamespace(**{**vars(gc), "isenabled": lambda: False}))
+
+
 def _without_losses() -> None:
     for name in ("gradients_in", "losses_in"):
         _replace("gpipe_fast.fuse.fuse", name, lambda graph: iter(()))
@@ -76,6 +83,9 @@ ON_CPUS = [
         "equal layers and stages traced once",
         [f"{RUNTIME}equal_layers.py", f"{TRACE}join.py", "tests/**/*equal_layers*.py"],
         _environment("GPIPE_FAST_DISABLE", "equal-layers"),
+    ),
+    Mechanism(
+        "collector paused in traces", [f"{TRACE}garbage.py", "tests/**/test_garbage.py"], _collect_in_traces
     ),
     Mechanism(
         "trials of products",
