@@ -11,11 +11,14 @@ meanwhile, has drawn.
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from gpipe_fast.strides import span
 from gpipe_fast.torch_private.autograd import preserve_version_counter
+from gpipe_fast.trace.repeatable import nested_code
 
 _Result = TypeVar("_Result")
 
@@ -162,31 +166,41 @@ def writable_copy(tensor: Tensor) -> Tensor:
     return copied
 
 
-class PythonGenerators:
-    """All generators of the process if there are modules that may draw from them, else none.
+# The maximum number of values searched for generators.
+_MAX_VALUES = 50_000
+_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "triton", "gpipe_fast"}
+_ATOMIC = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
-    Which of them the modules reach is not known: a generator from which only other code draws meanwhile makes
-    a forward save its activations.
+
+class PythonGenerators:
+    """The generators that modules can draw from: those in their reach, and global ones of packages in it.
+
+    In a large program, modules reach more values than are searched: the nearest are, breadth-first, and the
+    global generators count as in reach.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
-        """Searches for generators, unless there are no modules."""
+        """Searches the modules for generators."""
         self._modules = modules
-        self._found = list(_generators_among(gc.get_objects())) if modules else []
-        if modules and "numpy.random" in sys.modules:
-            self._found.append(sys.modules["numpy"].random.mtrand._rand)  # which no collection knows
+        found = _reachable(modules)
+        is_complete = len(found) < _MAX_VALUES
+        self._found = [value for value in found if _is_generator(value)]
+        packages = {value.__name__.partition(".")[0] for value in found if isinstance(value, ModuleType)}
+        if "random" in packages or not is_complete:
+            self._found.append(random._inst)
+        if "numpy" in packages or (not is_complete and "numpy.random" in sys.modules):
+            self._found.append(sys.modules["numpy"].random.mtrand._rand)
 
     def states(self) -> dict[int, object]:
         """Returns the generators' states as comparable values; takes 10 to 30 µs per generator."""
-        replaceable = _generators_among(v for module in self._modules for v in vars(module).values())
+        replaceable = [v for module in self._modules for v in vars(module).values() if _is_generator(v)]
         return {id(generator): _state_of(generator) for generator in (*self._found, *replaceable)}
 
 
-def _generators_among(values: Iterable[object]) -> Iterator[object]:
+def _is_generator(value: object) -> bool:
     numpy = sys.modules.get("numpy.random")
-    kinds = (random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
-    # By type, because `isinstance` asks proxies.
-    return (v for v in values if issubclass(type(v), kinds) and not isinstance(v, random.SystemRandom))
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (random.Random, *of_numpy)) and not isinstance(value, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> object:
@@ -195,3 +209,31 @@ def _state_of(generator: Any) -> object:
     # The global RandomState of NumPy hides its bit generator.
     bits = getattr(generator, "bit_generator", None)
     return pickle.dumps(generator.get_state() if bits is None else bits.state)
+
+
+def _reachable(roots: Iterable[object]) -> Collection[Any]:
+    """Returns the values that some values can reach by attributes, elements, closures and named variables."""
+    found: dict[int, Any] = {}
+    pending = deque(roots)
+    while pending and len(found) < _MAX_VALUES:
+        value = pending.popleft()
+        if not isinstance(value, _ATOMIC) and id(value) not in found:
+            found[id(value)] = value
+            pending += _referents(value)
+    return found.values()
+
+
+def _referents(value: Any) -> Iterable[object]:
+    """Returns what a value refers to; functions, classes and Python modules of libraries refer to nothing."""
+    if isinstance(value, (FrameType, TracebackType)):  # of an exception that was raised: all variables
+        return ()
+    if not isinstance(value, (FunctionType, type, ModuleType)):
+        return gc.get_referents(value)
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    if isinstance(name, str) and name.partition(".")[0] in _LIBRARIES:
+        return ()
+    if isinstance(value, FunctionType):
+        names = [name for code in nested_code(value.__code__) for name in code.co_names]
+        variables = [table.get(name) for name in names for table in (value.__globals__, sys.modules)]
+        return (value.__defaults__, value.__kwdefaults__, value.__closure__, value.__dict__, *variables)
+    return (*getattr(value, "__bases__", ()), *vars(value).values())

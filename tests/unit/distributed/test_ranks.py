@@ -52,7 +52,7 @@ def test_transfers_of_nccl_take_few_multiprocessors() -> None:
     options_of = dist.ProcessGroupNCCL.Options
     with mock.patch.object(dist, "ProcessGroupNCCL") as made:
         made.Options = options_of
-        nccl_group("store", 1, 2, 30.0)
+        nccl_group("store", 1, 2, 30.0, max_blocks=4)
     store, rank, size, options = made.call_args.args
     assert (store, rank, size) == ("store", 1, 2)
     assert options._timeout.total_seconds() == 30

@@ -157,8 +157,12 @@ def test_stages_that_draw_concurrently_repeat_their_own_draws() -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_a_layer_that_asks_is_recomputed_unless_it_draws(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "limit"), [("auto", 10), ("auto", 50_000), ("eager", 50_000)])
+def test_a_layer_that_asks_is_recomputed_unless_it_draws(
+    backend: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large program, too: it reaches more values than are searched."""
+    monkeypatch.setattr("gpipe_fast.runtime.python_state._MAX_VALUES", limit)
     layer = asking(LayerDrop(random.random))
     model = GPipe(
         nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], chunks=4, checkpoint="always", backend=backend
@@ -171,3 +175,15 @@ def test_a_layer_that_asks_is_recomputed_unless_it_draws(backend: str) -> None:
             model(torch.randn(8, 4)).sum().backward()
             counts.append(layer.recomputes)
     assert counts == [0, 4]
+
+
+def test_a_search_for_generators_leaves_tuples_of_other_threads_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list of all objects holds half-built tuples of other threads, whose `tuple(...)` then raises SystemError."""
+    monkeypatch.setattr("gc.get_objects", lambda *_: pytest.fail("listed all objects"))
+    layers = nn.Sequential(asking(LayerDrop(random.random)), nn.Linear(4, 4))
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.randn(8, 4)).sum().backward()
