@@ -363,6 +363,97 @@ class Found(NamedTuple):
     withheld: list[str]
 
 
+@dataclass
+class _Offers:
+    """What changes would gain, as measurements and halves of them predict.
+
+    Attributes:
+        step: the seconds of a step.
+        shortest: those of a step that little has disturbed.
+        costs: the durations of its actions.
+        layers_stay: whether another balance needs a new pipeline.
+        found: what is advised.
+        withheld: what might gain.
+    """
+
+    step: float
+    shortest: float
+    costs: Costs
+    layers_stay: bool
+    found: list[Advice] = field(default_factory=list)
+    withheld: list[str] = field(default_factory=list)
+
+    @cached_property
+    def base(self) -> float:
+        """The simulated time of the present step."""
+        return self.costs.time()
+
+    @cached_property
+    def halves(self) -> Sequence[Costs]:
+        """The durations in each half of the steps."""
+        return self.costs.halves()
+
+    def offer(
+        self,
+        what: str,
+        settings: dict[str, Any],
+        ratio: float,
+        others: Sequence[float],
+        simulated: bool = True,
+    ) -> None:
+        """Advises a change if a step takes clearly less than it does, by all ratios of its time."""
+        least, most = min(ratio, *others), max(ratio, *others)
+        is_known = most - least <= min(_MAX_ERROR * ratio, (1 - ratio) / 2)
+        if simulated:
+            is_known &= self.shortest <= (1 + _MAX_ERROR) * self.base
+        if is_known and most < 1 - LEAST_GAIN:
+            of_a_new = self.layers_stay and "balance" in settings
+            self.found.append(Advice(what, settings, self.step * ratio, of_a_new=of_a_new))
+        elif least < 1 - 2 * LEAST_GAIN:
+            self.withheld.append(" ".join([what, *(f"(model.{name})" for name in settings)]))
+
+    def simulate(self, what: str, settings: dict[str, Any], change: Callable[[Costs], float]) -> None:
+        """Offers a change, given the time of a step with it."""
+        others = [change(own) / own.time() for own in self.halves]
+        self.offer(what, settings, change(self.costs) / self.base, others)
+
+    def balance(self, each: Sequence[LayerCosts], present: Sequence[int]) -> None:
+        """Offers the best balance by the costs of the layers."""
+        seconds = [min(own) for own in zip(*(layers.seconds for layers in each), strict=True)]
+        layers = LayerCosts(seconds, each[0].boundary_bytes)
+        balance, _ = best_balance(self.costs, layers, present)
+        if balance == list(present):
+            return
+        crossing, before = (sum(layers.crossing(own)) for own in (balance, present))
+        what = "another balance" + ", where less crosses between stages" * (crossing < before)
+
+        def moved(own: Costs, layers: LayerCosts) -> float:
+            recorded = own.as_recorded(layers, present)
+            return own.with_balance(recorded, present, balance) / own.time()
+
+        others = [moved(own, layers) for own, layers in product(self.halves, each)]
+        self.offer(what, {"balance": balance}, moved(self.costs, layers), others)
+
+    def chunks(self, trial: Alternative, batch_norm: bool) -> None:
+        """Offers another number of micro-batches, with which steps ran."""
+        if _is_explained(self.costs, trial):
+            fewer = trial.value < self.costs.num_microbatches
+            what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
+            what += f"; {SMALLER_BATCHES}" if batch_norm else ""
+            self.offer(what, {"chunks": trial.value}, median(trial.ratios), trial.ratios, simulated=False)
+        elif min(trial.ratios) < 1 - 2 * LEAST_GAIN:
+            self.withheld.append("another number of micro-batches (model.chunks)")
+
+    def threads(self, trial: Alternative) -> None:
+        """Offers another number of threads; if it hides what others gain, withholds these."""
+        what, settings = "another number of intra-op threads", {"threads_per_stage": trial.value}
+        self.offer(what, settings, median(trial.ratios), trial.ratios, simulated=False)
+        if trial.is_expected and not any(advice.settings == settings for advice in self.found):
+            self.withheld.append("fewer intra-op threads (model.threads_per_stage)")
+            self.withheld += [advice.what for advice in self.found]
+            self.found = []
+
+
 def improvements(
     step: float,
     shortest: float,
@@ -390,71 +481,29 @@ def improvements(
         batch_norm: whether micro-batches are normalised by their own statistics.
         layers_stay: whether another balance needs a new pipeline.
     """
-    base, halves = costs.time(), costs.halves()
-    found, withheld = list[Advice](), list[str]()
-
-    def offer(
-        what: str, settings: dict[str, Any], ratio: float, others: Sequence[float], simulated: bool = True
-    ) -> None:
-        least, most = min(ratio, *others), max(ratio, *others)
-        is_known = most - least <= min(_MAX_ERROR * ratio, (1 - ratio) / 2)
-        if simulated:
-            is_known &= shortest <= (1 + _MAX_ERROR) * base
-        if is_known and most < 1 - LEAST_GAIN:
-            of_a_new = layers_stay and "balance" in settings
-            found.append(Advice(what, settings, step * ratio, of_a_new=of_a_new))
-        elif least < 1 - 2 * LEAST_GAIN:
-            withheld.append(" ".join([what, *(f"(model.{name})" for name in settings)]))
-
-    def add(what: str, settings: dict[str, Any], change: Callable[[Costs], float]) -> None:
-        offer(what, settings, change(costs) / base, [change(own) / own.time() for own in halves])
-
+    offers = _Offers(step, shortest, costs, layers_stay)
     if any(action.kind is Kind.R for action in costs.seconds):
-        add("keep all activations, if memory suffices", {"checkpoint": "never"}, Costs.without_recompute)
+        what = "keep all activations, if memory suffices"
+        offers.simulate(what, {"checkpoint": "never"}, Costs.without_recompute)
     has_choice = schedule is not None and costs.has_backward and costs.num_stages > 1
     for name in [each for each in _SCHEDULES if has_choice and each != schedule]:
         phases = phases_for(name, costs, costs.num_microbatches, checkpoint, is_step=True)
-        add("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
-    measured_layers = measured.layers()
-    if measured_layers is not None and costs.num_stages > 1:
-        each, present = measured_layers
-        seconds = [min(own) for own in zip(*(layers.seconds for layers in each), strict=True)]
-        layers = LayerCosts(seconds, each[0].boundary_bytes)
-        balance, _ = best_balance(costs, layers, present)
-        if balance != list(present):
-            crossing, before = (sum(layers.crossing(own)) for own in (balance, present))
-            what = "another balance" + ", where less crosses between stages" * (crossing < before)
-
-            def moved(own: Costs, layers: LayerCosts) -> float:
-                recorded = own.as_recorded(layers, present)
-                return own.with_balance(recorded, present, balance) / own.time()
-
-            others = [moved(own, layers) for own, layers in product(halves, each)]
-            offer(what, {"balance": balance}, moved(costs, layers), others)
+        offers.simulate("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
+    layers = measured.layers()
+    if layers is not None and costs.num_stages > 1:
+        offers.balance(*layers)
     if costs.python_layers:
         names = ", ".join(name for _, name in sorted(costs.python_layers.items()))
-        add(f"{names}: let C++ run what runs in Python", {}, Costs.without_python)
-    threads, hides_others = measured.threads(), False
-    if threads is not None:
-        what, settings = "another number of intra-op threads", {"threads_per_stage": threads.value}
-        offer(what, settings, median(threads.ratios), threads.ratios, simulated=False)
-        hides_others = threads.is_expected and not any(advice.settings == settings for advice in found)
-        if hides_others:
-            withheld.append("fewer intra-op threads (model.threads_per_stage)")
-    trial = None
+        offers.simulate(f"{names}: let C++ run what runs in Python", {}, Costs.without_python)
+    threads, chunks = measured.threads(), None
     if schedule is None or isinstance(schedule, str):
-        trial = _fastest(measured.chunks, costs.num_microbatches)
-    if trial is not None and _is_explained(costs, trial):
-        fewer = trial.value < costs.num_microbatches
-        what = "fewer micro-batches, which take more memory" if fewer else "more micro-batches"
-        what += f"; {SMALLER_BATCHES}" if batch_norm else ""
-        offer(what, {"chunks": trial.value}, median(trial.ratios), trial.ratios, simulated=False)
-    elif trial is not None and min(trial.ratios) < 1 - 2 * LEAST_GAIN:
-        withheld.append("another number of micro-batches (model.chunks)")
-    if hides_others:  # threads that wait for each other disturb all measurements
-        withheld += [advice.what for advice in found]
-        found = []
-    return Found(sorted(found, key=lambda advice: advice.predicted)[:_MAX_ADVICE], withheld)
+        chunks = _fastest(measured.chunks, costs.num_microbatches)
+    if chunks is not None:
+        offers.chunks(chunks, batch_norm)
+    if threads is not None:  # last: threads that wait for each other disturb all measurements
+        offers.threads(threads)
+    best = sorted(offers.found, key=lambda advice: advice.predicted)
+    return Found(best[:_MAX_ADVICE], offers.withheld)
 
 
 def _fastest(tried: Callable[[int], Alternative | None], present: int) -> Alternative | None:
