@@ -16,7 +16,7 @@ from gpipe_fast.gpipe import GPipe
 from gpipe_fast.reports.memory_report import MemoryChoice, MemoryChoices
 from gpipe_fast.reports.reporting import steps_of
 from gpipe_fast.reports.steps import Tuning
-from gpipe_fast.runtime.first_balance import fastest_of, partitions_of
+from gpipe_fast.runtime.first_balance import Estimates, fastest_of
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.runtime.settings import MemoryLimit, checked_memory
 from gpipe_fast.runtime.stage import TRACING_LOCK
@@ -130,14 +130,19 @@ def _choices_within(
     if model.chunks == "auto":
         counts = sorted({*counts, *(2**i for i in range(inputs.batch_size.bit_length()))})
     estimates: list[tuple[float, tuple[int, ...], Call]] = []
+    smallest: list[tuple[tuple[int, ...], Call]] = []
     with TRACING_LOCK, torch.enable_grad():
         runner.detect_changes()
         for count in counts:
             call = replace(runner.call_of(inputs, training=True), chunks=count)
-            estimated = partitions_of(runner, call, model.schedule)(limits)
-            estimates += [(time, balance, call) for time, balance in islice(estimated, _NUM_CHOICES)]
+            own = Estimates.of(runner, call, model.schedule)
+            fastest = islice(own.partitions(limits), _NUM_CHOICES)
+            estimates += [(time, balance, call) for time, balance in fastest]
+            smallest.insert(0, (own.smallest(), call))
         estimates.sort(key=itemgetter(0))
-        found, failure = fastest_of(runner, [own[1:] for own in estimates[: 2 * _NUM_CHOICES]], limits)
+        found, failure = fastest_of(runner, [each[1:] for each in estimates[: 2 * _NUM_CHOICES]], limits)
+        if not found:
+            found, failure = fastest_of(runner, smallest, limits)
     if failure is not None and not found:
         raise failure
     return MemoryChoices(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +25,12 @@ from gpipe_fast.runtime.memory_limit import (
 )
 from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.schedule import ScheduleChoice, schedule_for
-from gpipe_fast.schedule.cuts import partitions
+from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
+from gpipe_fast.schedule.cuts import TOO_LARGE, LayerNeeds, partitions, smallest_partition
 from gpipe_fast.user_warning import warn_user
 
 if TYPE_CHECKING:
     from gpipe_fast.runtime.runner import Runner
-
-# How many of the best partitions by estimates are compared by their plans.
-_NUM_TRIED = 2
 
 
 def first_balance(
@@ -84,8 +81,8 @@ def _by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
 def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     """Returns the balance with which a step that fits into the memory is fastest.
 
-    Estimates are from single layers. So a few of the best partitions by these, and the fastest of all, are
-    compared by their plans. If none fits, the first one is tried.
+    Estimates are from single layers. So the best partition by these, and the fastest of all, are compared by
+    their plans. If none fits, the one that needs least is tried.
 
     Args:
         runner: the runner of the layers.
@@ -95,16 +92,19 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     Raises:
         LimitError: nothing fits into the memory.
     """
-    schedule = "gpipe" if call.order is None else call.order.schedule
-    tried = itertools.islice(partitions_of(runner, call, schedule)(limits), _NUM_TRIED)
-    balances = [balance for _, balance in tried]
-    balances += [next(partitions_of(runner, call, schedule)(dict.fromkeys(limits, math.inf)))[1]]
-    found, failure = fastest_of(runner, [(balance, call) for balance in dict.fromkeys(balances)], limits)
-    if found:
-        return list(found[0][1])
-    if call.order is None and failure is not None:
+    estimates = Estimates.of(runner, call, "gpipe" if call.order is None else call.order.schedule)
+    time, balance = next(estimates.partitions(limits))
+    _, fastest = next(estimates.partitions(dict.fromkeys(limits, math.inf)))
+    # Each has to be traced, which takes longest.
+    tried = dict.fromkeys([balance if time < TOO_LARGE else estimates.smallest(), fastest])
+    found, failure = fastest_of(runner, [(each, call) for each in tried], limits)
+    if not found and estimates.smallest() not in tried:
+        found, failure = fastest_of(runner, [(estimates.smallest(), call)], limits)
+    if call.order is None and not found and failure is not None:
         raise failure
-    return list(balances[0])  # a step has a loss, too, and with it the last stage may need less
+    if not found:
+        return list(estimates.smallest())  # a step has a loss, too, and with it the last stage may need less
+    return list(found[0][1])
 
 
 def fastest_of(
@@ -128,16 +128,40 @@ def fastest_of(
     return sorted(found, key=lambda each: each[0].nanoseconds), failure
 
 
-def partitions_of(
-    runner: Runner, call: Call, schedule: ScheduleChoice
-) -> Callable[[Limits], Iterator[tuple[float, tuple[int, ...]]]]:
-    """Returns a function that yields partitions for limits, as `partitions` does."""
-    devices = runner.placement.devices
-    ones = [1] * len(runner.layers)
-    planner = runner.planner_for(ones, [devices[0]] * len(ones))
-    alone = replace(call, checkpoint=checkpoint_policy("always", len(ones), True), order=None)
-    layers, sizes = layer_needs(planner, alone), relative_sizes(alone)
-    recomputed = itertools.product(range(len(devices)), range(len(sizes)))
-    num_devices = len(set(devices))
-    made = schedule_for(schedule, len(devices), len(sizes), num_devices=num_devices, recomputed=[*recomputed])
-    return lambda limits: partitions(layers, devices, limits, sizes, made)
+class Estimates(NamedTuple):
+    """What partitions of layers are estimated from.
+
+    Attributes:
+        layers: what each layer needs.
+        devices: the device of each stage.
+        sizes: the size of each micro-batch, relative to the largest.
+        schedule: the schedule if everything is recomputed.
+    """
+
+    layers: Sequence[LayerNeeds]
+    devices: Sequence[torch.device]
+    sizes: Sequence[float]
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, runner: Runner, call: Call, schedule: ScheduleChoice) -> Estimates:
+        """Returns the estimates for a call, under a schedule."""
+        devices = runner.placement.devices
+        ones = [1] * len(runner.layers)
+        planner = runner.planner_for(ones, [devices[0]] * len(ones))
+        alone = replace(call, checkpoint=checkpoint_policy("always", len(ones), True), order=None)
+        layers, sizes = layer_needs(planner, alone), relative_sizes(alone)
+        recomputed = [*itertools.product(range(len(devices)), range(len(sizes)))]
+        num_devices = len(set(devices))
+        made = schedule_for(
+            schedule, len(devices), len(sizes), num_devices=num_devices, recomputed=recomputed
+        )
+        return cls(layers, devices, sizes, made)
+
+    def partitions(self, limits: Limits) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Yields partitions for the limits, as `partitions` does."""
+        return partitions(self.layers, self.devices, limits, self.sizes, self.schedule)
+
+    def smallest(self) -> tuple[int, ...]:
+        """Returns the partition that needs least."""
+        return smallest_partition(self.layers, self.devices, self.schedule)

@@ -7,6 +7,7 @@ room allows, while the first stages fill and drain.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from gpipe_fast.schedule.schedule import Schedule
 from gpipe_fast.schedule.simulation import Simulation
 
 # The time of a stage that does not fit, to which the bytes that it lacks are added: any that fits is better.
-_TOO_LARGE = 1e18
+TOO_LARGE = 1e18
 
 
 class Rung(NamedTuple):
@@ -90,13 +91,12 @@ def partitions(
         """Returns the least time of a step with such a stage."""
         own = layers[begin:end]
         rungs = _joined(own)
-        # All that is recomputed is in the scratch memory, beside what the largest layer needs.
-        needed = max(x.scratch for x in own) + rungs[-1].saved
-        needed += every / num_stages if len({*devices}) == 1 else sum(x.fixed for x in own)
-        needed += kept[stage] * own[0].boundary + 2 * (own[0].boundary + own[-1].outputs)
+        needed = _needed(own, kept[stage])
+        if len({*devices}) == 1:
+            needed += every / num_stages - sum(x.fixed for x in own)
         room = limits[devices[stage]] / devices.count(devices[stage]) - needed
         if room < 0:
-            return _TOO_LARGE - room
+            return TOO_LARGE - room
         forward, backward = sum(x.forward for x in own), total * sum(x.backward for x in own)
         # Weight gradients may be computed while earlier stages drain.
         after = max(backward, (backward + drain[begin]) / 2) if splits else backward + drain[begin]
@@ -121,6 +121,41 @@ def partitions(
             time = max(own_time, best[stage + 1][end])
             if time < float("inf"):  # the stages after it have all other layers
                 heappush(queue, (time, (*balance, end - begin), own_time))
+
+
+def smallest_partition(
+    layers: Sequence[LayerNeeds], devices: Sequence[Hashable], schedule: Schedule
+) -> tuple[int, ...]:
+    """Returns the partition that needs least if everything is recomputed: in all, or in its worst stage.
+
+    Args:
+        layers: the layers.
+        devices: the device of each stage; in all counts if stages share one.
+        schedule: the schedule if everything is recomputed.
+    """
+    kept = Simulation.of(schedule).kept
+    join = operator.add if len({*devices}) < len(devices) else max
+    # By the number of layers so far: the least bytes, and the partition.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(len(devices)):
+        best = {
+            end: min(
+                (join(size, _needed(layers[begin:end], kept[stage])), (*balance, end - begin))
+                for begin, (size, balance) in best.items()
+                if begin < end
+            )
+            for end in range(stage + 1, len(layers) - (len(devices) - stage - 1) + 1)
+        }
+    return best[len(layers)][1]
+
+
+def _needed(layers: Sequence[LayerNeeds], kept: int) -> float:
+    """Returns what a stage of these layers needs if everything is recomputed, and it keeps so many at a time.
+
+    All that is recomputed is in the scratch memory, beside what the largest layer needs.
+    """
+    needed = max(x.scratch for x in layers) + _joined(layers)[-1].saved + sum(x.fixed for x in layers)
+    return needed + kept * layers[0].boundary + 2 * (layers[0].boundary + layers[-1].outputs)
 
 
 def _joined(layers: Sequence[LayerNeeds]) -> list[Rung]:

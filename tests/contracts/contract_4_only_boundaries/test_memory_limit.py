@@ -207,6 +207,26 @@ def test_a_balance_is_chosen_that_fits() -> None:
     assert pipe.balance == before
 
 
+def test_the_balance_that_needs_least_is_found() -> None:
+    """Stages that share a device need little if one has most layers, which are recomputed in turn."""
+
+    def narrowing(**options: object) -> tuple[GPipe, Tensor]:
+        torch.manual_seed(SEED)
+        sizes = [8, 512, 256, 128, 64, 32]
+        layers = (nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes))
+        pipe = GPipe(nn.Sequential(*layers), devices=["cpu"] * 3, chunks=4, **options)  # type: ignore[arg-type]
+        return pipe, torch.ones(512, 8)
+
+    balances = [[1, 1, 3], [1, 2, 2], [1, 3, 1], [2, 1, 2], [2, 2, 1], [3, 1, 1]]
+    least = min(needed(*narrowing(balance=own, checkpoint="always")) for own in balances)
+    limit = least + least // 1000
+    pipe, x = narrowing(memory=limit)
+    pipe(x).sum().backward()
+    assert needed(pipe, x) <= limit
+    pipe, x = narrowing()
+    assert all(sum(own.bytes) <= limit for own in tune(pipe, x, memory=limit).choices)
+
+
 def test_the_balance_of_a_step_is_chosen_for_its_schedule() -> None:
     """1F1B keeps fewer micro-batches, so a step fits where a call of fill-drain would not."""
     call = {"loss_fn": mean, "normalizer": 64}

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from gpipe_fast.schedule import schedule_for
-from gpipe_fast.schedule.cuts import LayerNeeds, Rung, partitions
+from gpipe_fast.schedule import Schedule, schedule_for
+from gpipe_fast.schedule.cuts import LayerNeeds, Rung, partitions, smallest_partition
 
 MIB = 2**20
 
@@ -55,3 +55,26 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
         time, found = next(partitions(own, "ab", dict.fromkeys("ab", limit * MIB), [1.0] * 4, schedule))
         assert found == balance
         assert (time < 1e18) == (limit >= 5)
+
+
+def needs_of_stages(layers: list[LayerNeeds], schedule: Schedule) -> dict[tuple[int, ...], list[float]]:
+    """Returns what each stage needs of each partition: what it lacks if its limit alone is 0."""
+    found: dict[tuple[int, ...], list[float]] = {}
+    for stage in range(schedule.num_stages):
+        limits = dict.fromkeys(range(schedule.num_stages), 1e15) | {stage: 0.0}
+        for needed, balance in partitions(layers, [*limits], limits, [1.0] * 4, schedule):
+            found.setdefault(balance, []).append(needed - 1e18)
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_smallest_partition_needs_least(shared: bool) -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        num_layers, num_stages = draw.choice([(6, 3), (5, 4), (4, 1), (7, 2)])
+        layers = [random_layer(draw) for _ in range(num_layers)]
+        recomputed = [*itertools.product(range(num_stages), range(4))]
+        schedule = schedule_for("gpipe", num_stages, 4, recomputed=recomputed)
+        devices = ["cpu"] * num_stages if shared else [*range(num_stages)]
+        every = {own: (sum if shared else max)(x) for own, x in needs_of_stages(layers, schedule).items()}
+        assert every[smallest_partition(layers, devices, schedule)] == min(every.values())
