@@ -32,6 +32,8 @@ _PARTS = (0, 1), (1, 2)
 NUM_IN_ALL = 9
 _UNEQUAL = (0, 2), (2, 4), (6, 3)
 _TOLERANCE = 1e-4
+# Kinds of random numbers: integers are 0 and 1, or up to 4, for losses that divide by a count of larger ones.
+_KINDS = "positive", "normal", "ones", "zeros", "larger"
 _NO_SUM = (
     "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for the "
     "whole"
@@ -248,7 +250,7 @@ class SampleCheck:
         """
         wrong, left, failure = dict[int, str](), set(kinds), ""
         numbers = {**self._numbers, self._batch: NUM_IN_ALL}
-        kinds_of_numbers = itertools.product((False, True), ("positive", "normal", "ones", "zeros"))
+        kinds_of_numbers = itertools.product((False, True), _KINDS)
         for seed, (is_exact, kind) in enumerate(kinds_of_numbers):
             if not left and (is_exact or kind != "normal"):
                 continue
@@ -349,7 +351,7 @@ class SampleCheck:
         if torch.Size(shape).numel() > _MAX_ELEMENTS * sizes[self._batch] // _NUM_SAMPLES:
             raise Mixed("its operands are too large to be checked on random numbers")
         if not (value.is_floating_point() or value.is_complex()):
-            low, high = int(kind == "ones"), 1 if kind == "zeros" else 2
+            low, high = int(kind == "ones"), {"zeros": 1, "larger": 5}.get(kind, 2)
             return torch.randint(low, high, shape, generator=generator, device=self._device).to(value.dtype)
         dtype = torch.complex128 if value.is_complex() else torch.float64
         if kind == "normal":

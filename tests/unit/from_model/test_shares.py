@@ -91,6 +91,7 @@ TERMS: dict[str, Function] = {
     "weights of classes": lambda m, y, c, k: entropy(y, c, weight=m.weights),
     "smoothed": lambda m, y, c, k: entropy(y, c, label_smoothing=0.1),
     "masked": lambda m, y, c, k: (y.abs().sum(-1) * k).sum() / k.sum().clamp(min=1),
+    "of larger classes": lambda m, y, c, k: (y.sum(-1) * (c > 2)).sum() / (c > 2).sum(),
     "masked by the mean": lambda m, y, c, k: (y.mean(-1) * k).mean() / k.double().mean(),
     "a sum": lambda m, y, c, k: y.sigmoid().sum(),
     "by samples": lambda m, y, c, k: y.square().sum() / len(y),
