@@ -32,8 +32,9 @@ _PARTS = (0, 1), (1, 2)
 NUM_IN_ALL = 9
 _UNEQUAL = (0, 2), (2, 4), (6, 3)
 _TOLERANCE = 1e-4
-# Kinds of random numbers: integers are 0 and 1, or up to 4, for losses that divide by a count of larger ones.
-_KINDS = "positive", "normal", "ones", "zeros", "larger"
+# Kinds of random numbers. Integers are 0 and 1; for losses that divide by a count of others, up to 4, or near
+# those of the graph.
+_KINDS = "positive", "normal", "ones", "zeros", "larger", "mentioned"
 _NO_SUM = (
     "on random numbers, what it gives for parts of a mini-batch does not add up to what it gives for the "
     "whole"
@@ -70,6 +71,9 @@ class SampleCheck:
         self._owners: dict[fx.Node, list[Owners | None]] = {}
         self._of_sizes: dict[fx.Node, Tensor] = {}  # what is computed from sizes alone
         self._positions: set[fx.Node] = set()
+        self._mentioned = torch.zeros(
+            1, dtype=torch.int64
+        )  # the integers of the graph, and those beside them
 
     def add_input(self, node: fx.Node) -> None:
         """Adds an input that has a batch dimension, such as that of the tokens of one sample after the other.
@@ -250,6 +254,9 @@ class SampleCheck:
         """
         wrong, left, failure = dict[int, str](), set(kinds), ""
         numbers = {**self._numbers, self._batch: NUM_IN_ALL}
+        found = {x for node in inputs[0].graph.nodes for x in pytree.tree_leaves(node.args) if type(x) is int}
+        near = sorted({x + i for x in found for i in (-1, 0, 1) if abs(x) < 2**31})
+        self._mentioned = torch.tensor(near or [0], device=self._device)
         kinds_of_numbers = itertools.product((False, True), _KINDS)
         for seed, (is_exact, kind) in enumerate(kinds_of_numbers):
             if not left and (is_exact or kind != "normal"):
@@ -352,7 +359,9 @@ class SampleCheck:
             raise Mixed("its operands are too large to be checked on random numbers")
         if not (value.is_floating_point() or value.is_complex()):
             low, high = int(kind == "ones"), {"zeros": 1, "larger": 5}.get(kind, 2)
-            return torch.randint(low, high, shape, generator=generator, device=self._device).to(value.dtype)
+            high = len(self._mentioned) if kind == "mentioned" else high
+            drawn = torch.randint(low, high, shape, generator=generator, device=self._device)
+            return (self._mentioned[drawn] if kind == "mentioned" else drawn).to(value.dtype)
         dtype = torch.complex128 if value.is_complex() else torch.float64
         if kind == "normal":
             return torch.randn(shape, generator=generator, dtype=dtype, device=self._device)

@@ -119,6 +119,10 @@ def test_sums_of_means_are_those_of_the_whole_mini_batch(names: tuple[str, ...])
     check(loss)
 
 
+def test_a_count_of_one_class_may_divide() -> None:
+    check(lambda m, y, c, k: (y.sum(-1) * (c == -100)).sum() / (c == -100).sum())
+
+
 class Focal(nn.Module):
     """A loss with a parameter of its own, which returns a value of all samples."""
 
