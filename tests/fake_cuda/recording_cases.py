@@ -31,8 +31,8 @@ def wrong(recording: Recording, copy_seconds: float) -> list[str]:
             found.append(f"{action} took {event.end - event.begin}")
         if action.kind not in TRANSFERS and not event.end > event.begin:
             found.append(f"{action} took no time")
-    for arrow in report.timeline().arrows:
-        if arrow.end - arrow.begin < copy_seconds - 2e-3:  # clocks of two devices
+    for arrow in report.timeline()["arrows"]:
+        if arrow["to"][1] - arrow["from"][1] < copy_seconds - 2e-3:  # clocks of two devices
             found.append(f"arrived before it was copied: {arrow}")
     if abs(sum(report.stages[0]) / report.step - 1) > 0.01:
         found.append(f"the times of a stage add up to {sum(report.stages[0])} of {report.step}")
