@@ -28,6 +28,7 @@ from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, o
 from gpipe_fast.strides import bits_of
 from gpipe_fast.torch_private.operators import OpOverload
 from gpipe_fast.trace.collectives import group_position
+from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
 from gpipe_fast.trace.gradient_layouts import GradientLayout
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
@@ -214,7 +215,7 @@ class TracedStage:
         key = saved_fraction, defers_weights
         found = self.lowered.get(key)  # another thread may drop it
         if found is None:
-            with intra_op_threads(self.threads):
+            with intra_op_threads(self.threads), collector_paused():
                 found = self.lowered[key] = self._lower(*key)
         return found
 

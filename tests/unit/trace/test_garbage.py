@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import GPipe
+from gpipe_fast.lower.program_template import lower_graphs
+from gpipe_fast.runtime import compiled
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.trace import trace
@@ -41,6 +45,19 @@ def test_callbacks_of_the_collector_are_not_taken_for_the_layer() -> None:
     assert isinstance(found, JointGraph), found
     # Each collection calls back twice. One follows the trace, and others may run before and after the pause.
     assert len(times) < 2 * 5000 // gc.get_threshold()[0]
+
+
+def test_no_layer_is_lowered_while_the_collector_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection while a stage is lowered takes as long as lowering it."""
+    was_enabled = []
+
+    def lower(*arguments: Any) -> Any:
+        was_enabled.append(gc.isenabled())
+        return lower_graphs(*arguments)
+
+    monkeypatch.setattr(compiled, "lower_graphs", lower)
+    GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"])(torch.ones(4, 2))
+    assert was_enabled == [False]
 
 
 class Cycle:
