@@ -60,6 +60,7 @@ class Eviction:
     def __init__(self, limit: int, compiler: Compiler) -> None:
         self.limit = limit
         self.num_evicted = 0
+        self._num_uncounted = 0  # the plans since bytes were counted
         self._compiler = compiler
         self._planners: list[weakref.ref[KeptBy]] = []  # in the order in which they were made
 
@@ -82,11 +83,16 @@ class Eviction:
     def run(self, latest: PlannedCall | None) -> None:
         """Forgets the least recently used stages, plans and templates until the rest is within the limit.
 
-        First go stages that belong to no plan, then plans other than the latest.
+        First go stages that belong to no plan, then plans other than the latest. To count takes time for each
+        plan that is kept. So of many plans, bytes are counted once for each sixteenth of them.
 
         Args:
             latest: the plan to keep.
         """
+        self._num_uncounted += 1
+        if 16 * self._num_uncounted < sum(len(kept.plans) for kept in self._kept()):
+            return
+        self._num_uncounted = 0
         while self.num_bytes() > self.limit and (self._forget_stage(latest) or self._forget_plan(latest)):
             pass
         while self.template_bytes() > self.limit and self._compiler.forget_oldest_template():
