@@ -21,7 +21,7 @@ _OF_PACKAGES = {
     "schedules signature",
     "bench.compare": "distributed frontier memory overhead step tensor-parallel training-step within-memory",
     "bench.gpu": "cuda",
-    "tools": "census compiled explain fusion ledger meshes policies regions reruns",
+    "tools": "census explain fusion ledger meshes policies reruns",
 }
 _MODULES = {
     name: f"{package}.{name.replace('-', '_')}"

@@ -86,13 +86,6 @@ class Table:
     note: str = ""
 
 
-def alternate(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, pause: float = 0.0
-) -> dict[str, Timing]:
-    """Returns the timings of candidates, with the arguments of `samples`."""
-    return {name: timing(times) for name, times in samples(candidates, rounds, calls, pause).items()}
-
-
 def samples(
     candidates: Mapping[str, Callable[[], object]],
     rounds: int,

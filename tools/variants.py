@@ -1,6 +1,7 @@
 """The variants of kernels that are compiled and checked without a GPU: every configuration of each kernel.
 
-The kernels of regions are not among them; `tools/regions.py` compiles those of the stages of fusion.md.
+The kernels of regions are not among them: those of the stages of fusion.md are compiled by
+tests/fake_cuda/test_fusion.py.
 """
 
 from __future__ import annotations

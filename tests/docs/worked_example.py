@@ -15,7 +15,7 @@ from gpipe_fast.fuse.regions.kernel import fragment_of
 from gpipe_fast.lower.launch import KernelLaunch
 from tests.docs.markdown import FENCE, ROOT
 from tests.unit.fuse.graphs import regions_in
-from tools.compiled import cuobjdump, resource_usage
+from tests.unit.kernels.compiled import cuobjdump, resource_usage
 
 CAPABILITY = 90
 SHAPES = ((2048, 1024), (2048, 1024), (1024,))

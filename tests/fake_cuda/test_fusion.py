@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from bench import measure
 from tests.conftest import HAS_TRITON
-from tools import fusion
-from tools.stages import STAGES
+from tools import fake_cuda, fusion
+from tools.stages import PRECISIONS, STAGES
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 # Stage, precision and checkpoint mode.
@@ -71,3 +72,14 @@ def test_errors_are_at_most_twice_those_of_pytorch(
         noise = rounding < 1e-3 * expected
         allowed = max((MAX_RATIO_OF_NOISE if noise else MAX_RATIO) * expected, 2 * rounding)
         assert error <= allowed, f"result {index}: {error / allowed:.3f} of the error allowed"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("GPT", "bf16"), *(pytest.param(c, marks=pytest.mark.extended) for c in product(STAGES, PRECISIONS))],
+    ids=" ".join,
+)
+def test_no_generated_kernel_spills_registers(case: tuple[str, str], libraries: tuple[Path, Path]) -> None:
+    number, found = fake_cuda.call(libraries[0], "tests.unit.kernels.compiled:spilling_kernels_of", *case)
+    assert number or case[0].startswith("head")  # whose loss is no generated kernel
+    assert found == []
