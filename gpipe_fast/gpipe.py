@@ -369,8 +369,8 @@ class GPipe(Reporting):
         further = [each if isinstance(each, tuple) else (each,) for each in also]
         calls = [runner.checked_inputs(each, kwargs, allow_meta=True) for each in (args, *further)]
         with progress.working("preparing calls") as work:
-            for index, inputs in enumerate(calls):
-                work.enter_call(index, len(calls))
+            for inputs in calls:
+                work.purpose = ""  # the present call's
                 runner.choose_balance(inputs, self.training)
                 with TRACING_LOCK:
                     _, plan = runner.plan(inputs, self.training)

@@ -106,8 +106,8 @@ def profile_layers(
         chunks: the number of micro-batches in the sample; layers run on the first one, the largest.
         threads: the number of intra-op threads; by default those of a stage if ``module`` is a `GPipe`, else
             the caller's, which a pipeline of K stages would divide by K.
-        progress: whether to show a progress bar, which needs tqdm; by default only after two seconds and on
-            a terminal, and elsewhere one line says that layers are measured.
+        progress: whether to show at once which layer is measured, in a line that is rewritten; by default
+            only after two seconds and on a terminal, and elsewhere one line says that layers are measured.
 
     Raises:
         TypeError: ``module`` is neither a ``Sequential`` nor a `GPipe`, or ``sample`` contains no tensor.

@@ -1,11 +1,11 @@
-"""Says what a long first call is doing: a progress bar on a terminal, one line elsewhere.
+"""Says what a long first call is doing: a line that is rewritten on a terminal, one line elsewhere.
 
 A thread waits until the work has taken two seconds, and then shows what the working thread has last noted::
 
-    gpipe_fast: tracing stage 1 of 3, layers 4 to 7:  34%|######              | 00:05
+    gpipe_fast: tracing stage 1 of 3, layers 4 to 7 (5 s)
 
-The working thread notes steps and layers, which costs nothing that can be measured, and writes nothing. So a
-trace, which observes the Python code of its own thread, does not see the display.
+The working thread notes steps, which costs nothing that can be measured, and writes nothing. So a trace,
+which observes the Python code of its own thread, does not see the display.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -27,24 +28,14 @@ VARIABLE = "GPIPE_FAST_PROGRESS"
 DELAY_SECONDS = 2.0
 REFRESH_SECONDS = 0.2
 
-# Where a step is in the whole: first all stages are traced; then each is split, fused and lowered in turn.
-# The columns are the part of the whole to which the step belongs, from and to, and the part of a stage that
-# is done when the step begins.
-_PLACES = {"tracing": (0.0, 0.6, 0.0), "splitting": (0.6, 1.0, 0.0), "lowering": (0.6, 1.0, 0.7)}
-# The part of a stage that is done when its kernels are compiled, after "splitting".
-_COMPILED = 0.6
 # The maximum number of shapes that a line lists.
 _MAX_SHAPES = 4
-# The number of times that a trace runs the layers. The trace of the backward is about as long as one of them.
-_RUNS_OF_LAYERS = 3
-# The time left is unknown, because a step may take any time.
-_BAR_FORMAT = "gpipe_fast: {desc}: {percentage:3.0f}%|{bar:20}| {elapsed}"
 
 _log = logging.getLogger("gpipe_fast")
 _active = threading.local()
 
-# Held while anything is drawn, and by a fork, so that a child does not inherit a lock of tqdm or of a stream
-# from a thread that it lacks.
+# Held while anything is drawn, and by a fork, so that a child does not inherit a lock of a stream from a
+# thread that it lacks.
 _drawing = threading.Lock()
 os.register_at_fork(
     before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release
@@ -52,28 +43,19 @@ os.register_at_fork(
 
 
 class Work:
-    """A piece of work: what is being done, and how much of it is done. Only the working thread writes.
+    """A piece of work. Only the working thread writes.
 
     Attributes:
         doing: what is being done.
         purpose: what the work is for.
-        fraction: how much is done, from 0 to 1; it never decreases.
     """
 
     def __init__(self, doing: str, purpose: str = "") -> None:
-        self.doing, self.purpose, self.fraction = doing, purpose, 0.0
+        self.doing, self.purpose = doing, purpose
         self._begin = time.monotonic()
-        self._name = doing
-        self._is_counted = True
+        self._name, self._where = doing, ""
         self._sizes: Sequence[int] = ()
         self._first_layer = 0
-        self._step = ("tracing", 0, 0)
-        self._layers_run = 0
-        self._part_of_calls = (0, 1)
-
-    def enter_call(self, index: int, number: int) -> None:
-        """Notes that the work for one of several calls begins."""
-        self._part_of_calls, self.purpose = (index, number), ""
 
     def enter_stages(self, sizes: Sequence[int], first_layer: int) -> None:
         """Notes that steps concern stages with these numbers of layers, from a layer on."""
@@ -81,51 +63,28 @@ class Work:
 
     def enter_step(self, name: str, layers: tuple[int, int] | None) -> None:
         """Notes that a step begins, for layers (first and number); None for those of the latest step."""
-        first, number = self._step[1:] if layers is None else layers
-        self._step, self._layers_run = (name, first, number), 0
-        self.doing = self._name = f"{name} {self._where(first, number)}"
-        self._advance(0.0)
+        if layers is not None:
+            self._where = self._place(*layers)
+        self.doing = self._name = f"{name} {self._where}"
 
     def enter_part(self, doing: str) -> None:
         """Notes that a part of the work begins that may be done by itself, too, such as compiling kernels."""
-        where = f" for {self._where(*self._step[1:])}" if self._sizes else ""
-        self.doing = self._name = f"{doing}{where}"
-        self._is_counted = False
-
-    def enter_layer(self) -> None:
-        """Notes that the next layer of a step begins."""
-        self._advance(min(1.0, self._layers_run / (_RUNS_OF_LAYERS * max(1, self._step[2]))))
-        self._layers_run += 1
+        self.doing = self._name = f"{doing} for {self._where}" if self._where else doing
 
     def count(self, done: int, total: int) -> None:
         """Notes how many pieces of the present part are done."""
         self.doing = f"{self._name} ({done} of {total})"
-        if self._sizes:
-            self._advance(_COMPILED * done / max(1, total))
-        elif self._is_counted:
-            self._raise_to(done / max(1, total))
 
     def seconds(self) -> float:
         """Returns how long the work has taken."""
         return time.monotonic() - self._begin
 
-    def _where(self, first: int, number: int) -> str:
+    def _place(self, first: int, number: int) -> str:
         layers = f"layer {first}" if number == 1 else f"layers {first} to {first + number - 1}"
         if len(self._sizes) < 2:
             return layers
         ends = [self._first_layer + end for end in accumulate(self._sizes)]
         return f"stage {bisect_right(ends, first)} of {len(ends)}, {layers}"
-
-    def _advance(self, share: float) -> None:
-        """Notes that a share of the latest step is done."""
-        name, first, number = self._step
-        begin, end, place = _PLACES[name]
-        done = first - self._first_layer + min(1.0, place + share) * number
-        self._raise_to(begin + (end - begin) * done / max(1, sum(self._sizes)))
-
-    def _raise_to(self, fraction: float) -> None:
-        index, number = self._part_of_calls
-        self.fraction = max(self.fraction, min(1.0, (index + fraction) / number))
 
 
 class _Display:
@@ -133,7 +92,7 @@ class _Display:
 
     Args:
         work: the work.
-        at_once: whether to show a bar at once, even if standard error is not a terminal.
+        at_once: whether to show it at once, even if standard error is not a terminal.
     """
 
     def __init__(self, work: Work, at_once: bool) -> None:
@@ -147,7 +106,7 @@ class _Display:
             self._thread.start()
 
     def stop(self) -> None:
-        """Clears the bar and ends the thread."""
+        """Clears the line and ends the thread."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)  # a terminal that is stopped may hold the thread up
@@ -156,10 +115,9 @@ class _Display:
         if not self._at_once and self._ended.wait(DELAY_SECONDS):
             return
         with contextlib.suppress(Exception):  # standard error may be closed, or any object
-            bar_class = _bar_class() if self._at_once or _is_terminal() else None
-            if bar_class is not None:
-                self._draw(bar_class)
-            elif not self._at_once:
+            if self._at_once or _is_terminal():
+                self._rewrite_line()
+            else:
                 self._write_line()
 
     def _write_line(self) -> None:
@@ -170,24 +128,20 @@ class _Display:
             elif sys.stderr is not None:
                 print(f"gpipe_fast: {text}", file=sys.stderr, flush=True)
 
-    def _draw(self, bar_class: Any) -> None:
-        bar = self._begin_bar(bar_class)
-        try:
-            while not self._ended.wait(REFRESH_SECONDS):
-                with _drawing:
-                    bar.n, bar.desc = self._work.fraction, self._work.doing
-                    bar.refresh()
-        finally:
-            with _drawing:
-                bar.close()
+    def _rewrite_line(self) -> None:
+        width = shutil.get_terminal_size((100, 20)).columns - 1
 
-    def _begin_bar(self, bar_class: Any) -> Any:
-        # tqdm draws nothing on a terminal of width 0, which a container's may have.
-        width = {"dynamic_ncols": True} if _num_columns() else {"ncols": 100, "nrows": 20}
-        with _drawing:
-            bar = bar_class(desc=self._work.doing, total=1.0, leave=False, bar_format=_BAR_FORMAT, **width)
-            bar.start_t -= self._work.seconds()
-            return bar
+        def write(text: str) -> None:
+            with _drawing:
+                print(f"\r{text[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
+
+        try:
+            while True:
+                write(f"gpipe_fast: {self._work.doing} ({self._work.seconds():.0f} s)")
+                if self._ended.wait(REFRESH_SECONDS):
+                    break
+        finally:
+            write("")
 
 
 @contextlib.contextmanager
@@ -197,7 +151,8 @@ def working(doing: str, purpose: str = "", show: bool | None = None) -> Iterator
     Args:
         doing: what is being done at first.
         purpose: what the work is for, for the line that is written if there is no terminal.
-        show: whether to show a bar at once; by default only after two seconds, and a bar only on a terminal.
+        show: whether to show the line that is rewritten, at once; by default only after two seconds and on a
+            terminal.
     """
     outer = getattr(_active, "work", None)
     if outer is not None:
@@ -260,13 +215,6 @@ def step(name: str, first_layer: int | None = None, num_layers: int = 1) -> None
         work.enter_step(name, None if first_layer is None else (first_layer, num_layers))
 
 
-def layer() -> None:
-    """Notes that the trace of a layer begins."""
-    work = getattr(_active, "work", None)
-    if work is not None:
-        work.enter_layer()
-
-
 def _is_wanted() -> bool:
     """Returns whether to show anything: of the processes that `torchrun` starts, only the first does."""
     return os.environ.get(VARIABLE) != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
@@ -277,24 +225,3 @@ def _is_terminal() -> bool:
         return bool(sys.stderr.isatty())
     except (AttributeError, ValueError):  # None, closed, or another object that can be written to
         return False
-
-
-def _num_columns() -> int:
-    """Returns the width of the terminal; 0 if it is unknown."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):
-        return 0
-
-
-def _bar_class() -> Any:
-    """Returns the class of progress bars; None if tqdm is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-
-    class Bar(tqdm):  # type: ignore[misc, unused-ignore]
-        monitor_interval = 0  # no thread that outlives the bar
-
-    return Bar

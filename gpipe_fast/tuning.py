@@ -67,8 +67,8 @@ def tune(
         loss_fn: As for `GPipe.report`; only for a `GPipe`.
         normalizer: As for `GPipe.report`; only for a `GPipe`.
         seconds: The time after which no new trial begins.
-        progress: Whether to show a progress bar, which needs tqdm; by default only after two seconds and on a
-            terminal, and elsewhere one line says that settings are tried.
+        progress: Whether to show the progress at once, in a line that is rewritten; by default only after two
+            seconds and on a terminal, and elsewhere one line says that settings are tried.
         memory: The bytes of each device, as for `GPipe`; only for a `GPipe` in training mode, without mesh.
         kwargs: Keyword arguments of the model.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import progress, switches
+from gpipe_fast import switches
 from gpipe_fast.layers.quantized import give_parts
 from gpipe_fast.layers.structure import arguments_of, flatten
 from gpipe_fast.randomness.random import KeyedRandomMode
@@ -63,7 +63,6 @@ def capture_layers(
     """
     captures: list[Captured] = []
     for index, (layer, description) in enumerate(zip(layers, descriptions, strict=True)):
-        progress.layer()
         handle_interrupt()
         args, kwargs = arguments_of(value)
         stashes, pops = outer_skips(layer)

@@ -142,8 +142,7 @@ def test_a_table_has_a_row_for_each_layer() -> None:
     assert " ".join(text.splitlines()[2].split()) == "0 Linear 1.500 3.000 2.000 1.000 2.000 3.000"
 
 
-def test_a_progress_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
+def test_the_progress_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     model = models.mlp()
     profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=True)
     assert "gpipe_fast: measuring layers" in capsys.readouterr().err
