@@ -39,7 +39,7 @@ from gpipe_fast.torch_private.fake_tensors import ShapeEnv
 from gpipe_fast.torch_private.modes import DisableTransforms
 from gpipe_fast.trace.fake import FakeLayouts, RealLayouts
 from gpipe_fast.trace.symbols import CannotExpressError, evaluated
-from gpipe_fast.trace.unguarded import Read, is_immutable
+from gpipe_fast.trace.unguarded import Read, is_attribute, is_immutable
 
 _log = logging.getLogger("gpipe_fast")
 
@@ -82,6 +82,8 @@ class Guards:
 
     Attributes:
         layer: checks the layer's attributes, given ``scope_of(layer)``.
+        layer_follows: whether the layer's attributes pass as long as those of its modules are the same, and
+            the items of their tables.
         ambient: checks everything else, such as global variables.
         conditions: the conditions as text.
         classes: the classes of the objects that forward has read.
@@ -92,6 +94,7 @@ class Guards:
     """
 
     layer: Check
+    layer_follows: bool
     ambient: Check
     conditions: frozenset[str]
     classes: tuple[type, ...]
@@ -709,6 +712,7 @@ def _guards(
     cached = {repr(call): call.check_in(entry.__globals__) for call in cached_calls}
     functions = [call.function for call in cached_calls]
     reads = _reads([*on_layer, *ambient], output.traced_code, entry, layer, functions)
+    followed = {read.name for read in reads if is_attribute(read, layer)}
     classes = {type(module) for module in layer.modules()}
     for guard in (*on_layer, *ambient):
         cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
@@ -720,6 +724,7 @@ def _guards(
         raise Refused("a class overrides how a property is read")
     return Guards(
         check_layer,
+        all(guard.originating_source.name in followed for guard in on_layer),
         (lambda scope: check_ambient(scope) and all(check(scope) for check in cached.values()))
         if cached
         else check_ambient,

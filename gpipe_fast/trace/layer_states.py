@@ -103,7 +103,9 @@ class LayerState:
         """
         scope = scope_of(layer)
         for guards, facts in zip(self.guards[:num_guards], self._facts, strict=False):
-            if not guards.layer(scope) or not facts.hold(scope, same_attributes):
+            if not (same_attributes and guards.layer_follows) and not guards.layer(scope):
+                return False
+            if not facts.hold(scope, same_attributes):
                 return False
         return True
 

@@ -34,7 +34,8 @@ _TORCH = os.path.dirname(torch.__file__)
 _ENVIRONMENT: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 # Modules' own tables, of hooks, parameters, buffers or modules.
 _TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
-_ATTRIBUTE = re.compile(r"L\['layer'\](\._modules\['[^']*'\])*\.(\w+|__dict__\['\w+'\])")
+_MODULE = re.compile(r"L\['layer'\](\._modules\['[^']*'\])*")
+_ATTRIBUTE = re.compile(rf"{_MODULE.pattern}\.(\w+|__dict__\['\w+'\])")
 
 
 class Read(NamedTuple):
@@ -86,11 +87,7 @@ class Facts:
             or _exact(value, read.with_keys) is not None
             or any(_sentinels_of(value))
         ]
-        self._volatile = [
-            read
-            for read in self._reads
-            if not (_ATTRIBUTE.fullmatch(read.name) and is_immutable(read.value(layer)))
-        ]
+        self._volatile = [read for read in self._reads if not is_attribute(read, layer)]
         self._constants = constants
         self._known = [self._of(reads, layer) for reads in (self._reads, self._volatile)]
 
@@ -181,6 +178,14 @@ def _in_container(value: Any) -> Hashable:
     # Guards on a tuple compare the very objects in it.
     exact = tuple(map(_in_container, value)) if isinstance(value, (list, set)) else _exact(value)
     return (type(value), exact if exact is not None or not isinstance(value, IMMUTABLE) else value)
+
+
+def is_attribute(read: Read, layer: nn.Module) -> bool:
+    """Returns whether a value cannot change unless an attribute or a table of a layer's modules does."""
+    return bool(_MODULE.fullmatch(read.name)) or (
+        bool(_ATTRIBUTE.fullmatch(read.name))
+        and (bool(_TABLE.search(read.name)) or is_immutable(read.value(layer)))
+    )
 
 
 def is_immutable(value: Any) -> bool:
