@@ -490,13 +490,16 @@ class Runner:
     def prepare(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
-            with self.processes.compiling():
-                call, plan = self.plan(inputs, training, given)
-            state = self.state if self.planner.in_python else None
+            is_changed = True
+            while is_changed:  # by layers of calls in flight, in Python
+                with self.processes.compiling():
+                    call, plan = self.plan(inputs, training, given)
+                state = self.state if self.planner.in_python else None
+                if state is not None:
+                    state.watch()
+                is_changed = state is not None and self.follow_changes()
             parts = self._local_parameters(), self.state.buffers
             prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)
-            if state is not None:
-                state.watch()
         self.warn(inputs, training)
         return prepared
 
@@ -581,16 +584,21 @@ class Runner:
         self.follow_changes()
         self.state.update_key()
 
-    def follow_changes(self) -> None:
-        """Updates the stages if modules, parameters or buffers were changed; leaves the state's key."""
+    def follow_changes(self) -> bool:
+        """Updates the stages if modules, parameters or buffers were changed, and returns whether they were.
+
+        The state's key stays as it is.
+        """
         layers: Collection[nn.Module] = self.children.values()
-        if self.state.update(layers):
+        is_changed = self.state.update(layers)
+        if is_changed:
             self.processes.check_shards(list(layers))
             if self.settings.deferred_batch_norm:
                 self._begin_state()
                 enable_deferral(layers)  # includes batch norms that were added since
                 self.state.update(layers)
         self._follow_layers()
+        return is_changed
 
     def _follow_layers(self) -> None:
         if [layer for stage in self.stages for layer in stage.layers] != self.state.layers:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
+from gpipe_fast.runtime.planner import Call, PlannedCall
 from gpipe_fast.streaming import CallStream
 from tests.reference import collect, gradient_like, unequal
 from tests.untraceable import WIDTH, without_warnings
@@ -122,6 +123,21 @@ class Shrinking(Cached):
         return self.kept
 
 
+class Replaced(Cached):
+    """Keeps a table of the greatest length only, always of one size."""
+
+    longest = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(max(LENGTHS), max(LENGTHS)))
+
+    def table(self, length: int) -> Tensor:
+        if length > self.longest:
+            self.longest, self.kept = length, torch.full((max(LENGTHS), max(LENGTHS)), float(length))
+        return self.kept
+
+
 class Tables:
     """A cache that layers share."""
 
@@ -178,6 +194,7 @@ KINDS: dict[str, Callable[[], list[Cached]]] = {
             Listed,
             Memoized,
             Shrinking,
+            Replaced,
         )
     },
     "mixed": lambda: [Attribute(), Dictionary(), Buffer()],
@@ -288,3 +305,29 @@ def test_a_layer_that_reads_the_longer_table_later_is_no_error_in_a_stream() -> 
             gate.is_open.set()
             checked.result()
         calls.finish()
+
+
+def after(first: Callable[[], None], then: Callable[[Call], PlannedCall]) -> Callable[[Call], PlannedCall]:
+    def both(call: Call) -> PlannedCall:
+        first()
+        return then(call)
+
+    return both
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_call_of_a_stream_keeps_while_the_next_one_is_planned_is_used(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, layers = model(kind), model(kind)
+    pipe = GPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=CHUNKS)
+    for index, length in enumerate(LENGTHS[:4]):
+        x = torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(index))
+        with torch.no_grad(), without_warnings(), monkeypatch.context() as patched:
+            calls = CallStream(runner_of(pipe), lambda: pipe.training)
+            planner = runner_of(pipe).planner
+            patched.setattr(planner, "plan", after(calls.wait_for_all, planner.plan))
+            calls.begin(x)
+            calls.begin(2 * x)
+            for batch in (x, 2 * x):
+                assert torch.equal(calls.finish(), loop(plain, batch)), f"length {length}"
