@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,6 @@ REFUSAL = (
     r"""loss=["']per-microbatch["']""",
 )
 
-Weighing = Literal["sum", "samples"] | Callable[[Any], Any]
-"""A micro-batch's loss has the weight 1, or its share of the samples, or of what a function of the target
-counts."""
-
-
-class Term(NamedTuple):
-    """A loss, and how those of micro-batches are weighed."""
-
-    loss_fn: Callable[..., Tensor]
-    by: Weighing = "samples"
-
 
 @dataclass(frozen=True)
 class Case:
@@ -48,11 +37,6 @@ class Case:
         layers: returns the layers whose output the loss is computed of.
         shape: the shape of a sample of the input.
         expected: whether a step equals the plain loop or is refused.
-        by: how the losses of micro-batches are weighed.
-        terms: takes the loss_fn, and returns terms that add up to the loss, if its terms are weighed
-            differently.
-        is_additive: whether the loss is a sum over the samples' outputs. Losses that are refused nevertheless
-            depend on the position in the mini-batch or compare the targets of samples.
         dtype: that of parameters, inputs, and targets.
     """
 
@@ -62,9 +46,6 @@ class Case:
     layers: Callable[[], nn.Sequential]
     shape: tuple[int, ...] = (FEATURES,)
     expected: Literal["equal", "refused"] = "equal"
-    by: Weighing = "samples"
-    terms: Callable[[Any], Sequence[Term]] | None = None
-    is_additive: bool = True
     dtype: torch.dtype = torch.float64
 
 
@@ -187,22 +168,7 @@ def multilabels(n: int) -> Tensor:
     return permuted.where(torch.arange(CLASSES) < torch.arange(n)[:, None] % 4 + 1, -1)
 
 
-# What divides a mean: functions of the target.
-
-
-def num_counted(target: Tensor) -> Tensor:
-    return (target != -100).sum()
-
-
-def sum_of(index: Any) -> Callable[[Any], Tensor]:
-    return lambda target: target[index].sum()
-
-
 WEIGHTS = torch.tensor([0.7, 1.4, 0.5, 2.0, 1.1], dtype=torch.float64)
-
-
-def class_weights(target: Tensor) -> Tensor:
-    return torch.where(target >= 0, WEIGHTS[target.clamp(min=0)], 0).sum()
 
 
 # Losses of users.
@@ -237,13 +203,8 @@ class Trainer:
 
 
 class Charbonnier(nn.Module):
-    def __init__(self, epsilon: float = 1e-3, reduction: str = "mean") -> None:
-        super().__init__()
-        self.epsilon, self.reduction = epsilon, reduction
-
     def forward(self, y: Tensor, t: Tensor) -> Tensor:
-        losses = ((y - t) ** 2 + self.epsilon**2).sqrt()
-        return losses.mean() if self.reduction == "mean" else losses.sum()
+        return ((y - t) ** 2 + 1e-6).sqrt().mean()
 
 
 class Uncertainties(nn.Module):
@@ -253,16 +214,10 @@ class Uncertainties(nn.Module):
         super().__init__()
         self.log_variances = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
 
-    def of_classes(self, y: Any, t: Any) -> Tensor:
-        variance = self.log_variances[0]
-        return (-variance).exp() * F.cross_entropy(y[0], t[0]) + variance
-
-    def of_boxes(self, y: Any, t: Any) -> Tensor:
-        variance = self.log_variances[1]
-        return (-variance).exp() * F.mse_loss(y[1], t[1]) / 2 + variance / 2
-
     def forward(self, y: Any, t: Any) -> Tensor:
-        return self.of_classes(y, t) + self.of_boxes(y, t)
+        losses = torch.stack([F.cross_entropy(y[0], t[0]), F.mse_loss(y[1], t[1]) / 2])
+        variance = self.log_variances
+        return ((-variance).exp() * losses).sum() + variance[0] + variance[1] / 2
 
 
 class Centers(nn.Module):
@@ -283,14 +238,9 @@ class Projected(nn.Module):
         super().__init__()
         self.head, self.reduction = nn.Linear(CLASSES, 3).double(), reduction
 
-    def of_outputs(self, y: Tensor, t: Tensor) -> Tensor:
-        return F.mse_loss(self.head(y), t, reduction=self.reduction)
-
-    def penalty(self, *_: Any) -> Tensor:
-        return 0.01 * self.head.weight.square().sum()
-
     def forward(self, y: Tensor, t: Tensor) -> Tensor:
-        return self.of_outputs(y, t) + self.penalty()
+        loss = F.mse_loss(self.head(y), t, reduction=self.reduction)
+        return loss + 0.01 * self.head.weight.square().sum()
 
 
 def focal(y: Tensor, t: Tensor, gamma: float = 2.0) -> Tensor:
@@ -357,11 +307,6 @@ def variational(y: Any, t: Tensor) -> Tensor:
     return ((mean - t).square().sum() + divergence) / t.size(0)
 
 
-def pinball(y: Tensor, t: Tensor, quantile: float = 0.9) -> Tensor:
-    error = t - y
-    return torch.max(quantile * error, (quantile - 1) * error).mean()
-
-
 def mean_of_answers(y: Tensor, t: Any) -> Tensor:
     """The mean over samples of means over their tokens, as in GRPO."""
     losses, keeps = losses_of_tokens(y, t[0]), t[1]
@@ -371,13 +316,6 @@ def mean_of_answers(y: Tensor, t: Any) -> Tensor:
 def of_next_tokens(y: Tensor, t: Tensor) -> Tensor:
     """Several predictions of each position, each a mean over targets of its own."""
     return sum(0.5**i * F.cross_entropy(y[:, i], t[:, i]) for i in range(TOKENS))  # type: ignore[return-value]
-
-
-def terms_of_next_tokens(_: Any) -> list[Term]:
-    def loss(i: int, y: Tensor, t: Tensor) -> Tensor:
-        return 0.5**i * F.cross_entropy(y[:, i], t[:, i])
-
-    return [Term(partial(loss, i), lambda t, i=i: num_counted(t[:, i])) for i in range(TOKENS)]
 
 
 def closure(scale: float) -> Callable[..., Tensor]:
@@ -481,33 +419,11 @@ def add(
 def add_of_classes() -> None:
     lone = partial(counted, is_last_empty=True)
     add("cross_entropy", lambda: F.cross_entropy, classes())
-    add("cross_entropy, sum", lambda: partial(F.cross_entropy, reduction="sum"), classes(), by="sum")
-    add("CrossEntropyLoss", nn.CrossEntropyLoss, classes())
-    add("CrossEntropyLoss, sum", lambda: nn.CrossEntropyLoss(reduction="sum"), counted(), by="sum")
-    add("CrossEntropyLoss, weight", lambda: nn.CrossEntropyLoss(WEIGHTS), classes(), by=class_weights)
-    add(
-        "cross_entropy, weight, sum",
-        lambda: partial(F.cross_entropy, weight=WEIGHTS, reduction="sum"),
-        counted(),
-        by="sum",
-    )
-    add("cross_entropy, some ignored", lambda: F.cross_entropy, counted(), by=num_counted)
-    add("cross_entropy, a micro-batch ignored", lambda: F.cross_entropy, lone(), by=num_counted)
-    add(
-        "cross_entropy, ignore_index",
-        lambda: partial(F.cross_entropy, ignore_index=2),
-        counted(ignored=2),
-        by=lambda t: (t != 2).sum(),
-    )
-    add("cross_entropy, weight, ignored", lambda: nn.CrossEntropyLoss(WEIGHTS), counted(), by=class_weights)
-    add("label_smoothing", lambda: partial(F.cross_entropy, label_smoothing=0.1), classes())
-    add(
-        "label_smoothing, weight, ignored",
-        lambda: nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1),
-        lone(),
-        by=class_weights,
-    )
-    add("probabilities", lambda: F.cross_entropy, probabilities(CLASSES))
+    add("cross_entropy, sum", lambda: partial(F.cross_entropy, reduction="sum"), classes())
+    add("CrossEntropyLoss, weight", lambda: nn.CrossEntropyLoss(WEIGHTS), classes())
+    add("cross_entropy, a micro-batch ignored", lambda: F.cross_entropy, lone())
+    add("cross_entropy, ignore_index", lambda: partial(F.cross_entropy, ignore_index=2), counted(ignored=2))
+    add("label_smoothing, weight, ignored", lambda: nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1), lone())
     add("probabilities, weight", lambda: nn.CrossEntropyLoss(WEIGHTS), probabilities(CLASSES))
     add(
         "probabilities, label_smoothing",
@@ -515,38 +431,20 @@ def add_of_classes() -> None:
         probabilities(CLASSES),
     )
     add("cross_entropy, none", lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").mean(), classes())
-    add("cross_entropy, sequences", lambda: F.cross_entropy, classes(TOKENS), SEQUENCE, OF_SEQUENCE)
-    add(
-        "cross_entropy, sequences, ignored",
-        nn.CrossEntropyLoss,
-        lone(TOKENS),
-        SEQUENCE,
-        OF_SEQUENCE,
-        by=num_counted,
-    )
-    add(
-        "cross_entropy, images",
-        lambda: nn.CrossEntropyLoss(WEIGHTS),
-        counted(3, 2),
-        IMAGE,
-        OF_IMAGE,
-        by=class_weights,
-    )
+    add("cross_entropy, sequences, ignored", nn.CrossEntropyLoss, lone(TOKENS), SEQUENCE, OF_SEQUENCE)
+    add("cross_entropy, images", lambda: nn.CrossEntropyLoss(WEIGHTS), counted(3, 2), IMAGE, OF_IMAGE)
     add("probabilities, images", lambda: F.cross_entropy, probabilities(CLASSES, 3, 2), IMAGE, OF_IMAGE)
-    add("nll_loss", lambda: F.nll_loss, classes(), LOG_PROBABILITIES)
     add(
         "NLLLoss, weight, ignore_index",
         lambda: nn.NLLLoss(WEIGHTS, ignore_index=-1),
         counted(ignored=-1),
         LOG_PROBABILITIES,
-        by=class_weights,
     )
-    add("NLLLoss, images, ignored", nn.NLLLoss, lone(3, 2), IMAGE_LOG_PROBABILITIES, OF_IMAGE, by=num_counted)
+    add("NLLLoss, images, ignored", nn.NLLLoss, lone(3, 2), IMAGE_LOG_PROBABILITIES, OF_IMAGE)
     add(
         "nll_loss, sum, lambda",
         lambda: lambda y, t: F.nll_loss(F.log_softmax(y, dim=1), t, reduction="sum"),
         counted(),
-        by="sum",
     )
     if hasattr(F, "linear_cross_entropy"):
         add("LinearCrossEntropyLoss", linear_loss, classes(num=3))
@@ -554,62 +452,31 @@ def add_of_classes() -> None:
 
 def add_of_language_models() -> None:
     lone = partial(counted, TOKENS, is_last_empty=True)
-    losses: dict[str, tuple[Callable[[], Any], Any, Weighing]] = {
-        "flatten": (
-            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
-            classes(TOKENS),
-            "samples",
+    losses: dict[str, Callable[..., Tensor]] = {
+        "flatten": lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+        "view": lambda y, t: F.cross_entropy(y.view(-1, CLASSES), t.view(-1), ignore_index=-100),
+        "shifted": of_language_model,
+        "shifted by a pad": lambda y, t: F.cross_entropy(
+            y.flatten(0, 1), F.pad(t, (0, 1), value=-100)[:, 1:].flatten()
         ),
-        "flatten, ignored": (
-            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
-            counted(TOKENS),
-            num_counted,
-        ),
-        "view": (
-            lambda: lambda y, t: F.cross_entropy(y.view(-1, CLASSES), t.view(-1), ignore_index=-100),
-            lone(),
-            num_counted,
-        ),
-        "reshape, module": (
-            lambda: lambda y, t: nn.CrossEntropyLoss()(y.reshape(-1, y.shape[-1]), t.reshape(-1)),
-            classes(TOKENS),
-            "samples",
-        ),
-        "shifted": (
-            lambda: lambda y, t: F.cross_entropy(y[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)),
-            classes(TOKENS),
-            "samples",
-        ),
-        "shifted, ignored": (lambda: of_language_model, counted(TOKENS), lambda t: num_counted(t[:, 1:])),
-        "shifted by a pad": (
-            lambda: (
-                lambda y, t: F.cross_entropy(y.flatten(0, 1), F.pad(t, (0, 1), value=-100)[:, 1:].flatten())
-            ),
-            counted(TOKENS),
-            lambda t: num_counted(t[:, 1:]),
-        ),
-        "transposed": (lambda: lambda y, t: F.cross_entropy(y.transpose(1, 2), t), lone(), num_counted),
-        "permuted": (lambda: lambda y, t: F.cross_entropy(y.permute(0, 2, 1), t), classes(TOKENS), "samples"),
-        "by hand": (lambda: mean_over_tokens, lone(), num_counted),
-        "sum": (
-            lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"),
-            counted(TOKENS),
-            "sum",
-        ),
-        "gather": (
-            lambda: lambda y, t: -y.log_softmax(-1).gather(-1, t.unsqueeze(-1)).mean(),
-            classes(TOKENS),
-            "samples",
-        ),
+        "transposed": lambda y, t: F.cross_entropy(y.transpose(1, 2), t),
+        "permuted": lambda y, t: F.cross_entropy(y.permute(0, 2, 1), t),
+        "by hand": mean_over_tokens,
+        "sum": lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"),
     }
-    for name, (make, target, by) in losses.items():
-        add(f"language model, {name}", make, target, shape=OF_TOKENS, by=by)
+    for name, loss in losses.items():
+        add(f"language model, {name}", lambda loss=loss: loss, lone(), shape=OF_TOKENS)
+    add(
+        "language model, gather",
+        lambda: lambda y, t: -y.log_softmax(-1).gather(-1, t.unsqueeze(-1)).mean(),
+        classes(TOKENS),
+        shape=OF_TOKENS,
+    )
     add(
         "language model, float",
         lambda: lambda y, t: F.cross_entropy(y.float().flatten(0, 1), t.flatten()),
         lone(),
         shape=OF_TOKENS,
-        by=num_counted,
         dtype=torch.float32,
     )
 
@@ -633,18 +500,14 @@ def add_of_elements() -> None:
         (nn.MultiLabelSoftMarginLoss, binary(CLASSES), None, {"weight": WEIGHTS}),
     ]
     for (make, target, layers, options), reduction in itertools.product(of_pytorch, ("mean", "sum")):
-        by: Weighing = "sum" if reduction == "sum" else "samples"
         loss = partial(make, **options, reduction=reduction)
-        add(f"{make.__name__}, {reduction}", loss, target, layers, by=by)
-    add("mse_loss", lambda: F.mse_loss, five)
+        add(f"{make.__name__}, {reduction}", loss, target, layers)
     add("mse_loss, float32", lambda: F.mse_loss, five, dtype=torch.float32)
-    add("mse_loss, none", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(), five)
     add("mse_loss, tokens", nn.MSELoss, normal(TOKENS, CLASSES), shape=OF_TOKENS)
     add(
         "mse_loss, weight",
         lambda: lambda y, t: F.mse_loss(y, t[0], weight=t[1]),
         together(five, uniform(CLASSES)),
-        by=sum_of(1),
     )
     add(
         "BCEWithLogitsLoss, squeezed",
@@ -668,7 +531,6 @@ def add_of_elements() -> None:
         "GaussianNLLLoss, full, sum",
         lambda: lambda y, t: nn.GaussianNLLLoss(full=True, reduction="sum")(y, t[0], t[1]),
         together(five, uniform(CLASSES)),
-        by="sum",
     )
 
 
@@ -680,7 +542,6 @@ def add_of_several_outputs() -> None:
         lambda: lambda y, t: nn.CosineEmbeddingLoss(margin=0.2, reduction="sum")(y[0], y[1], t),
         signs(),
         TWO_OF_FIVE,
-        by="sum",
     )
     add(
         "cosine_embedding_loss, of a target", lambda: lambda y, t: cosine(y, *t), together(normal(5), signs())
@@ -691,19 +552,12 @@ def add_of_several_outputs() -> None:
         signs(5),
         TWO_OF_FIVE,
     )
-    add(
-        "MarginRankingLoss, sum",
-        lambda: lambda y, t: nn.MarginRankingLoss(0.3, reduction="sum")(y[:, 0], y[:, 1], t),
-        signs(),
-        by="sum",
-    )
     add("triplet_margin_loss", lambda: lambda y: F.triplet_margin_loss(*y.unbind(1)), None, TRIPLETS)
     add(
         "TripletMarginLoss, swap, sum",
         lambda: lambda y: nn.TripletMarginLoss(swap=True, reduction="sum")(y[:, 0], y[:, 1], y[:, 2]),
         None,
         TRIPLETS,
-        by="sum",
     )
     add(
         "triplet_margin_with_distance_loss",
@@ -715,54 +569,30 @@ def add_of_several_outputs() -> None:
     ctc = partial(F.ctc_loss, zero_infinity=True)
     of_ctc = ctc_target, mlp(partial(nn.LogSoftmax, 2)), (7, FEATURES)
     add("ctc_loss", lambda: lambda y, t: F.ctc_loss(y.transpose(0, 1), *t), *of_ctc)
-    add(
-        "CTCLoss, sum",
-        lambda: lambda y, t: nn.CTCLoss(reduction="sum")(y.transpose(0, 1), t[0], t[1], t[2]),
-        *of_ctc,
-        by="sum",
-    )
     add("ctc_loss, none", lambda: lambda y, t: ctc(y.transpose(0, 1), *t, reduction="none").mean(), *of_ctc)
 
 
 def add_of_other_callables() -> None:
     add("partial of a lambda", lambda: partial(lambda k, y, t: k * F.mse_loss(y, t), 3.0), normal(CLASSES))
-    add("an attribute's method", lambda: Trainer(0).criterion.forward, classes(), by=class_weights)
-    add(
-        "a method",
-        lambda: Trainer(0.1).compute_loss,
-        classes(),
-        terms=lambda loss: [
-            Term(lambda y, t: 0.9 * F.cross_entropy(y, t, WEIGHTS), class_weights),
-            Term(lambda y, t: -0.1 * y.log_softmax(-1).mean()),
-        ],
-    )
-    add("an object", lambda: Trainer(0), counted(), by=class_weights)
+    add("a method", lambda: Trainer(0.1).compute_loss, classes())
+    add("an object", lambda: Trainer(0), counted())
     add("a module", Charbonnier, normal(CLASSES))
-    add("a module, sum", lambda: Charbonnier(reduction="sum"), normal(CLASSES), by="sum")
-    add("a closure over tensors", lambda: closure(0.7), counted(), by=num_counted)
+    add("a closure over tensors", lambda: closure(0.7), counted())
     add("a compiled function", lambda: torch.compile(F.mse_loss, backend="eager"), normal(CLASSES))
     tasks = together(classes(), normal(2))
-    add("a module with parameters", Uncertainties, tasks, HEADS)
     add("a method of a module with parameters", lambda: Uncertainties().forward, tasks, HEADS)
     add(
         "a module with parameters, ignored",
         Uncertainties,
         together(counted(is_last_empty=True), normal(2)),
         HEADS,
-        terms=lambda loss: [Term(loss.of_classes, lambda t: num_counted(t[0])), Term(loss.of_boxes)],
     )
     add("a module with centres", Centers, classes())
-    add("a module with a head", Projected, normal(3))
-    add(
-        "a module with a head, sum",
-        lambda: Projected("sum"),
-        normal(3),
-        terms=lambda loss: [Term(loss.of_outputs, "sum"), Term(loss.penalty)],
-    )
+    add("a module with a head, sum", lambda: Projected("sum"), normal(3))
 
 
 def add_masked() -> None:
-    """Masked means in several spellings, also with a micro-batch that has no target that counts."""
+    """Masked means in several spellings, with a micro-batch that has no target that counts."""
     spellings: dict[str, Callable[..., Tensor]] = {
         "indexed": lambda losses, keeps: losses[keeps].mean(),
         "quotient": lambda losses, keeps: (losses * keeps).sum() / keeps.sum(),
@@ -770,39 +600,24 @@ def add_masked() -> None:
         "where": lambda losses, keeps: torch.where(keeps, losses, 0).sum() / keeps.sum(),
         "masked_select": lambda losses, keeps: torch.masked_select(losses, keeps).mean(),
     }
-    for (name, mean), is_last_empty in itertools.product(spellings.items(), (False, True)):
+    for name, mean in spellings.items():
         add(
-            f"masked mean, {name}" + ", a micro-batch without any" * is_last_empty,
+            f"masked mean, {name}",
             lambda mean=mean: lambda y, t: mean(losses_of_tokens(y, t["y"]), t["mask"]),
-            by_name(y=classes(TOKENS), mask=mask(TOKENS, is_last_empty=is_last_empty)),
+            by_name(y=classes(TOKENS), mask=mask(TOKENS, is_last_empty=True)),
             shape=OF_TOKENS,
-            by=sum_of("mask"),
         )
     regression = together(normal(CLASSES), mask(CLASSES))
-    add(
-        "masked mean, output indexed",
-        lambda: lambda y, t: F.mse_loss(y[t[1]], t[0][t[1]]),
-        regression,
-        by=sum_of(1),
-    )
+    add("masked mean, output indexed", lambda: lambda y, t: F.mse_loss(y[t[1]], t[0][t[1]]), regression)
     add(
         "masked mean, NaN in the target",
         lambda: lambda y, t: F.mse_loss(y[~t.isnan()], t[~t.isnan()]),
         lambda n: normal(CLASSES)(n).where(mask(CLASSES)(n), math.nan),
-        by=lambda t: (~t.isnan()).sum(),
     )
     add(
         "masked mean, float mask",
-        lambda: lambda y, t: ((y - t[0]).abs() * t[1]).sum() / (t[1].sum() + 1e-8),
+        lambda: lambda y, t: ((y - t[0]).abs() * t[1]).sum() / (t[1].sum() + 1e-08),
         together(normal(CLASSES), lambda n: mask(CLASSES)(n).double()),
-        by=lambda t: t[1].sum() + 1e-8,
-    )
-    add(
-        "masked mean, ignored labels",
-        lambda: lambda y, t: losses_of_tokens(y, t)[t != -100].mean(),
-        counted(TOKENS),
-        shape=OF_TOKENS,
-        by=num_counted,
     )
     add(
         "mean of masked means of samples",
@@ -816,30 +631,21 @@ def add_of_users() -> None:
     five = normal(CLASSES)
     weighted = by_name(y=classes(), w=uniform())
     each = partial(F.cross_entropy, reduction="none")
-    add("weights of samples, mean", lambda: lambda y, t: (t["w"] * each(y, t["y"])).mean(), weighted)
     add(
         "weights of samples, average",
         lambda: lambda y, t: (t["w"] * each(y, t["y"])).sum() / t["w"].sum(),
         weighted,
-        by=sum_of("w"),
     )
     add(
         "weights of samples, normalised",
         lambda: lambda y, t: (t["w"] / t["w"].sum() * each(y, t["y"])).sum(),
         weighted,
-        by=sum_of("w"),
     )
     add("focal", lambda: focal, classes())
-    add(
-        "focal of boxes",
-        lambda: focal_of_boxes,
-        lambda n: mask(CLASSES, is_last_empty=True)(n).double(),
-        by=lambda t: t.sum().clamp(min=1),
-    )
+    add("focal of boxes", lambda: focal_of_boxes, lambda n: mask(CLASSES, is_last_empty=True)(n).double())
     add("dice of samples", lambda: dice((1, 2, 3)), binary(CLASSES, 3, 2), IMAGE, OF_IMAGE)
     add("distilled", lambda: distilled, five)
     add("distilled and labelled, dict", lambda: of_student, by_name(labels=classes(), teacher=five))
-    add("Huber sum", lambda: lambda y, t: nn.HuberLoss(reduction="none")(y, t).sum(), five, by="sum")
     add(
         "tasks with factors, tuples",
         lambda: lambda y, t: F.cross_entropy(y[0], t[0]) + 0.5 * F.smooth_l1_loss(y[1], t[1]),
@@ -851,10 +657,6 @@ def add_of_users() -> None:
         lambda: lambda y, t: 2 * F.cross_entropy(y[0], t[0]) + F.mse_loss(y[1], t[1], reduction="sum"),
         together(counted(is_last_empty=True), normal(2)),
         HEADS,
-        terms=lambda loss: [
-            Term(lambda y, t: 2 * F.cross_entropy(y[0], t[0]), lambda t: num_counted(t[0])),
-            Term(lambda y, t: F.mse_loss(y[1], t[1], reduction="sum"), "sum"),
-        ],
     )
     add(
         "tasks, dicts",
@@ -869,11 +671,6 @@ def add_of_users() -> None:
         shape=OF_TOKENS,
     )
     add(
-        "tasks, stacked",
-        lambda: lambda y, t: torch.stack([F.mse_loss(y, t), F.l1_loss(y, t)]).mean(),
-        five,
-    )
-    add(
         "tasks, stacked, several elements",
         lambda: lambda y, t: torch.stack([(y - t).square().sum(1), (y - t).abs().amax(1)], 1).mean(),
         five,
@@ -881,22 +678,9 @@ def add_of_users() -> None:
     add("DPO of a sample's pair", lambda: dpo, normal(2), mlp(width=2))
     rollout = by_name(action=classes(), before=lambda n: uniform()(n).log(), advantage=normal())
     add("PPO with entropy", lambda: ppo, rollout)
-    add(
-        "policy gradient",
-        lambda: lambda y, t: -(y.log_softmax(1).gather(1, t[0][:, None])[:, 0] * t[1]).mean(),
-        together(classes(), normal()),
-    )
     add("Gaussian by hand", lambda: gaussian, five, TWO_OF_FIVE)
-    add("mean of squares", lambda: lambda y, t: ((y - t) ** 2).mean(), five)
-    add("mean of squares, torch.mean", lambda: lambda y, t: torch.mean(torch.square(y - t)), five)
     add("mean of squares of numbers", lambda: lambda y, t: (y - t).pow(2).mean(), normal(), ONE)
     add("mean with penalty", lambda: lambda y, t: F.mse_loss(y, t) + 0.01 * y.pow(2).mean(), five)
-    add(
-        "mean with penalty, sum",
-        lambda: lambda y, t: F.mse_loss(y, t) + 0.01 * y.square().sum(),
-        five,
-        terms=lambda loss: [Term(F.mse_loss), Term(lambda y, t: 0.01 * y.square().sum(), "sum")],
-    )
     add("mean with a constant", lambda: lambda y, t: F.mse_loss(y, t) + 1.5, five)
     add("smoothed by hand", lambda: smoothed_by_hand, classes())
     add("z-loss", lambda: lambda y, t: F.cross_entropy(y, t) + z_loss(y), classes())
@@ -905,15 +689,12 @@ def add_of_users() -> None:
         lambda: lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + z_loss(y),
         counted(TOKENS, is_last_empty=True),
         shape=OF_TOKENS,
-        terms=lambda loss: [Term(lambda y, t: F.cross_entropy(y.mT, t), num_counted), Term(z_loss)],
     )
     tokens = normal(TOKENS, CLASSES)
-    add("sums of samples, mean", lambda: lambda y, t: (y - t).square().sum(1).mean(), five)
     add(
         "means of dimensions, sum",
         lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(1).sum(),
         five,
-        by="sum",
     )
     add(
         "means over samples, sum", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(0).sum(), five
@@ -924,34 +705,17 @@ def add_of_users() -> None:
         tokens,
         shape=OF_TOKENS,
     )
-    add(
-        "means of means",
-        lambda: lambda y, t: F.l1_loss(y, t, reduction="none").mean(0).mean(0).mean(),
-        tokens,
-        shape=OF_TOKENS,
-    )
     add("output alone", lambda: lambda y: y.square().mean(), None)
-    add("output alone, generator", lambda: lambda y: -y[:, 0].mean(), None)
-    add("output alone, softplus sum", lambda: lambda y: F.softplus(-y).sum(), None, by="sum")
-    add("output alone, candidates", lambda: lambda y: (y.logsumexp(1) - y[:, 0]).mean(), None)
+    add("output alone, softplus sum", lambda: lambda y: F.softplus(-y).sum(), None)
     squares = lambda y, t: (y - t).square().sum()  # noqa: E731
-    add("sum over a constant", lambda: lambda y, t: squares(y, t) / 32, five, by="sum")
+    add("sum over a constant", lambda: lambda y, t: squares(y, t) / 32, five)
     add("sum over len", lambda: lambda y, t: squares(y, t) / len(y), five)
-    add("sum over shape[0]", lambda: lambda y, t: squares(y, t) / y.shape[0], five)
     add("sum over size(0)", lambda: lambda y, t: squares(y, t) / (2 * t.size(0)), five)
     add("sum over numel", lambda: lambda y, t: squares(y, t) / y.numel(), five)
     add("sum over a shape", lambda: lambda y, t: squares(y, t) / math.prod(t.shape), tokens, shape=OF_TOKENS)
-    add(
-        "sum over a sum of targets",
-        lambda: lambda y, t: (y - t).abs().sum() / t.sum(),
-        uniform(CLASSES),
-        by=lambda t: t.sum(),
-    )
+    add("sum over a sum of targets", lambda: lambda y, t: (y - t).abs().sum() / t.sum(), uniform(CLASSES))
     add("inner product", lambda: lambda y, t: -torch.einsum("nc,nc->", y, t) / len(y), five)
-    add("log-cosh", lambda: lambda y, t: torch.log(torch.cosh(y - t)).mean(), five)
-    add("pinball", lambda: pinball, five)
     add("variational", lambda: variational, five, TWO_OF_FIVE)
-    add("hinge by hand", lambda: lambda y, t: (1 - y * t).clamp(min=0).mean(), signs(CLASSES))
     add("RMSE of samples", lambda: lambda y, t: (y - t).square().mean(1).sqrt().mean(), five)
     add("norms of samples", lambda: lambda y, t: torch.linalg.vector_norm(y - t, dim=1).mean(), five)
     add(
@@ -964,19 +728,7 @@ def add_of_users() -> None:
     add("cosine", lambda: lambda y, t: 1 - F.cosine_similarity(y, t, dim=-1).mean(), five)
     zeros = lambda y: torch.zeros(len(y), dtype=torch.long)  # noqa: E731
     add("InfoNCE of a sample's candidates", lambda: lambda y: F.cross_entropy(y / 0.1, zeros(y)), None)
-    add(
-        "positions in a loop",
-        lambda: lambda y, t: sum(F.cross_entropy(y[:, i], t[:, i]) for i in range(TOKENS)) / TOKENS,
-        classes(TOKENS),
-        shape=OF_TOKENS,
-    )
-    add(
-        "positions in a loop, ignored",
-        lambda: of_next_tokens,
-        counted(TOKENS),
-        shape=OF_TOKENS,
-        terms=terms_of_next_tokens,
-    )
+    add("positions in a loop, ignored", lambda: of_next_tokens, counted(TOKENS), shape=OF_TOKENS)
     add(
         "one-hot", lambda: lambda y, t: F.mse_loss(y.softmax(1), F.one_hot(t, CLASSES).to(y.dtype)), classes()
     )
@@ -984,13 +736,9 @@ def add_of_users() -> None:
 
 
 def add_refused() -> None:
-    def refuse(
-        name: str, make: Callable[[], Any], *rest: Any, is_additive: bool = False, **options: Any
-    ) -> None:
-        add(name, make, *rest, expected="refused", is_additive=is_additive, **options)
-
+    refuse = partial(add, expected="refused")
     five = normal(CLASSES)
-    refuse("InfoNCE over the batch", lambda: contrastive, five, is_additive=True)
+    refuse("InfoNCE over the batch", lambda: contrastive, five)
     refuse("CLIP", lambda: clip, None, TWO_OF_FIVE)
     refuse("supervised contrastive", lambda: supervised_contrastive, classes(num=2))
     refuse("batch-hard triplets", lambda: batch_hard, classes(num=2))
@@ -1014,12 +762,7 @@ def add_refused() -> None:
     refuse("softmax over the batch", lambda: lambda y, t: -(y.log_softmax(0) * t).mean(), uniform(CLASSES))
     refuse("sort over the batch", lambda: lambda y, t: F.l1_loss(y.sort(0).values, t.sort(0).values), five)
     refuse("standardised outputs", lambda: lambda y, t: F.mse_loss((y - y.mean(0)) / y.std(0), t), five)
-    refuse(
-        "standardised targets",
-        lambda: lambda y, t: F.mse_loss(y, (t - t.mean(0)) / t.std(0)),
-        five,
-        is_additive=True,
-    )
+    refuse("standardised targets", lambda: lambda y, t: F.mse_loss(y, (t - t.mean(0)) / t.std(0)), five)
     refuse("correlation", lambda: correlation, normal(), ONE)
     refuse("concordance", lambda: concordance, normal(), ONE)
     refuse("Barlow twins", lambda: barlow, None, TWO_OF_FIVE)
@@ -1037,18 +780,15 @@ def add_refused() -> None:
     refuse("pairs in two halves", lambda: halves, None, ONE)
     refuse("pairs of neighbours", lambda: lambda y: (y[1:] - y[:-1]).square().mean(), None)
     refuse("all pairs", lambda: ranked, normal(), ONE)
-    refuse(
-        "targets of other samples", lambda: lambda y, t: F.mse_loss(y, t.roll(1, 0)), five, is_additive=True
-    )
-    refuse("weights counted in the batch", lambda: counted_classes, classes(), is_additive=True)
-    refuse("the first sample", lambda: lambda y: y[0].square().sum(), None, is_additive=True)
+    refuse("targets of other samples", lambda: lambda y, t: F.mse_loss(y, t.roll(1, 0)), five)
+    refuse("weights counted in the batch", lambda: counted_classes, classes())
+    refuse("the first sample", lambda: lambda y: y[0].square().sum(), None)
     refuse(
         "weights of positions",
         lambda: (
             lambda y, t: (F.mse_loss(y, t, reduction="none").mean(1) * torch.linspace(0, 1, len(y))).mean()
         ),
         five,
-        is_additive=True,
     )
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.schedule import SCHEDULES
-from tests.contracts.contract_1_same_bits.losses import CASES, REFUSAL, Case, Term, Weighing
+from tests.contracts.contract_1_same_bits.losses import CASES, REFUSAL, Case
 from tests.reference import Result, unequal
 from tests.sampling import sample, seed
 
@@ -120,109 +119,3 @@ def test_a_loss_that_compares_samples_is_refused(name: str) -> None:
     message = str(caught.value)
     assert [way for way in REFUSAL if not re.search(way, message)] == [], message
     assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-# The labels of the table, without a pipeline.
-
-
-def sliced(tree: Any, samples: slice) -> Any:
-    return tree_map(lambda t: t[samples], tree)
-
-
-def with_gradients(loss: Tensor, output: Any, loss_fn: Any) -> list[Tensor]:
-    """Returns a loss and its gradients with respect to the output and the loss's own parameters."""
-    leaves = [*tree_flatten(output)[0], *parameters_of(loss_fn).values()]
-    return [loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)]
-
-
-def combined(terms: Sequence[Term], output: Any, target: tuple[Any, ...], chunks: int) -> Tensor:
-    """Returns the sum of the weighted losses of micro-batches."""
-    size, total = -(-NUM_SAMPLES // chunks), torch.zeros(())
-    for term in terms:
-        for start in range(0, NUM_SAMPLES, size):
-            part = slice(start, min(start + size, NUM_SAMPLES))
-            weight = weight_of(term.by, target, part)
-            if weight:  # else the loss may be NaN
-                total = total + weight * term.loss_fn(sliced(output, part), *sliced(target, part))
-    return total
-
-
-def weight_of(by: Weighing, target: tuple[Any, ...], part: slice) -> float:
-    if by == "sum":
-        return 1.0
-    if by == "samples":
-        return (part.stop - part.start) / NUM_SAMPLES
-    return float(by(*sliced(target, part))) / float(by(*target))
-
-
-def is_combined(terms: Sequence[Term], loss_fn: Any, output: Any, target: tuple[Any, ...]) -> bool:
-    whole = with_gradients(loss_fn(output, *target), output, loss_fn)
-    for chunks in CHUNKS:
-        found = combined(terms, output, target, chunks)
-        if not found.requires_grad:
-            return False
-        for ours, theirs in zip(with_gradients(found, output, loss_fn), whole, strict=True):
-            tolerance = 1e-11 if theirs.dtype == torch.float64 else 2e-6
-            if not torch.allclose(ours.to(theirs.dtype), theirs, rtol=tolerance, atol=tolerance):
-                return False
-    return True
-
-
-def is_weighted(loss_fn: Any, output: Any, target: tuple[Any, ...]) -> bool:
-    """Returns whether the loss has the gradients of micro-batches' losses, each multiplied by some number."""
-    whole, size = with_gradients(loss_fn(output, *target), output, loss_fn)[1], 4
-    for start in range(0, NUM_SAMPLES, size):
-        part = slice(start, min(start + size, NUM_SAMPLES))
-        inputs = tree_map(lambda t: t.detach()[part].requires_grad_(), output)  # noqa: B023
-        own = with_gradients(loss_fn(inputs, *sliced(target, part)), inputs, loss_fn)[1].nan_to_num()
-        if not torch.allclose(whole[part] * (own * own).sum(), own * (whole[part] * own).sum(), atol=1e-12):
-            return False
-        if whole[part].any() != own.any():
-            return False
-    return True
-
-
-def is_additive(loss_fn: Any, output: Any, target: tuple[Any, ...]) -> bool:
-    """Returns whether the loss is a sum of functions of samples' outputs, so that mixed differences vanish.
-
-    With the outputs a or a' of one sample, and b or b' of the others, L(a, b) - L(a, b') - L(a', b) +
-    L(a', b') is 0.
-    """
-    leaves, structure = tree_flatten(output)
-    others = [0.9 * t.detach().flip(0).roll(1, -1) for t in leaves]
-
-    def loss(index: int, first: bool, rest: bool) -> float:
-        chosen = torch.full((NUM_SAMPLES,), rest)
-        chosen[index] = first
-        pairs = zip(leaves, others, strict=True)
-        mixed = [o.where(chosen.view(-1, *[1] * (t.dim() - 1)), t) for t, o in pairs]
-        return float(loss_fn(tree_unflatten(mixed, structure), *target).detach())
-
-    tolerance = 1e-12 if leaves[0].dtype == torch.float64 else 1e-5
-    for index in range(NUM_SAMPLES):
-        a, b, c, d = (loss(index, *which) for which in itertools.product((False, True), repeat=2))
-        if abs(a - b - c + d) > tolerance * max(map(abs, (a, b, c, d))):
-            return False
-    return True
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_table_says_which_losses_combine(name: str) -> None:
-    case = CASES[name]
-    loss_fn, target = made(case), target_of(case)
-    output = tree_map(lambda t: t.detach().requires_grad_(), layers_of(case)(input_of(case)))
-    loss = loss_fn(output, *target)
-    assert loss.numel() == 1
-    assert loss.isfinite()
-    assert any(gradient.any() for gradient in with_gradients(loss, output, loss_fn)[1:])
-    assert is_additive(loss_fn, output, target) == case.is_additive
-    if case.expected == "equal":
-        terms = [Term(loss_fn, case.by)] if case.terms is None else case.terms(loss_fn)
-        assert is_combined(terms, loss_fn, output, target)
-    else:
-        assert not (case.is_additive and is_weighted(loss_fn, output, target))
-
-
-def test_the_table_is_large() -> None:
-    assert len(EQUAL) >= 100
-    assert len(REFUSED) >= 15
