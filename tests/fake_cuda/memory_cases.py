@@ -7,8 +7,6 @@ what it returns. No kernel is fused. Graphs are captured only if a memory limit 
 from __future__ import annotations
 
 import gc
-import importlib
-import itertools
 import random
 import sys
 import warnings
@@ -20,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import gpipe_fast
-from bench.compare.skip_connections import for_torchgpipe
 from bench.models.gpt import blocks
 from bench.models.resnet import resnet
 from bench.models.unet import unet
@@ -59,18 +55,13 @@ def balance_of(num_layers: int, num_stages: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def made(
-    name: str, num_stages: int, num_microbatches: int, library: Any = gpipe_fast, **options: object
-) -> tuple[Any, Tensor]:
+def made(name: str, num_stages: int, num_microbatches: int, **options: object) -> tuple[GPipe, Tensor]:
     """Returns a pipeline with one stage on each device, and a mini-batch of two samples per micro-batch."""
     torch.manual_seed(0)
     make, shape = MODELS[name]
     layers = make()
-    if library is gpipe_fast:
-        options = {"capture": False, "fuse": False} | options
-    else:
-        layers = for_torchgpipe(layers)
-    pipe = library.GPipe(
+    options = {"capture": False, "fuse": False} | options
+    pipe = GPipe(
         layers,
         balance_of(len(layers), num_stages),
         devices=[f"cuda:{stage}" for stage in range(num_stages)],
@@ -226,27 +217,6 @@ def tight(name: str, stages: str, microbatches: str, share: str) -> list[str]:
     ]
 
 
-def beside(name: str, stages: str, microbatches: str, settings: str) -> list[str]:
-    """Trains with both libraries. Returns a line for each setting: its name, and for each device the bytes
-    that ours and torchgpipe need.
-    """
-    torchgpipe = importlib.import_module("torchgpipe")
-    lines = []
-    for num_stages, num_microbatches, checkpoint in itertools.product(
-        map(int, stages.split(",")), map(int, microbatches.split(",")), settings.split(",")
-    ):
-        peaks = []
-        for library in (gpipe_fast, torchgpipe):
-            before = empty(num_stages)
-            pipe, x = made(name, num_stages, num_microbatches, library, checkpoint=checkpoint)
-            with torch.backends.cudnn.flags(enabled=False):  # the fake devices have none
-                peaks.append(counted(pipe, x, "", before))
-            del pipe, x
-        pairs = ", ".join(f"{ours} {theirs}" for ours, theirs in zip(*peaks, strict=True))
-        lines.append(f"{num_stages} {num_microbatches} {checkpoint}: {pairs}")
-    return lines
-
-
 def main() -> None:
     _, operators, case, *words = sys.argv
     torch.ops.load_library(operators)
@@ -260,7 +230,6 @@ def main() -> None:
         "delayed": delayed,
         "within": within,
         "tight": tight,
-        "beside": beside,
     }
     for line in cases[case](*words):
         print(line, flush=True)

@@ -52,12 +52,11 @@ class FunctionLayer(nn.Module):
 
 
 class RecordingLinear(nn.Module):
-    """A linear layer that passes the first column through, records its calls, and can inject faults.
+    """A linear layer that passes the first column through, and records its calls.
 
     Attributes:
         calls: for each call its phase ("F": a forward that is not recomputed, "C": a forward that is
             recomputed later, "R": a recompute), the number of samples, and the first sample's first number.
-        error_for: maps the phase and the first number of a call to the error to raise, or None.
     """
 
     def __init__(self, library: Library, width: int = 6) -> None:
@@ -65,16 +64,12 @@ class RecordingLinear(nn.Module):
         self.linear = nn.Linear(width, width)
         self.library = library
         self.calls: list[tuple[str, int, float]] = []
-        self.error_for: Callable[[str, float], BaseException | None] = lambda phase, first: None
 
     def forward(self, x: Tensor) -> Tensor:
         package = self.library.package
         phase = "R" if package.is_recomputing() else "C" if package.is_checkpointing() else "F"
         first = float(x.detach()[0, 0]) if len(x) else 0.0
         self.calls.append((phase, len(x), first))
-        error = self.error_for(phase, first)
-        if error is not None:
-            raise error
         return torch.cat([x[:, :1], self.linear(x)[:, 1:]], 1)
 
     @property
@@ -94,8 +89,3 @@ def numbered_samples(batch: int = 8, width: int = 6) -> Tensor:
     if batch:
         x[:, 0] = torch.arange(batch)
     return x
-
-
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    """Returns the gradients of all parameters."""
-    return [p.grad for p in model.parameters()]

@@ -31,28 +31,6 @@ def layers() -> nn.Sequential:
 
 
 @both_libraries
-def test_public_names_exist_and_are_exported(library: Library) -> None:
-    for name in ("GPipe", "is_checkpointing", "is_recomputing"):
-        assert name in library.package.__all__
-        assert callable(getattr(library.package, name))
-    for name in ("skippable", "stash", "pop", "verify_skippables", "Namespace"):
-        assert name in library.skip.__all__
-        assert callable(getattr(library.skip, name))
-
-
-def test_gpipe_fast_accepts_arguments_that_torchgpipe_rejects() -> None:
-    """The balance may be omitted, devices too where there is no GPU, and layers may share parameters."""
-    pipe = gpipe_fast.GPipe(layers(), chunks=2)
-    assert sum(pipe.balance) == 4
-    assert pipe.devices == [torch.device("cpu")] * len(pipe.balance)
-    tied = layers()
-    tied.b.weight = tied.a.weight
-    x = numbered_samples()
-    for balance in ([4], [1, 3]):
-        assert torch.equal(gpipe_fast.GPipe(tied, balance, chunks=2)(x), plain_loop(tied, x, 2))
-
-
-@both_libraries
 def test_constructor_arguments_have_defaults_and_are_converted_to_their_types(library: Library) -> None:
     class Mode:
         def __str__(self) -> str:

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from tests.torchgpipe.libraries import (
     OURS,
-    FunctionLayer,
     Library,
     RecordingLinear,
     both_libraries,
-    gradients,
     ignore_python_warning,
     numbered_samples,
 )
@@ -54,17 +52,6 @@ def test_a_mini_batch_is_split_like_torch_chunk(
     output = pipe(x)
     assert [layer.sizes for layer in layers] == [sizes] * 3
     torch.testing.assert_close(output, nn.Sequential(*layers)(x))
-
-
-@both_libraries
-def test_each_tensor_of_a_tuple_is_split_and_concatenated(library: Library) -> None:
-    swap = nn.Sequential(
-        FunctionLayer(lambda pair: (pair[1] * 2, pair[0])), FunctionLayer(lambda pair: (*pair, pair[0]))
-    )
-    x, y = numbered_samples(7), numbered_samples(7, 3)
-    output = library.make(swap, [1, 1], chunks=4)((x, y))
-    assert type(output) is tuple
-    assert all(map(torch.equal, output, (y * 2, x, y * 2)))
 
 
 @both_libraries
@@ -121,68 +108,6 @@ def test_the_checkpoint_mode_decides_which_micro_batches_recompute(
         layer.calls.clear()
     pipe.eval()(numbered_samples()).sum().backward()
     assert [layer.phases for layer in layers] == ["FFFF"] * 3
-
-
-class InjectedError(Exception):
-    pass
-
-
-def inject_errors(layers: list[RecordingLinear], *faults: tuple[int, str, float]) -> list[InjectedError]:
-    """Makes stages raise, and returns their errors.
-
-    Args:
-        layers: the layer of each stage.
-        *faults: for each error the stage, the phases, and the index of the micro-batch's first sample.
-    """
-    errors = []
-    for stage, phases, sample in faults:
-        error = InjectedError(f"stage {stage}, sample {sample}")
-        layers[stage].error_for = lambda phase, first, p=phases, s=sample, e=error: (  # type: ignore[misc]
-            e if phase in p and first == s else None
-        )
-        errors.append(error)
-    return errors
-
-
-def check_step_after_error(pipe: Any, layers: list[RecordingLinear]) -> None:
-    """Checks that a step after an error equals the plain model's step."""
-    for layer in layers:
-        layer.error_for = lambda phase, first: None
-    results = []
-    for model in (pipe, nn.Sequential(*layers)):
-        pipe.zero_grad()
-        output = model(numbered_samples())
-        output.square().sum().backward()
-        results.append([output, *gradients(pipe)])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.sampled(3)
-@both_libraries
-@every_mode
-def test_a_call_raises_the_exception_of_a_stage(checkpoint: str, library: Library) -> None:
-    pipe, layers = recording_pipeline(library, chunks=4, checkpoint=checkpoint)
-    for stage in range(3):
-        for sample in (0.0, 4.0, 6.0):
-            (error,) = inject_errors(layers, (stage, "FC", sample))
-            with pytest.raises(InjectedError) as raised:
-                pipe(numbered_samples())
-            assert raised.value is error
-            check_step_after_error(pipe, layers)
-
-
-@pytest.mark.sampled(3)
-@both_libraries
-@pytest.mark.parametrize("stage", range(3))
-def test_the_backward_raises_the_exception_of_a_recompute(stage: int, library: Library) -> None:
-    pipe, layers = recording_pipeline(library, chunks=4, checkpoint="always")
-    for sample in (0.0, 4.0, 6.0):
-        (error,) = inject_errors(layers, (stage, "R", sample))
-        output = pipe(numbered_samples())
-        with pytest.raises(InjectedError) as raised:
-            output.sum().backward()
-        assert raised.value is error
-        check_step_after_error(pipe, layers)
 
 
 class MeetsOtherStage(nn.Module):

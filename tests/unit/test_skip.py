@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -68,46 +67,6 @@ def test_stashed_tensors_are_popped(api: Any) -> None:
     )
     for _ in range(2):
         assert torch.equal(model(x), x.tanh() + x * 2 + x * 2)
-
-
-@BOTH_APIS
-@pytest.mark.parametrize(
-    ("message", "build"),
-    [
-        ("'s' has not been stashed", lambda api: layer(api, "pop s", pop=["s"])),
-        ("'t' has not been declared as stashable", lambda api: layer(api, "stash s", "stash t", stash=["s"])),
-        (
-            "'t' has not been declared as poppable",
-            lambda api: nn.Sequential(layer(api, "stash s", stash=["s"]), layer(api, "pop t", pop=["s"])),
-        ),
-        ("'s' must be stashed but have not", lambda api: layer(api, stash=["s"])),
-        (
-            "'s' must be popped but have not",
-            lambda api: nn.Sequential(layer(api, "stash s", stash=["s"]), layer(api, pop=["s"])),
-        ),
-    ],
-)
-def test_commands_that_contradict_the_declaration_are_refused(
-    api: Any, message: str, build: Callable[[Any], nn.Module]
-) -> None:
-    with pytest.raises(RuntimeError, match=f"^{message}$"):
-        build(api)(torch.ones(1, 3))
-
-
-@BOTH_APIS
-def test_yielding_something_other_than_a_command_is_refused(api: Any) -> None:
-    class Yields(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield 42
-
-    with pytest.raises(TypeError, match=r"^42 is not a command from @skippable$"):
-        api.skippable()(Yields)()(torch.ones(1, 3))
-
-
-def test_popping_twice_is_refused() -> None:
-    model = nn.Sequential(Stash(), layer(gpipe_fast.skip, "pop a", "pop a", pop=["a"]))
-    with pytest.raises(RuntimeError, match="'a' has been popped already"):
-        model(torch.ones(1, 3))
 
 
 @BOTH_APIS
@@ -190,11 +149,6 @@ def test_skips_of_lists_the_skip_connections_between_layers() -> None:
     verify_skippables(nn.Sequential(*layers))
     found = [(s.key, s.source, s.target, s.stash_order) for s in skips_of(layers)]
     assert found == [((b, "a"), 1, 2, 1), ((a, "a"), 0, 3, 0)]
-
-
-def test_isolating_an_undeclared_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot isolate 'b': the module declares 'a'"):
-        Stash().isolate(Namespace(), only=["b"])
 
 
 def test_a_skippable_module_wraps_an_instance_of_its_class() -> None:

@@ -1,6 +1,6 @@
-"""Draws training runs at random, and makes a failing one smaller.
+"""Draws training runs at random.
 
-`python -m tests.contracts.contract_1_same_bits.random_runs NAME` repeats a run and minimises it if it fails.
+`python -m tests.contracts.contract_1_same_bits.random_runs NAME` repeats a run, and describes it if it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -292,58 +291,15 @@ def failure(run: Run) -> str | None:
     return f"different: {', '.join(found[:6])}" if found else None
 
 
-def smaller(run: Run) -> Iterator[Run]:
-    """Yields runs with less: without a step, without a layer, with defaults."""
-    for i in range(len(run.steps)):
-        if len(run.steps) > 1:
-            yield dataclasses.replace(run, steps=run.steps[:i] + run.steps[i + 1 :])
-    for i in range(len(run.layers)):
-        layers = run.layers[:i] + run.layers[i + 1 :]
-        if layers and not run.skips:
-            yield _with_layers(run, layers)
-    for field in dataclasses.fields(Run)[2:]:
-        if field.name not in ("layers", "balance", "steps") and getattr(run, field.name) != field.default:
-            yield _with_layers(dataclasses.replace(run, **{field.name: field.default}), run.layers)
-    for stages in range(1, len(run.balance)):
-        yield dataclasses.replace(run, balance=(*run.balance[: stages - 1], sum(run.balance[stages - 1 :])))
-    for i, step in enumerate(run.steps):
-        for field in dataclasses.fields(Step):
-            if getattr(step, field.name) != field.default:
-                steps = list(run.steps)
-                steps[i] = dataclasses.replace(step, **{field.name: field.default})
-                yield dataclasses.replace(run, steps=tuple(steps))
-
-
-def _with_layers(run: Run, layers: tuple[str, ...]) -> Run:
-    """Replaces the layers, and shortens the longest stages or lengthens the last one to match."""
-    run = dataclasses.replace(run, layers=layers)
-    sizes = list(run.balance)
-    while sum(sizes) > (wanted := len(run.build())) and max(sizes) > 1:
-        sizes[sizes.index(max(sizes))] -= 1
-    sizes[-1] += wanted - sum(sizes)
-    return dataclasses.replace(run, balance=tuple(sizes))
-
-
-def minimised(run: Run) -> Run:
-    """Returns a smaller run that fails in the same way."""
-    wanted = (failure(run) or "").partition(":")[0]
-    found = True
-    while found:
-        found = next((r for r in smaller(run) if (failure(r) or "").partition(":")[0] == wanted), None)
-        run = found or run
-    return run
-
-
 def main(names: list[str]) -> None:
-    """Repeats runs; minimises those that fail."""
+    """Repeats runs."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in names:
         found = failure(draw(name))
         print(name, "equal" if found is None else found)
         if found is not None:
-            run = minimised(draw(name))
-            print(f"minimised: {failure(run)}", run, sep="\n")
+            print(draw(name))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Each run draws from every row, by its own fixed seed; `equality.Run` and `equali
 | | copies, loaded states, other attributes, parameters and balances |
 | timing | random delays of all actions |
 
-`python -m tests.contracts.contract_1_same_bits.random_runs NAME` repeats and minimises a random run.
+`python -m tests.contracts.contract_1_same_bits.random_runs NAME` repeats a random run.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ _RENORMALISED = [
     for checkpoint, dtype in (("always", "bfloat16"), ("except_last", "float32"))
     for seed in range(4)
 ]
-# Runs that once differed, minimised.
+# Runs that once differed.
 REGRESSIONS: dict[str, list[Run]] = {
     "a gradient in another layout is passed on to the input": [
         Run(layers=("LSTM", layer), steps=(Step(loss="expanded"),) * 3)

@@ -129,19 +129,6 @@ AWKWARD: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", ["branch on data", "LSTM"])
-@pytest.mark.parametrize("layout", AWKWARD)
-def test_unaligned_and_non_contiguous_inputs_equal_the_plain_loop(layout: str, kind: str) -> None:
-    """The rounding of matrix products depends on alignment and strides."""
-    layers, x = nn.Sequential(UNTRACEABLE[kind](), nn.Linear(WIDTH, 3)), AWKWARD[layout]()
-    expected = loop_step(layers, x, 2, input_gradient=False)
-    for checkpoint in ("always", "never"):
-        pipe = GPipe(layers, [1, 1], chunks=2, checkpoint=checkpoint)
-        with without_warnings():
-            assert unequal(pipeline_step(pipe, x, input_gradient=False), expected) == []
-
-
 @pytest.mark.parametrize("layout", ["unaligned", "permuted", "with gaps"])
 def test_a_layer_that_writes_its_input_does_not_change_the_callers_tensor(layout: str) -> None:
     layers, x = nn.Sequential(UNTRACEABLE["in place"](), nn.Linear(WIDTH, 3)), AWKWARD[layout]()

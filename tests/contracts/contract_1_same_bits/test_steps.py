@@ -299,21 +299,6 @@ def test_the_balance_is_measured_by_the_first_step() -> None:
     assert sum(pipe.balance) == 8
 
 
-def test_settings_and_layers_may_change_between_steps() -> None:
-    pipe, plain = GPipe(layers(), [3, 5], chunks=2), layers()
-    for schedule, chunks, mode, balance, training in (
-        ("gpipe", 2, "always", [3, 5], True),
-        ("1f1b", 4, "never", [3, 5], True),
-        ("1f1b", 4, [0.5, 0.5, 0.5], [2, 2, 4], True),
-        ("1f1b", 4, [0.5], [8], False),
-    ):
-        pipe.checkpoint = "never"
-        pipe.schedule, pipe.chunks, pipe.balance, pipe.checkpoint = schedule, chunks, balance, mode
-        pipe.train(training), plain.train(training)
-        ours = step(pipe, X, Y)
-        assert unequal(ours, plain_step(plain, X, Y, chunks, schedule, cross_entropy, 8)) == []
-
-
 class Count(torch.autograd.Function):
     """Counts the micro-batches whose backward is still to come."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gpipe_fast import GPipe, replicate
+from gpipe_fast import GPipe
 from tests.contracts.contract_1_same_bits.test_skip_connections import AddSkip, StashInput
 from tests.internals import inject_delays, inject_failure, remove_faults
 from tests.models import uneven_balance
@@ -108,18 +108,6 @@ def test_results_equal_those_of_calls(num_stages: int, chunks: int) -> None:
     assert [y.requires_grad for y in expected] == [False] * len(items)
 
 
-def test_arguments_and_results_are_nested_like_those_of_calls() -> None:
-    def add(f: nn.Module, x: Tensor, y: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
-        return {"sum": x + y if scale is None else x + y * scale, "x": [x, None]}
-
-    pipe = pipe_of(functions(add, lambda f, value: (value["sum"].sin(), value["x"][0] * 2)), chunks=2)
-    a, b, scale = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)
-    items = [(a, b), {"x": b, "y": a}, {"x": a, "y": a, "scale": replicate(scale)}, (b[:2], a[:2])]
-    found = streamed(pipe, items)
-    assert equal(found, called(pipe, items))
-    assert type(found[0]) is tuple
-
-
 def test_a_long_stream_equals_calls(pipe: GPipe) -> None:
     """Its 1,201 micro-batches take two runs of the engine, and a mini-batch lies in both."""
     items = batches([1] + [6] * 600)
@@ -133,17 +121,6 @@ def test_results_do_not_depend_on_timing(number: int, pipe: GPipe) -> None:
     for depth in (1, 3, 9):
         inject_delays(pipe, number, 2000)
         assert equal(streamed(pipe, items, depth), expected)
-
-
-@pytest.mark.parametrize("mode", ["inference mode", "autocast"])
-def test_the_modes_of_the_caller_apply(mode: str, pipe: GPipe) -> None:
-    items = batches([6, 4, 6, 6])
-    scope = torch.inference_mode() if mode == "inference mode" else torch.autocast("cpu", torch.bfloat16)
-    with scope:
-        found, expected = streamed(pipe, items), called(pipe, items)
-        assert equal(found, expected)
-    assert [y.is_inference() for y in found] == [y.is_inference() for y in expected]
-    assert [y.dtype for y in found] == [y.dtype for y in expected]
 
 
 # Layers in Python
@@ -171,21 +148,9 @@ def test_layers_in_python_change_their_state_in_order(backend: str) -> None:
     assert equal(state_of(model), state_of(other))
 
 
-def draw_noise(f: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = f(x)
-    return F.dropout(y, 0.5) if float(y.sum()) < 1e9 else y
-
-
 def functions(*layers: Callable[..., Any]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*map(FunctionLayer, layers))
-
-
-def test_random_layers_in_python_draw_as_in_calls() -> None:
-    pipe, items = pipe_of(functions(draw_noise, draw_noise, draw_noise), 3, chunks=2), batches()
-    expected = called(pipe, items)
-    assert equal(streamed(pipe, items), expected)
-    assert equal(streamed(pipe, items, depth=9), expected)
 
 
 # Buffers

@@ -73,31 +73,21 @@ def column_major(f: nn.Module, x: Tensor) -> Tensor:
 
 
 VIEWS: dict[str, Callable[[], Layers]] = {
-    "every second channel": of(lambda f, x: f(x)[..., ::2], lambda f, x: f(x.repeat_interleave(2, -1))),
     "transposed between": of(lambda f, x: f(x).transpose(1, 2), lambda f, x: f(x.transpose(1, 2))),
     "batch inside": of(lambda f, x: f(x).transpose(0, 1).contiguous().transpose(0, 1)),
-    "gaps and an offset": of(lambda f, x: torch.cat([x, f(x), x], -1)[..., HALF : HALF + WIDTH]),
     "halves of one tensor": of(
         lambda f, x: f(x).split(HALF, -1), lambda f, pair: torch.cat([pair[1].sin(), pair[0]], -1)
-    ),
-    "three parts, one unused": of(
-        lambda f, x: torch.cat([f(x), x, x.sin()], -1).chunk(3, -1), lambda f, qkv: f(qkv[0]) * qkv[2].tanh()
     ),
     "rotary angles": of(angles, rotate, rotate, rotate, lambda f, given: given[0].tanh()),
     "overlapping windows": of(windows),
     "unfold": of(lambda f, x: F.pad(f(x), (0, 0, 1, 1)).unfold(1, 3, 1).amax(-1)),
-    "expanded row": of(lambda f, x: f(x)[:, :1].expand_as(x), lambda f, x: f(x)),
     "expanded number": of(lambda f, x: x * f.bias[0].expand(x.shape)),
     "diagonal": of(lambda f, x: (f(x).unsqueeze(-1) * x.unsqueeze(-2)).diagonal(dim1=-2, dim2=-1).sin()),
-    "unbind and stack": of(lambda f, x: torch.stack([y.sin() for y in f(x).unbind(1)], 1)),
-    "uneven chunks": of(lambda f, x: torch.cat(f(x).chunk(3, -1)[::-1], -1)),
-    "flip and roll": of(lambda f, x: f(x).flip(1).roll(1, -1)),
     "copying reshape": of(lambda f, x: f(x).transpose(1, 2).reshape(len(x), -1).view_as(x)),
     "bits": of(lambda f, x: x * (1 + _bits(f(x)).to(x.dtype))),
     "column-major gradients": of(column_major),
     "Sinkhorn": of(sinkhorn),
     "softmax, transposed": of(lambda f, x: f(x).flatten(0, 1).softmax(0).t().contiguous().t().view_as(x)),
-    "slices of slices": of(lambda f, x: torch.cat([f(x)[:, :, 1:][:, :, ::3], x[:, :, 3:]], -1)),
     "input and its view": of(
         lambda f, x: (x, x[..., :HALF], x.transpose(1, 2)),
         lambda f, p: f(p[0]) + p[1].repeat(1, 1, 2) * p[2].transpose(1, 2).tanh(),
@@ -147,16 +137,12 @@ IN_PLACE: dict[str, Callable[[], Layers]] = {
     "in place: transposed view": written(
         lambda f, h, x: h.transpose(1, 2)[:, 1:].add_(x.transpose(1, 2)[:, 1:])
     ),
-    "in place: view of a view": written(lambda f, h, x: h.view(len(h), -1)[:, 1:].copy_(x.flatten(1)[:, 1:])),
     "in place: halves swapped": written(swap_halves),
     "in place: index": written(lambda f, h, x: h.index_add_(2, torch.tensor([1, 3, 1]), x[..., :3])),
     "in place: mask": written(lambda f, h, x: h.masked_fill_(x > 0, 0.5)),
-    "in place: scatter": written(lambda f, h, x: h.scatter_add_(2, x.argsort(-1), x)),
     "in place: put": written(
         lambda f, h, x: h.__setitem__((slice(None), torch.tensor([0, 1])), x[:, :2].tanh())
     ),
-    "in place: diagonal": written(lambda f, h, x: h.diagonal(0, 1, 2).zero_()),
-    "in place: addcmul": written(lambda f, h, x: h.addcmul_(x, x.sin()).clamp_(-2, 2)),
     "empty, filled": of(copied),
     "changes its input": of(lambda f, x: f(x), lambda f, x: x.mul_(2).tanh_()),
     "changes a view of its input": of(lambda f, x: f(x), lambda f, x: (x[..., ::2].neg_(), x)[1]),
@@ -175,48 +161,17 @@ def to_complex(f: nn.Module, x: Tensor) -> Tensor:
     return torch.complex(wide(f(x)), wide(x))
 
 
-def to_pairs(x: Tensor) -> Tensor:
-    return torch.view_as_complex(wide(x).unflatten(-1, (HALF, 2)).contiguous())
-
-
 def from_complex(z: Tensor, like: nn.Module) -> Tensor:
     return (z.real + z.imag).tanh().to(like.weight.dtype)
 
 
-def complex_weight(f: nn.Module) -> Tensor:
-    return torch.complex(wide(f.weight), wide(f.weight.t()))
-
-
-def through_complex(function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], Layers]:
-    """Returns a constructor of a layer with a function of a complex tensor of the input's shape."""
-
-    def call(f: nn.Module, x: Tensor) -> Tensor:
-        y = function(f, to_complex(f, x))
-        y = y.real + y.imag if y.is_complex() else y
-        return x + y.tanh().to(x.dtype)
-
-    return of(call)
+def conj_real_in_place(f: nn.Module, x: Tensor) -> Tensor:
+    z = to_complex(f, x).conj() * 1
+    return x + z.real.add_(1).tanh().to(x.dtype)
 
 
 COMPLEX: dict[str, Callable[[], Layers]] = {
-    "conj imag": through_complex(lambda f, z: z.conj().imag * 3),
-    "conj real, in place": through_complex(lambda f, z: (z.conj() * 1).real.add_(1)),
-    "imag of conj, kept": of(
-        lambda f, x: to_complex(f, x).conj().imag, lambda f, y: y.sin().to(f.weight.dtype)
-    ),
-    "square by conj": through_complex(lambda f, z: (z * z.conj()).real),
-    "abs and angle": through_complex(lambda f, z: (z.abs() + 1) * (z + 3).angle()),
-    "view_as_real": through_complex(lambda f, z: torch.view_as_real(z.conj().resolve_conj()).sin().sum(-1)),
-    "product by conj": through_complex(lambda f, z: z @ complex_weight(f).conj()),
-    "product by adjoint": through_complex(lambda f, z: torch.view_as_real(z @ complex_weight(f).mH).mean(-1)),
-    "complex einsum": through_complex(lambda f, z: torch.einsum("blk,blj->blkj", z, z.conj()).mean(-1)),
-    "vecdot": through_complex(lambda f, z: z * torch.linalg.vecdot(z, z.conj()).unsqueeze(-1)),
-    "weight conj": through_complex(lambda f, z: (complex_weight(f)[0].conj() * z).imag),
-    "polar": through_complex(lambda f, z: torch.polar(z.real.abs() + 1, z.imag)),
-    "complex exp": through_complex(lambda f, z: (z * 0.5j).exp() / (z + 4)),
-    "complex in place": through_complex(lambda f, z: (z * 1).mul_(2j).add_(z.conj())),
-    "imag written": through_complex(lambda f, z: _imag_written(z * 1)),
-    "complex conditions": through_complex(lambda f, z: torch.where(z.real > 0, z, z.conj()).sgn()),
+    "conj real, in place": of(conj_real_in_place),
     "spectrum": of(lambda f, x: (spectrum(f, x).tanh() + wide(x)).to(x.dtype)),
     "complex between": of(to_complex, lambda f, z: z * z.conj() + z, lambda f, z: from_complex(z, f)),
     "conj between": of(
@@ -224,19 +179,7 @@ COMPLEX: dict[str, Callable[[], Layers]] = {
         lambda f, z: (z.conj(), z),
         lambda f, p: from_complex(p[0] * p[1], f),
     ),
-    "complex pairs": of(
-        lambda f, x: to_pairs(x) * to_pairs(f(x)).conj(),
-        lambda f, z: f(torch.view_as_real(z).flatten(-2).tanh().to(f.weight.dtype)),
-    ),
-    "mH between": of(
-        lambda f, x: to_complex(f, x).mH, lambda f, z: from_complex(z.transpose(1, 2).conj() * 1j, f)
-    ),
 }
-
-
-def _imag_written(z: Tensor) -> Tensor:
-    z.imag.mul_(2)
-    return z.conj()
 
 
 def well_conditioned(f: nn.Module, x: Tensor) -> Tensor:
@@ -250,31 +193,14 @@ OPERATORS: dict[str, Callable[[], Layers]] = {
         lambda f, x: x - x.median(-1, True).values * x.kthvalue(2, -1, True).values
     ),
     "cumulative": bounded(lambda f, x: x.cumsum(1) + x.logcumsumexp(-1) + x.cummax(1).values),
-    "cumprod": bounded(lambda f, x: x.cumprod(-1)),
-    "one-hot": bounded(
-        lambda f, x: x * F.one_hot(x.argmax(-1), WIDTH) + F.embedding(x.argmax(-1), wide(f.weight))
-    ),
-    "buckets": bounded(lambda f, x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5).to(x.dtype))),
-    "lerp and addcdiv": bounded(lambda f, x: torch.lerp(x, x.sin(), 0.3).addcdiv(x, x.square() + 1, value=2)),
     "baddbmm": bounded(lambda f, x: torch.baddbmm(x, x, wide(f.weight).expand(len(x), -1, -1), beta=0.5)),
-    "normalize": bounded(
-        lambda f, x: F.normalize(x, dim=-1) * torch.linalg.vector_norm(x + 1, dim=1, keepdim=True)
-    ),
-    "distances": bounded(lambda f, x: torch.cdist(x, x + 1) @ x),
     "solve": bounded(lambda f, x: torch.linalg.solve(well_conditioned(f, x), x, left=False)),
-    "inverse and det": bounded(
-        lambda f, x: x @ well_conditioned(f, x).inverse() * well_conditioned(f, x).logdet()
-    ),
     "Cholesky and QR": bounded(
         lambda f, x: (
             x @ torch.linalg.cholesky(well_conditioned(f, x)) @ torch.linalg.qr(well_conditioned(f, x)).R
         )
     ),
-    "eigenvalues": bounded(lambda f, x: x * torch.linalg.eigvalsh(well_conditioned(f, x))),
-    "matrix_exp": bounded(lambda f, x: x @ torch.matrix_exp(wide(f.weight) * 0.1)),
-    "triangles": bounded(lambda f, x: x.tril() + x.triu(1) * 2),
     "where and clamp": bounded(lambda f, x: torch.where(x > 0, x, x.exp()).clamp(-1, x.detach().amax())),
-    "logsumexp and var": bounded(lambda f, x: x / (x.var(-1, keepdim=True) + 1) - x.logsumexp((1, 2), True)),
     "grid_sample": bounded(lambda f, x: _grid_sampled(x)),
     "scatter_reduce": bounded(
         lambda f, x: (
@@ -304,7 +230,6 @@ OPERATORS: dict[str, Callable[[], Layers]] = {
         lambda f, x: (f(x), x.argmax(-1), x > 0, x.int()),
         lambda f, p: p[0] * p[2] + F.embedding(p[1], f.weight) + p[3].clamp(-1, 1),
     ),
-    "none between": of(lambda f, x: (f(x), None, {"a": [x]}), lambda f, p: p[0] if p[1] else f(p[2]["a"][0])),
     "loop over the length": of(lambda f, x: _recurrence(f, x)),
     "branch on a size": of(lambda f, x: f(x) if len(x) % 2 else x.sin()),
     "branch on strides": of(lambda f, x: f(x) if x.is_contiguous() else f(x).sin()),
@@ -312,7 +237,6 @@ OPERATORS: dict[str, Callable[[], Layers]] = {
         lambda f, x: f(x) * (2 if torch.is_grad_enabled() else 3) * (1 if f.training else 0.5)
     ),
     "branch on requires_grad": of(lambda f, x: f(x) * (2 if x.requires_grad else 3)),
-    "ignores its input": of(lambda f, x: f(torch.ones_like(x)).cos()),
     "constants": of(lambda f, x: x + torch.arange(WIDTH, dtype=x.dtype) * torch.tensor(0.1) + math.pi),
     "autocast inside": of(lambda f, x: _autocast(f, x)),
 }
@@ -474,74 +398,10 @@ class OddBuffers(nn.Module):
         return y.tanh()
 
 
-class UnusedModule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.used.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.used(x)
-        return y
-
-
-class TiedWeights(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).tanh())
-        return y
-
-
-class HiddenState(nn.Module):
-    """A recurrent layer; with `passes_state`, its state leaves it, with the batch as the first dimension."""
-
-    def __init__(self, kind: type[nn.RNNBase], passes_state: bool) -> None:
-        super().__init__()
-        self.inner, self.passes_state = kind(WIDTH, WIDTH, batch_first=True), passes_state
-
-    def forward(self, given: Any) -> Any:
-        if self.passes_state:
-            output, (h, c) = self.inner(given)
-            return output, h.transpose(0, 1), c.transpose(0, 1)
-        x, *states = given
-        h, c = (s.transpose(0, 1).contiguous() for s in states)
-        output, (h, _) = self.inner(x, (h, c))
-        return output + h.transpose(0, 1)
-
-
-class CellLoop(nn.Module):
-    """Runs a cell over the positions."""
-
-    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
-        super().__init__()
-        self.cell = kind(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state: Any = None
-        outputs = []
-        for part in x.unbind(1):
-            state = self.cell(part, state)
-            outputs.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(outputs, 1)
-
-
 PARAMETERS: dict[str, Callable[[], Layers]] = {
     "symmetric weight": symmetric,
     "odd parameters": lambda: [OddParameters()],
     "odd buffers": lambda: [OddBuffers()],
-    "unused module": lambda: [UnusedModule()],
-    "tied weights": lambda: [TiedWeights()],
-    "LSTM state between": lambda: [HiddenState(nn.LSTM, True), HiddenState(nn.LSTM, False)],
-    **{
-        f"{kind.__name__} over positions": lambda kind=kind: [CellLoop(kind)]
-        for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-    },
 }
 
 
@@ -558,21 +418,6 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * self.value
-        return y
-
-
-class ChangesDropout(nn.Module):
-    """Changes the probability of a dropout, and a hook of a child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout, self.linear = nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
-
-    def change(self, number: int) -> None:
-        self.dropout.p = 0.1 + number % 3 / 10
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(self.dropout(x))
         return y
 
 
@@ -595,28 +440,11 @@ class ReplacesParameter(nn.Module):
         return y
 
 
-class KeepsTable(nn.Module):
-    """Keeps a table that grows with the length, as masks and positions of home-made models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.table = nn.Linear(WIDTH, WIDTH), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None or len(self.table) < x.shape[1]:
-            self.table = torch.linspace(0, 1, x.shape[1])
-        y: Tensor = self.linear(x) * self.table[: x.shape[1], None].to(x.dtype)
-        return y
-
-
 # Two kinds of many; contract_5_nothing_stale has the others.
 STATE: dict[str, Callable[[], Layers]] = {
     "attribute": lambda: [Changing(float)],
     "tensor as an attribute": lambda: [Changing(torch.tensor)],
-    "changed dropout": lambda: [ChangesDropout()],
     "replaced parameter": lambda: [ReplacesParameter()],
-    "growing table": lambda: [KeepsTable()],
-    "two growing tables": lambda: [KeepsTable(), nn.Tanh(), KeepsTable()],
 }
 
 
@@ -650,16 +478,4 @@ class OfRecipe(nn.Module):
 OF_TORCH = {f"nn.{name}": lambda recipe=recipe: [OfRecipe(recipe)] for name, recipe in RECIPES.items()}
 UNUSUAL = VIEWS | IN_PLACE | COMPLEX | OPERATORS | AUTOGRAD | PARAMETERS | STATE
 IN_PYTHON = {f"nn.{name}" for name in TORCH_IN_PYTHON}
-IN_PYTHON |= {
-    "solve",
-    "inverse and det",
-    "Cholesky and QR",
-    "where and clamp",
-    "dirty function",
-    "odd buffers",
-}
-IN_PYTHON |= {
-    "LSTM state between",
-    "growing table",
-    "two growing tables",
-}
+IN_PYTHON |= {"solve", "Cholesky and QR", "where and clamp", "dirty function", "odd buffers"}

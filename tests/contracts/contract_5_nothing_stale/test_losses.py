@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
-from gpipe_fast.training.losses import key_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -222,24 +221,6 @@ def test_losses_that_look_alike_are_told_apart(kind: str, are_kept: bool) -> Non
         expected = plain_step(model, loss, x)
         assert_equal(_results(model, functools.partial(pipe.step, loss_fn=loss, normalizer=1), x), expected)
     assert torch.equal(pipe.evaluate(x, loss_fn=loss, normalizer=1), expected[0])
-
-
-# A new function of such a loss is as the one before it, so that a step does not trace it again.
-MADE_ANEW = (
-    *("closure", "tuple in a closure", "default", "keyword default", "attribute", "recursion"),
-    *("mutual recursion", "empty cell", "wrapped", "partial", "partial of a partial"),
-    *("calls attribute", "calls recursion", "calls wrapped"),
-)
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_the_keys_of_losses_that_look_alike(kind: str) -> None:
-    make = LOSSES[kind]
-    for around in (lambda loss: loss, calls, functools.partial, lambda loss: calls(functools.partial(loss))):
-        one, same, other = map(key_of, kept := [around(make(scale)) for scale in (2.0, 2.0, 3.0)])
-        assert len(kept) == 3
-        assert one != other
-        assert (one == same) == (kind in MADE_ANEW)
 
 
 def test_a_loss_that_is_made_anew_in_each_step_is_not_traced_anew() -> None:

@@ -16,16 +16,6 @@ from tests.reference import leaf, plain_loop, restored
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_second_backward_needs_retain_graph() -> None:
-    pipe = GPipe(mlp(), [2, 3], chunks=4)
-    loss = pipe(features()).sum()
-    first = torch.autograd.grad(loss, list(pipe.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, list(pipe.parameters()))
-    assert all(map(torch.equal, first, second))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("changed", ["parameter", "input"])
 def test_an_in_place_change_before_the_backward_raises(changed: str) -> None:
     pipe, x = GPipe(mlp(), [2, 3], chunks=2), features()
@@ -96,25 +86,6 @@ def test_the_backward_ignores_data_assigned_after_the_forward(changed: str) -> N
     assert all(map(torch.equal, step(pipe), step(lambda x: plain_loop(model, x, 4))))
 
 
-def test_parameter_hooks_run_once_per_backward() -> None:
-    model = mlp()
-    pipe, seen = GPipe(model, [2, 3], chunks=4), []
-    model[0].weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
-    model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    results = []
-    for forward in (pipe, lambda x: plain_loop(model, x, 4)):
-        model.zero_grad()
-        seen.clear()
-        forward(features()).square().sum().backward()
-        results.append([*seen, *(p.grad for p in model.parameters())])
-    # The plain loop calls a tensor hook with the summed gradient too.
-    assert len(results[0]) == 2 + len(list(model.parameters()))
-    for ours, expected in zip(
-        *(sorted(r, key=lambda t: (tuple(t.shape), float(t.sum()))) for r in results), strict=True
-    ):
-        assert torch.equal(ours, expected)
-
-
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -132,17 +103,6 @@ def test_an_undefined_output_gradient_gives_parameters_no_gradient() -> None:
         assert x.grad is not None
         assert torch.equal(x.grad, torch.ones_like(x))
         assert all(p.grad is None for p in forward.parameters())
-
-
-def test_gradients_flow_through_a_pipeline_inside_a_larger_graph() -> None:
-    model, before, after = mlp(), nn.Linear(6, 6), nn.Linear(4, 1)
-    results = []
-    for forward in (GPipe(model, [2, 3], chunks=4), lambda x: plain_loop(model, x, 4)):
-        parameters = [*before.parameters(), *model.parameters(), *after.parameters()]
-        loss = after(forward(before(features()).tanh()).relu_()).square().mean()
-        results.append(torch.autograd.grad(loss, parameters))
-    assert all(map(torch.equal, *results))
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_outputs_require_grad_only_if_inputs_or_parameters_do() -> None:
@@ -165,12 +125,3 @@ def test_saved_tensor_hooks_are_not_called_for_a_pipeline() -> None:
         output = pipe(features())
     assert packed == []
     output.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode_works_with_and_without_a_backward() -> None:
-    pipe = GPipe(mlp(), [2, 3], chunks=4)
-    with torch.autograd.detect_anomaly(check_nan=True):
-        pipe(features())  # dropped without a backward
-        pipe(features()).sum().backward()
-    assert all(p.grad is not None for p in pipe.parameters())

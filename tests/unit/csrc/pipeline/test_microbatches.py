@@ -114,20 +114,3 @@ def test_outputs_are_inference_tensors_in_inference_mode() -> None:
     with torch.inference_mode():
         assert all(output.is_inference() for output in pipe(torch.randn(8, WIDTH)).values())
     assert not any(output.is_inference() for output in pipe(torch.randn(8, WIDTH)).values())
-
-
-def test_other_dimensions_and_streams() -> None:
-    """Micro-batches along another dimension are concatenated; a stream's outputs are not."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16))
-    x = torch.randn(2, 8, WIDTH)
-    pipe = GPipe(copy.deepcopy(layers), [1, 1], devices=["cpu"] * 2, chunks=3, batch_dim=1)
-    assert torch.equal(pipe(x), torch.cat([layers(part) for part in x.chunk(3, 1)], 1))
-    with torch.no_grad():
-        own = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2).eval()
-        for _ in range(2):
-            own(x)
-        found = list[Tensor]()
-        assert concatenations(lambda: found.extend(own.stream([x, 2 * x, 3 * x]))) == 0
-        expected = [torch.cat([layers((i + 1) * part) for part in x.chunk(2)]) for i in range(3)]
-        assert all(map(torch.equal, found, expected))
