@@ -441,7 +441,6 @@ class GPipe(Reporting):
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
-        optimizer_in: Literal["end", "drain"] = "end",
         **kwargs: Any,
     ) -> Any:
         """Runs forward, loss and backward of one mini-batch, in the order of ``schedule``.
@@ -486,12 +485,6 @@ class GPipe(Reporting):
                 ``optimizer.step()``. The returned losses are not multiplied.
             max_norm: The maximum norm of the gradients of the optimizer's parameters together, to which
                 ``torch.nn.utils.clip_grad_norm_`` clips them, unscaled, before the update.
-            optimizer_in: When the optimizer runs: ``'end'``, after all backwards; or ``'drain'``: for the
-                parameters of a stage as soon as their gradients are complete, while other stages still run
-                backwards, and for parameters of several stages at the end. With a scaler or ``max_norm``,
-                which need all gradients, ``'drain'`` is as ``'end'``; also with a mesh, whose processes
-                update after all of them have succeeded. If anything fails, some stages may be updated
-                already; a note to the error names them.
             kwargs: Keyword arguments of the first layer.
 
         Returns:
@@ -505,9 +498,7 @@ class GPipe(Reporting):
             ValueError: As for `forward`; the target has another batch size, the loss does not follow from
                 those of micro-batches, ``normalizer`` is 0 or not finite, or nothing requires a gradient; the
                 optimizer has no parameter of the model, or needs a closure, as ``torch.optim.LBFGS`` does;
-                ``max_norm`` is negative, NaN, or passed without an optimizer; or ``optimizer_in`` is unknown,
-                or ``'drain'`` with an optimizer that is not one of ``torch.optim``, or with hooks of the
-                optimizer or of parameters.
+                or ``max_norm`` is negative, NaN, or passed without an optimizer.
             RuntimeError: As for `forward`; or gradients are disabled.
         """
         processes = self._runner.processes
@@ -515,10 +506,10 @@ class GPipe(Reporting):
             check_list(losses)
             how = loss, return_outputs, "step", processes
             objective = Objective.checked(loss_fn, target, normalizer, *how)
-            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, loss_fn, processes)
-            with update.after() as updates:
-                call = self._runner, args, kwargs, self.training, objective
-                found, output = run_step(*call, scaler, updates, update.asked())
+            update = checked_update(self, optimizer, scaler, max_norm, processes)
+            call = self._runner, args, kwargs, self.training, objective
+            found, output = run_step(*call, scaler, update.asked())
+            update.run()
             return result_of(found, output, losses, return_outputs)
 
     @uncompiled

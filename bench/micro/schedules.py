@@ -1,4 +1,4 @@
-"""Schedules of whole steps: bubbles of sleeping stages, times of GPT blocks, and updates in the drain.
+"""Schedules of whole steps: bubbles of sleeping stages, and times of GPT blocks.
 
 Stages that sleep {nap_ms:.0f} ms, a tick, in the forward, for the gradient of their input and for that of
 their weight; {MICROBATCHES} micro-batches; medians of {STEPS} steps. Gradients of inputs are sent before
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
 
 from bench.measure import Ratio, Table, report, samples, timing
 from bench.models.gpt import blocks
@@ -31,8 +30,6 @@ CASES: dict[str, tuple[int, int, str, Callable[[int, int], int]]] = {
     "interleaved": (4, 2, "6 M + 2 (K / 2 - 1)", lambda m, k: 6 * m + 2 * (k // 2 - 1)),
 }
 WIDTH, BATCH, LENGTH, COUNT, ROUNDS = 256, 2, 128, 4, 15
-UPDATE_LENGTH = 64
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"AdamW": AdamW, "SGD(momentum=0.9)": partial(SGD, momentum=0.9)}
 
 
 @torch.library.custom_op("gpipe_fast_bench::nap", mutates_args=())
@@ -127,21 +124,6 @@ def _computing() -> list[list[Any]]:
     return rows
 
 
-def _updating() -> list[list[Any]]:
-    """Returns a row for each optimizer: the time of a step without it, with it at the end, in the drain."""
-    rows, x = [], _text(UPDATE_LENGTH)
-    for name, make in OPTIMIZERS.items():
-        pipe = _gpt("gpipe", "except_last")
-        optimizer = make(pipe.parameters())
-        step = partial(pipe.step, x, target=x, loss_fn=F.mse_loss)
-        steps = {"without": step}
-        steps |= {place: partial(step, optimizer=optimizer, optimizer_in=place) for place in ("end", "drain")}
-        found = [timing(own) for own in samples(steps, 2 * ROUNDS).values()]
-        end, drain = (each.median - found[0].median for each in found[1:])
-        rows.append([name, *(each.ms() for each in found), 1 - drain / end])
-    return rows
-
-
 def main() -> None:
     tokens = BATCH * MICROBATCHES
     blocks_of_gpt = Table(
@@ -151,17 +133,10 @@ def main() -> None:
         f"{COUNT} GPT blocks of width {WIDTH}; {tokens} x {LENGTH} tokens in {MICROBATCHES} micro-batches, "
         "two stages with one thread each ('interleaved': four, on two ranks), by turns.\n",
     )
-    updates = Table(
-        "The optimizer in the drain",
-        ["optimizer", "ms without [20%, 80%]", "optimizer_in='end'", "optimizer_in='drain'", "hidden"],
-        _updating(),
-        f"The same blocks and stages under gpipe and 'except_last', {tokens} x {UPDATE_LENGTH} tokens, by "
-        "turns. Hidden: the share of the optimizer's time at the end that a step takes less in the drain.\n",
-    )
     report(
         globals(),
         "schedule | stages | ticks of a step | formula | measured | ratio | bubble | measured bubble",
         _sleeping(),
-        [blocks_of_gpt, updates],
+        [blocks_of_gpt],
         nap_ms=NAP * 1000.0,
     )

@@ -188,7 +188,6 @@ class Pipelined(nn.Module):
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
-        optimizer_in: Literal["end", "drain"] = "end",
         **kwargs: Any,
     ) -> Any:
         """Runs forward and backward of one mini-batch, in the order of ``schedule``, as `GPipe.step` does.
@@ -202,7 +201,6 @@ class Pipelined(nn.Module):
             optimizer: As for `GPipe.step`.
             scaler: As for `GPipe.step`.
             max_norm: As for `GPipe.step`.
-            optimizer_in: As for `GPipe.step`.
             kwargs: Keyword arguments of the model, such as the labels.
 
         Returns:
@@ -212,18 +210,17 @@ class Pipelined(nn.Module):
         Raises:
             TypeError: ``losses``, ``optimizer``, ``scaler`` or ``max_norm`` has a wrong type; a target or a
                 loss was passed, which the model does not take; or as for a call.
-            ValueError: The model does not return one loss; or the optimizer, ``max_norm`` or ``optimizer_in``
-                is invalid, as for `GPipe.step`.
+            ValueError: The model does not return one loss; or the optimizer or ``max_norm`` is invalid, as
+                for `GPipe.step`.
             RuntimeError: Gradients are disabled; or as for a call.
         """
         processes = self._calls.processes
         with processes.reporting():
             check_list(losses)
             _check_own_loss(self.plain(), kwargs, "step")
-            update = checked_update(self, optimizer, scaler, max_norm, optimizer_in, processes=processes)
-            with update.after() as updates:
-                how = return_outputs, scaler, updates
-                each, output = self._calls.step(self.plain(), args, kwargs, *how)
+            update = checked_update(self, optimizer, scaler, max_norm, processes)
+            each, output = self._calls.step(self.plain(), args, kwargs, return_outputs, scaler)
+            update.run()
             return result_of(each, output, losses, return_outputs)
 
     @uncompiled

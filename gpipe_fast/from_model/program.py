@@ -40,7 +40,6 @@ from gpipe_fast.torch_private import pytree
 from gpipe_fast.trace.layer_states import LayerState
 from gpipe_fast.training.losses import Loss
 from gpipe_fast.training.step import Losses, Objective, run_step
-from gpipe_fast.training.update import StageUpdates
 
 
 class SplitInputs(NamedTuple):
@@ -159,7 +158,6 @@ class Program:
         training: bool,
         keeps_output: bool,
         scaler: GradScaler | None = None,
-        updates: StageUpdates | None = None,
     ) -> tuple[Losses, Any]:
         """Runs forward and backward of one mini-batch; arguments as of `run_step`.
 
@@ -175,7 +173,7 @@ class Program:
         divisor = None if self.runner.processes.num_replicas == 1 else lambda target: 1.0
         objective = Objective(Loss(functools.partial(_element, self._loss()), divisor), None, keeps_output)
         args = (self.argument(given),)
-        each, found = run_step(self.runner, args, {}, training, objective, scaler, updates)
+        each, found = run_step(self.runner, args, {}, training, objective, scaler)
         return each, None if found is None else self.combined(found, given)
 
     def _loss(self) -> int:

@@ -25,7 +25,7 @@ from gpipe_fast.reports.timeline import sender_of
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.python_layers import LayerTime, timing_layers
 from gpipe_fast.runtime.stage import Stage
-from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Kind, Schedule
+from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Schedule
 from gpipe_fast.trace.joint_graph import parameters_of
 
 # The capacity for events per stage, at about 100 bytes per event: enough for a step of 5,400 micro-batches.
@@ -61,11 +61,8 @@ class Recording:
 
     @property
     def latest(self) -> dict[Action, Event]:
-        """The events of the latest forward and of the latest backward after it, by stage and time.
-
-        Updates of parameters are not among them.
-        """
-        actions = [e for stage in self.stages for e in stage if not e.is_wait and e.action.kind is not Kind.U]
+        """The events of the latest forward and of the latest backward after it, by stage and time."""
+        actions = [e for stage in self.stages for e in stage if not e.is_wait]
         forward = max((e.run for e in actions if not _is_backward(e)), default=0)
         backward = max((e.run for e in actions if _is_backward(e) and e.run >= forward), default=forward)
         return {e.action: e for e in actions if e.run == (backward if _is_backward(e) else forward)}

@@ -38,12 +38,10 @@ class StepOrder(NamedTuple):
     Attributes:
         schedule: the schedule, as for `schedule_for`.
         given_dims: the dimension along which each given skip tensor is split; None if it is not.
-        updates: whether each stage updates its parameters after its last backward.
     """
 
     schedule: ScheduleChoice
     given_dims: tuple[int | None, ...]
-    updates: bool = False
 
 
 class StageOutputs(NamedTuple):
@@ -447,7 +445,7 @@ def _schedule_parts(
     """Returns the actions for C++: forwards and backwards apart, or those of a step."""
     none: _Actions = {"forward": None, "backward": None, "step": None}
     if order is not None:
-        return {**none, "step": _extension_actions(schedule, stages, training and order.updates)}
+        return {**none, "step": _extension_actions(schedule, stages)}
     forward = _extension_actions(schedule.forward_part() if training else schedule, stages)
     backward = _extension_actions(schedule.backward_part(), stages) if training else None
     return {**none, "forward": forward, "backward": backward}
@@ -482,14 +480,10 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
-def _extension_actions(
-    schedule: Schedule, stages: Sequence[Stage], updates: bool = False
-) -> _extension.Actions:
-    """Returns the actions for C++; with ``updates``, a U at the end of each stage.
+def _extension_actions(schedule: Schedule, stages: Sequence[Stage]) -> _extension.Actions:
+    """Returns the actions for C++.
 
     Stages that are not here but in other processes have only the sends to stages that are.
-
-    The U rank last, so that any failure cancels those that have not begun.
     """
     here = [not stage.options.is_remote for stage in stages]
     position = {action: i for i, action in enumerate(schedule.order())}
@@ -497,10 +491,6 @@ def _extension_actions(
         [(a.kind.value, a.microbatch, position[a]) for a in row if _runs_here(a, here)]
         for row in schedule.stages
     ]
-    if updates:
-        for number, stage in enumerate(reversed(range(len(stages))), len(position)):  # the last is done first
-            if here[stage]:
-                actions[stage].append((Kind.U.value, 0, number))
     # The worker of a stage elsewhere receives on its own, whatever the others of its rank do.
     groups = [schedule.rank_of[stage] if is_here else stage for stage, is_here in enumerate(here)]
     receives: list[tuple[int, str, int, int, int]] = []

@@ -87,8 +87,6 @@ class StepInputs:
         divisor: by what the sum of the losses is divided.
         shape: the shape of the loss of a micro-batch.
         scaler: multiplies the loss before its backward; None for 1.
-        updates: for the parameters of all layers, returns what updates those of a stage after its last
-            backward; None for nothing.
         offer: tells other processes the losses, the first of the outputs that it gets; None if there are
             none, or the losses are there.
         measure: writes the measures of the mini-batch into one of the tensors; None if the loss has none.
@@ -100,7 +98,6 @@ class StepInputs:
     divisor: Any = 1.0
     shape: Sequence[int] = (1,)
     scaler: GradScaler | None = None
-    updates: Callable[[Sequence[Tensor]], Callable[[int, Sequence[int]], None]] | None = None
     offer: Callable[[Sequence[Tensor]], None] | None = None
     measure: Callable[[], None] | None = None
     asked: Mapping[str, str] = field(default_factory=dict)
@@ -481,9 +478,8 @@ class Runner:
                 if torch.is_grad_enabled():
                     losses = plan.possible_losses(self.stages[-1])
                     gradients = given.gradients(plan.schedule.num_microbatches, losses)
-                update = None if given.updates is None else given.updates(call.parameters)
                 outputs, structure = call.pipeline.step(
-                    plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, update, given.offer
+                    plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, None, given.offer
                 )
             return self.finish(call, outputs, structure)
 

@@ -21,7 +21,6 @@ class Kind(str, Enum):
         RECV_F: receives a boundary activation from the previous stage.
         SEND_B: sends a boundary gradient to the previous stage.
         RECV_B: receives a boundary gradient from the next stage.
-        U: updates the stage's parameters after its last backward, its micro-batch is 0; in no `Schedule`.
     """
 
     F = "F"
@@ -33,7 +32,6 @@ class Kind(str, Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    U = "U"
 
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)

@@ -1,4 +1,4 @@
-"""Modules and optimizers: their global hooks, how a module is called, what all batch norms are.
+"""Modules: their global hooks, how a module is called, what all batch norms are.
 
 Read in PyTorch 2.11.0 and 2.14.1.
 """
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.optim import optimizer as _optimizer
 
 # The Python functions that the call of a module runs.
 CALLS: tuple[Any, ...] = (nn.Module.__call__, nn.Module._call_impl, nn.Module._wrapped_call_impl)
@@ -27,11 +26,6 @@ def global_hooks(name: str) -> dict[int, Any]:
     """
     found: dict[int, Any] = getattr(_module, f"_global{name}")
     return found
-
-
-def has_global_optimizer_hooks() -> bool:
-    """Returns whether there are hooks on the steps of all optimizers."""
-    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:

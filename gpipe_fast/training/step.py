@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -29,7 +29,6 @@ from gpipe_fast.training.losses import (
     loss_of,
     shape_of_loss,
 )
-from gpipe_fast.training.update import StageUpdates
 
 # The maximum number of losses for which programs are kept.
 _MAX_LOSSES = 4
@@ -89,7 +88,6 @@ def run_step(
     training: bool,
     objective: Objective,
     scaler: GradScaler | None = None,
-    updates: StageUpdates | None = None,
     asked: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Losses, Any]:
     """Runs a step without its update; if gradients are disabled, the forward and the loss alone.
@@ -101,7 +99,6 @@ def run_step(
         training: as for `Runner.call`.
         objective: what to compute from the output.
         scaler: multiplies the loss before its backward; None for 1.
-        updates: updates the parameters of each stage after its last backward; None for nothing.
         asked: as for `StepInputs`.
 
     Returns:
@@ -116,8 +113,6 @@ def run_step(
     target = objective.target
     if targets is not None:
         target = targets.structure.build(targets.tensors)  # without marks of what is not split
-    if updates is not None:
-        check_graphs(inputs.tensors, (p for layer in runner.layers for p in layer.parameters()))
     divisor = 1.0 if loss.divisor is None else checked_divisor(loss.divisor(target))
     offer = None
     if processes.is_mesh and processes.has_last_stage:
@@ -131,11 +126,10 @@ def run_step(
         training,
         StepInputs(
             given.tensors,
-            given.order._replace(updates=updates is not None),
+            given.order,
             divisor,
             shape_of_loss(runner.output_dim),
             scaler,
-            None if updates is None else updates.of,
             offer,
             given.measure,
             asked,
@@ -235,18 +229,6 @@ def losses_of(parts: Tensor, divisor: Any) -> Sequence[Tensor]:
     """Returns the losses of micro-batches, divided."""
     each: Sequence[Tensor] = (parts.detach().flatten() / divisor).unbind()
     return each
-
-
-def check_graphs(inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Checks that no input has a graph through which a parameter of the model could get a gradient."""
-    own = {id(parameter) for parameter in parameters}
-    for tensor in inputs:
-        if tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in own):
-            raise ValueError(
-                f"optimizer_in='drain' would update parameters before the backward of the input of shape "
-                f"{list(tensor.shape)}, from which they may get more gradients; pass optimizer_in='end', or "
-                "the input without its graph, x.detach()"
-            )
 
 
 def checked_divisor(divisor: Any) -> Any:

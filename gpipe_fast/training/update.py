@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +14,6 @@ from torch.optim import Optimizer
 
 from gpipe_fast.layers.sharded import are_sharded, local_tensor, whole_tensor
 from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
-from gpipe_fast.torch_private.modules import has_global_optimizer_hooks
 from gpipe_fast.torch_private.operators import foreach_norm
 
 # The norm of a gradient: the numbers of its group and of its parameter, its dtype, and its exact value.
@@ -30,7 +27,6 @@ class Update(NamedTuple):
         optimizer: the optimizer; None for no update.
         scaler: multiplies the loss, so that small gradients do not vanish in float16; None for 1.
         max_norm: the maximum norm of all gradients together; None for no clipping.
-        in_drain: whether a stage updates its parameters while other stages still run backwards.
         processes: the processes of the stages.
         order: the numbers of the model's parameters, of which all ranks have the same.
         has_gradients: whether it is one of several processes whose parameters need gradients.
@@ -39,33 +35,17 @@ class Update(NamedTuple):
     optimizer: Optimizer | None
     scaler: GradScaler | None
     max_norm: float | None
-    in_drain: bool
     processes: Processes
     order: dict[Tensor, int]
     has_gradients: bool = False
 
-    @contextlib.contextmanager
-    def after(self) -> Iterator[StageUpdates | None]:
-        """Updates the parameters after a block that computes gradients, and yields the updates of stages.
-
-        The block runs these as soon as the stages' gradients are complete. If the update needs the gradients
-        of all stages, it yields None.
-        """
+    def run(self) -> None:
+        """Updates the parameters by the gradients in ``.grad``."""
         needs_all = self.max_norm is not None or (self.scaler is not None and self.scaler.is_enabled())
-        if self.optimizer is None or not self.in_drain or needs_all or self.processes.is_mesh:
-            yield None
-            if self.optimizer is not None and needs_all and self.processes.is_mesh:
-                self._run_with(self.processes, self.optimizer)
-            else:
-                self._run()
-            return
-        updates = StageUpdates(self.optimizer)
-        try:
-            yield updates
-            updates.finish()
-        except BaseException as error:
-            updates.explain(error)
-            raise
+        if self.optimizer is not None and needs_all and self.processes.is_mesh:
+            self._run_with(self.processes, self.optimizer)
+        else:
+            self._run()
 
     def asked(self) -> dict[str, str]:
         """Returns what of it all processes agree on; nothing if this one has no gradients to update with."""
@@ -75,7 +55,7 @@ class Update(NamedTuple):
         return {f"the argument {n}": "None" if value is None else "given" for n, value in values.items()}
 
     def _run(self) -> None:
-        """Updates the parameters, as a plain training loop does; their gradients are in ``.grad``."""
+        """Updates the parameters, as a plain training loop does."""
         optimizer, scaler, max_norm, *_ = self
         if optimizer is None:
             return
@@ -168,76 +148,19 @@ def _check_same(settings: Sequence[dict[str, Any]]) -> None:
             )
 
 
-class StageUpdates:
-    """Updates the parameters of each stage apart from those of other stages, maybe at the same time.
-
-    Attributes:
-        stages: the numbers of the stages whose parameters are updated, in the order of time.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Makes the updates of one step by an optimizer that treats each parameter by itself."""
-        self.stages: list[int] = []
-        self._optimizer = optimizer
-        self._num_states = len(optimizer.state)
-        self._updated: set[int] = set()
-
-    def of(self, parameters: Sequence[Tensor]) -> Callable[[int, Sequence[int]], None]:
-        """Returns the function by which a stage updates some of the model's parameters, given by index."""
-
-        def update(stage: int, indices: Sequence[int]) -> None:
-            own = {id(parameters[index]) for index in indices}
-            self._step(lambda parameter: id(parameter) in own)
-            self._updated |= own
-            self.stages.append(stage)
-
-        return update
-
-    def finish(self) -> None:
-        """Updates what no stage has updated: parameters of several stages, and those of other modules."""
-        self._step(lambda parameter: id(parameter) not in self._updated)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for learning-rate schedulers
-        state = self._optimizer.state
-        if len(state) != self._num_states:  # in the order of the parameters, not of the stages
-            found = {p: state[p] for p in _parameters_of(self._optimizer) if p in state}
-            rest = {key: value for key, value in state.items() if key not in found}
-            state.clear()
-            state.update(found | rest)
-
-    def explain(self, error: BaseException) -> None:
-        """Adds to an error which stages have updated their parameters, if any."""
-        if self.stages and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(
-                f"optimizer_in='drain': the parameters of stages {sorted(self.stages)} are updated already, "
-                "those of other stages are not"
-            )
-
-    def _step(self, is_chosen: Callable[[Tensor], bool]) -> None:
-        """Runs the optimizer for some parameters: by a copy that shares its state."""
-        part = copy.copy(self._optimizer)
-        part.param_groups = [
-            group | {"params": [parameter for parameter in group["params"] if is_chosen(parameter)]}
-            for group in self._optimizer.param_groups
-        ]
-        part.step()
-
-
 def checked_update(
     model: nn.Module,
     optimizer: Any,
     scaler: Any,
     max_norm: Any,
-    optimizer_in: str = "end",
-    loss_fn: Any = None,
     processes: Processes = ONE_PROCESS,
 ) -> Update:
     """Returns the update of a step; checks the arguments of `GPipe.step` before any work starts.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the optimizer needs a closure, or has no parameter of the model; ``max_norm`` is negative
-            or NaN, is passed without an optimizer, or with a mesh for other parameters; or
-            ``optimizer_in`` is unknown, or not possible.
+        ValueError: the optimizer needs a closure, or has no parameter of the model; or ``max_norm`` is
+            negative or NaN, is passed without an optimizer, or with a mesh for other parameters.
         RuntimeError: gradients are disabled.
     """
     if not torch.is_grad_enabled():
@@ -259,18 +182,13 @@ def checked_update(
         )
     if max_norm is not None:
         _check_max_norm(max_norm, optimizer)
-    if optimizer_in not in ("end", "drain"):
-        raise ValueError(f"optimizer_in must be 'end' or 'drain', got {optimizer_in!r}")
-    in_drain = optimizer_in == "drain"
-    if in_drain:
-        _check_drain(optimizer, model, loss_fn)
     order: dict[Tensor, int] = {}
     if processes.is_mesh and optimizer is not None:
         order = {parameter: number for number, parameter in enumerate(model.parameters())}
         if max_norm is not None:
             _check_numbered(optimizer, order)
     has_gradients = processes.is_mesh and any(p.requires_grad and not p.is_meta for p in model.parameters())
-    return Update(optimizer, scaler, max_norm, in_drain, processes, order, has_gradients)
+    return Update(optimizer, scaler, max_norm, processes, order, has_gradients)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -291,34 +209,6 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
             f"none of the optimizer's {len(own)} parameters is one of the model, so it would update nothing; "
             "make the optimizer of model.parameters(), after the model has its parameters"
         )
-
-
-def _check_drain(optimizer: Optimizer | None, *functions: Any) -> None:
-    """Checks that parameters can be updated one by one, and that nobody waits for their gradients."""
-    if optimizer is None:
-        raise ValueError("optimizer_in='drain' needs an optimizer; pass optimizer=...")
-    kind, advice = type(optimizer), "pass optimizer_in='end'"
-    if not f"{kind.__module__}.".startswith("torch.optim."):
-        raise ValueError(
-            f"optimizer_in='drain' updates parameters stage by stage, and {kind.__name__} may compute with "
-            f"all of them together: only optimizers of torch.optim can do so; {advice}"
-        )
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    step = vars(optimizer).get("step")
-    is_replaced = not (step is None or hasattr(step, "_wrapped_by_lr_sched"))
-    if has_hooks or has_global_optimizer_hooks() or is_replaced:
-        raise ValueError(
-            "optimizer_in='drain' does not call hooks of optimizers, nor another function in place of "
-            f"optimizer.step, of which there are some; {advice}"
-        )
-    modules = [each for each in functions if isinstance(each, nn.Module)]
-    named: list[tuple[str, Any]] = [pair for module in modules for pair in module.named_parameters()]
-    named += [(f"of shape {list(p.shape)}", p) for p in _parameters_of(optimizer)]
-    for name, parameter in named:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"optimizer_in='drain' does not call hooks of parameters, and {name!r} has one; {advice}"
-            )
 
 
 def _check_max_norm(max_norm: Any, optimizer: Optimizer | None) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of updates that need all gradients run: clipping, scalers, `optimizer_in`."""
+"""What the ranks of the tests of updates that need all gradients run: clipping and scalers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ RECIPES: dict[str, tuple[Callable[[nn.Module], Optimizer], bool, dict[str, Any]]
     "clipping in groups": (in_groups(AdamW, lr=0.01), False, {"max_norm": 0.3}),
     "scaler and fused": (in_order(AdamW, lr=0.01, fused=True), True, {}),
     "scaler and clipping": (in_groups(SGD, lr=0.1), True, {"max_norm": 0.3}),
-    "drain": (in_order(AdamW, lr=0.01), False, {"optimizer_in": "drain"}),
 }
 
 

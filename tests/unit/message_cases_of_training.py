@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
 import time
@@ -31,21 +30,10 @@ def step(loss_fn: Any = F.cross_entropy, target: Any = Y, schedule: Any = "gpipe
     return two_stages(chunks=2, schedule=schedule).step(X, target=target, loss_fn=loss_fn, **more)
 
 
-def step_with(
-    make: Any = torch.optim.SGD, x: Any = lambda layer: X, hooks: bool = False, **options: Any
-) -> None:
-    """Makes a step with an optimizer, which may have a hook beside one of a parameter."""
+def step_with(make: Any = torch.optim.SGD, **options: Any) -> None:
     layer = nn.Linear(3, 3)
-    optimizer = make(layer.parameters())
-    if hooks:
-        layer.bias.register_hook(lambda gradient: None)
-    if make is torch.optim.Adam:
-        optimizer.register_step_post_hook(lambda *args: None)
     pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"])
-    pipe.step(x(layer), target=Y, loss_fn=F.cross_entropy, optimizer=optimizer, **options)
-
-
-drained = functools.partial(step_with, optimizer_in="drain")
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=make(layer.parameters()), **options)
 
 
 def frozen() -> object:
@@ -162,18 +150,12 @@ STEPS = [
     case("got float", "torch.amp.GradScaler('cuda'), or 'cpu'", step, scaler=2.0**16),
     case("got str", "the maximum norm", step_with, max_norm="inf"),
     case("at least 0, got -1.0", "pass None", step_with, max_norm=-1.0),
-    case("got 'start'", "'end' or 'drain'", step, optimizer_in="start"),
-    case("needs an optimizer", "pass optimizer=", step, optimizer_in="drain"),
-    case("Foreign may compute", "pass optimizer_in='end'", drained, type("Foreign", (torch.optim.SGD,), {})),
-    case("does not call hooks of optimizers", "pass optimizer_in='end'", drained, torch.optim.Adam),
-    case("before the backward of the input", "x.detach()", drained, x=lambda layer: X * layer.weight.sum()),
     case("that requires a gradient", ".detach()", step, target=torch.randn(4, requires_grad=True)),
     case("got a tensor of shape [2]", "return a sum", step, normalizer=torch.ones(2)),
     case("divided by normalizer=0", "such as len(target)", step, every_sample, normalizer=0),
     case("got str", "a function of the target that returns one", step, every_sample, normalizer="4"),
     case("LBFGS calls a closure several times", "optimizer.step(closure)", step_with, torch.optim.LBFGS),
     case("got tuple", "losses=[]", step, losses=()),
-    case("'0.bias' has one", "pass optimizer_in='end'", drained, hooks=True),
     case("got max_norm=1.0 without one", "pass optimizer=", step, max_norm=1.0),
 ]
 

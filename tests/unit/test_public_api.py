@@ -47,7 +47,7 @@ gpipe_fast
     report(*args, target=None, loss_fn=None, normalizer=None, check=False, **kwargs)
     state_dict(*args, prefix='', **kwargs)
     step(*args, target=None, loss_fn, normalizer=None, loss='exact', losses=None, return_outputs=False,
-        optimizer=None, scaler=None, max_norm=None, optimizer_in='end', **kwargs)
+        optimizer=None, scaler=None, max_norm=None, **kwargs)
     stream(batches, *, depth=None)
     to(*args, **kwargs)
   build_info(...)
@@ -122,7 +122,7 @@ gpipe_fast.schedule
   class Action(stage, kind, microbatch)
     parse(text)
   BACKWARD: tuple
-  enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, U
+  enum Kind: F, R, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B
   SCHEDULES: dict
   class Schedule(ranks, num_microbatches, slots)
     properties: defers_weights; backward_part(); critical_path(seconds=tick); csv(); forward_part();

@@ -104,8 +104,6 @@ def test_optimizers_with_a_state_of_few_bits_update_in_a_step(library: str, name
     state = [each for of_one in ours.state.values() for each in of_one.values()]
     kept = sum(stored_bytes(each) for each in state if isinstance(each, torch.Tensor))
     assert sum(pipe.memory(x, optimizer=make).optimizer) == kept
-    with pytest.raises(ValueError, match=f"{name} may compute with all of them together"):
-        pipe.step(x, target=target, loss_fn=F.mse_loss, optimizer=ours, optimizer_in="drain")
     tensors = [each for each in state if isinstance(each, torch.Tensor)]
     assert "32bit" in name or any(
         type(each) is not torch.Tensor or each.dtype is torch.uint8 for each in tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.schedule import SCHEDULES
 from tests.contracts.contract_1_same_bits.test_steps import CLASSES, WIDTH, layers
-from tests.internals import inject_failure
 from tests.reference import SEED
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
@@ -164,13 +162,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("optimizer_in", ["end", "drain"])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_steps_equal_those_of_the_plain_loop(
-    name: str, schedule: str, stages: int, optimizer_in: str
-) -> None:
+def test_steps_equal_those_of_the_plain_loop(name: str, schedule: str, stages: int) -> None:
     recipe = RECIPES[name]
     clips = recipe[2]
 
@@ -179,8 +174,7 @@ def test_steps_equal_those_of_the_plain_loop(
     ) -> Tensor:
         options: dict[str, Any] = {**STEP, "target": target, "scaler": own}
         if optimizer is not None:
-            options |= {"optimizer": optimizer, "optimizer_in": optimizer_in}
-            options |= {"max_norm": MAX_NORM} if clips else {}
+            options |= {"optimizer": optimizer} | ({"max_norm": MAX_NORM} if clips else {})
         found: Tensor = model.step(x, **options)
         return found
 
@@ -223,101 +217,3 @@ def test_an_evaluation_runs_forwards_alone() -> None:
         pipe.evaluate(X, **STEP)
     kinds = {event.action.kind.value for stage in recording.stages for event in stage}
     assert kinds == {"F", "SEND_F", "RECV_F"}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
-def test_drained_updates_of_all_kinds_of_parameters(optimizer: Callable[[nn.Module], Optimizer]) -> None:
-    """Parameters of one stage, of two, of no layer's forward, and of another module."""
-
-    def trained(optimizer_in: str) -> dict[str, Any]:
-        torch.manual_seed(0)
-        first, unused, other = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2), nn.Linear(3, 3)
-        second = nn.Linear(WIDTH, CLASSES)
-        second.add_module("unused", unused)
-        shared = nn.Linear(WIDTH, WIDTH)
-        shared.weight = first.weight
-        pipe = GPipe(nn.Sequential(first, nn.Tanh(), shared, second), [2, 2], chunks=CHUNKS)
-        update = optimizer(nn.ModuleList([pipe, other]))
-        for x, target in batches(4):
-            update.zero_grad()
-            unused.weight.grad = torch.ones(2, 2)
-            other(torch.ones(3)).sum().backward()
-            options: dict[str, Any] = {**STEP, "target": target}
-            pipe.step(x, **options)  # gradients accumulate
-            pipe.step(x, **options, optimizer=update, optimizer_in=optimizer_in)
-        found = [update.state_dict(), other.state_dict(), [p.grad for p in pipe.parameters()]]
-        return dict(pipe.state_dict()) | {f"{i}": leaf for i, leaf in enumerate(pytree.tree_leaves(found))}
-
-    assert unequal(trained("drain"), trained("end")) == []
-
-
-class WaitsForUpdate(torch.autograd.Function):
-    """In the backward of micro-batch 0, the last one, waits until a parameter was changed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
-        ctx.layer = layer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        layer = ctx.layer
-        layer.num_backwards += 1
-        end = time.monotonic() + 60
-        while layer.num_backwards == CHUNKS and layer.watched[0]._version == layer.version:
-            assert time.monotonic() < end, "the last stage was not updated before this one's backward ended"
-            time.sleep(0.001)
-        return gradient, None
-
-
-class Waiting(nn.Module):
-    def __init__(self, watched: nn.Parameter) -> None:
-        super().__init__()
-        self.watched, self.version, self.num_backwards = (watched,), watched._version, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return WaitsForUpdate.apply(x, self)
-
-
-def waiting_pipeline(schedule: str) -> GPipe:
-    """Returns a pipeline whose last stage is updated before the backward of the first one ends."""
-    torch.manual_seed(0)
-    last = nn.Linear(WIDTH, CLASSES)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Waiting(last.weight), last)
-    return GPipe(model, [2, 1], chunks=CHUNKS, backend="eager", schedule=schedule)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_updates_while_another_runs_its_backward(schedule: str) -> None:
-    pipe = waiting_pipeline(schedule)
-    with pipe.recording() as recording:
-        pipe.step(X, **STEP, optimizer=sgd(pipe), optimizer_in="drain")
-    updates = [str(e.action) for stage in recording.stages for e in stage if e.action.kind.value == "U"]
-    assert updates == ["0U0", "1U0"]
-
-
-class Refusing(SGD):
-    """An optimizer of torch.optim, as far as its class tells, that fails at a parameter."""
-
-    __module__ = "torch.optim.refusing"
-
-    def step(self, closure: Any = None) -> None:
-        if any(p.shape == (WIDTH, WIDTH) for group in self.param_groups for p in group["params"]):
-            raise KeyError("refused")
-        super().step()
-
-
-@pytest.mark.parametrize("where", ["update", "backward"])
-def test_a_failure_in_the_drain_names_the_updated_stages(where: str) -> None:
-    pipe = waiting_pipeline("1f1b")
-    before = [p.detach().clone() for p in pipe.parameters()]
-    optimizer = Refusing(pipe.parameters(), lr=0.1) if where == "update" else sgd(pipe)
-    if where == "backward":
-        inject_failure(pipe, "0B3", "RuntimeError")
-    with pytest.raises((KeyError, RuntimeError), match=r"refused|injected") as raised:
-        pipe.step(X, **STEP, optimizer=optimizer, optimizer_in="drain")
-    if hasattr(raised.value, "__notes__"):
-        assert "the parameters of stages [1] are updated already" in raised.value.__notes__[-1]
-    after = [torch.equal(p, b) for p, b in zip(pipe.parameters(), before, strict=True)]
-    assert after == [True, True, False, False]

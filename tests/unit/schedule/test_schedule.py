@@ -55,7 +55,6 @@ class Simulation:
             Kind.I: ready and Kind.B not in done_kinds,
             Kind.SEND_B: not first and not done_kinds.isdisjoint({Kind.B, Kind.I}) and has_slot,
             Kind.W: Kind.I in done_kinds and (first or Kind.SEND_B in done_kinds),
-            Kind.U: False,
         }[kind]
 
     def run(self, action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Updates of a step: which arguments are refused, and the order of a plain loop."""
+"""Updates of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gpipe_fast.training.update import StageUpdates, _unscale
+from gpipe_fast.training.update import _unscale
 
 
 def model() -> nn.Sequential:
@@ -16,39 +16,6 @@ def model() -> nn.Sequential:
     for parameter in layers.parameters():
         parameter.grad = torch.full_like(parameter, 2.0)
     return layers
-
-
-def sgd(layers: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(layers.parameters(), lr=0.5)
-
-
-def test_stages_and_the_rest_are_updated_once() -> None:
-    layers = model()
-    parameters = list(layers.parameters())
-    before = [p.detach().clone() for p in parameters]
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5, momentum=0.9)
-    updates = StageUpdates(optimizer)
-    update = updates.of(parameters)
-    update(1, [2])
-    update(0, [0, 1])
-    assert torch.equal(parameters[3].detach(), before[3])
-    updates.finish()
-    assert updates.stages == [1, 0]
-    assert all(torch.equal(p.detach(), b - 1.0) for p, b in zip(parameters, before, strict=True))
-    assert [id(p) for p in optimizer.state] == [id(p) for p in parameters]
-
-
-def test_an_error_says_which_stages_are_updated() -> None:
-    layers = model()
-    updates = StageUpdates(sgd(layers))
-    error = ValueError("failed")
-    updates.explain(error)
-    assert not hasattr(error, "__notes__")
-    updates.of(list(layers.parameters()))(1, [2, 3])
-    updates.explain(error)
-    if hasattr(error, "add_note"):
-        (note,) = error.__notes__
-        assert "the parameters of stages [1] are updated already" in note
 
 
 @pytest.mark.parametrize(
