@@ -145,7 +145,6 @@ class _Pass:
 
     def replace_losses(self) -> None:
         """Replaces losses, after their gradients, which may recompute the nodes of losses themselves."""
-        self.rewriter.merge_equal_casts()
         for search in (gradients_in, losses_in):
             for found in [*search(self.rewriter.graph)]:
                 if search is gradients_in or not self._is_kept(found.output):
@@ -155,14 +154,10 @@ class _Pass:
         """Replaces regions, in the graph's order."""
         nodes = self.rewriter.in_order()
         self.reasons |= {node.name: KEPT for node in filter(self._is_kept, nodes)}
-        regions = regions_of(nodes, self._is_kept)
-        # A region may compute again what an earlier one has computed, from values that nothing else reads.
-        self.rewriter.reserve(access.node for region in regions for access in region.inputs)
-        for region in regions:
+        for region in regions_of(nodes, self._is_kept):
             reason = self._replace_region(region)
             if reason is not None:
                 self.reasons |= {unit.node.name: reason for unit in region.units}
-        self.rewriter.release()
 
     def _why_left_out(self, fragment: fx.Graph, outputs: Sequence[fx.Node]) -> str | None:
         reason = next(filter(None, map(self._unfit, launches_in(fragment))), None)

@@ -43,7 +43,6 @@ ALLOCATES = frozenset(
         aten.new_empty_strided.default,
     }
 )
-KEY_SHAPE = (3,)
 
 
 class CannotLaunch(Exception):
@@ -76,10 +75,7 @@ class _Recorder:
             config.contracts,
             grid=_three_dimensions(grid),
             outputs=(),
-            # The rows of a tensor of keys are 24 bytes.
-            aligned=tuple(
-                i for i, (_, a) in enumerate(named) if isinstance(a, Tensor) and a.shape != KEY_SHAPE
-            ),
+            aligned=tuple(i for i, (_, a) in enumerate(named) if isinstance(a, Tensor)),
         )
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         self.launches.append((launch, [None if isinstance(a, Tensor) else a for a in arguments]))

@@ -38,19 +38,6 @@ class Rewriter:
             self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
         self._position = {node: float(i) for i, node in enumerate(self.graph.nodes)}
         self._replaced_by: dict[fx.Node, fx.Node] = {}
-        self._reserved: set[fx.Node] = set()
-
-    def merge_equal_casts(self) -> None:
-        """Casts each tensor once: autocast casts it anew for every use."""
-        first: dict[Any, fx.Node] = {}
-        for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-            if any(user.op == "output" for user in node.users):
-                continue  # results do not share memory
-            value = node.meta["val"]
-            kept = first.setdefault((node.args[0], value.dtype, value.device, value.stride()), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                self._remove_unused([node])
 
     def dead(self, outputs: Sequence[fx.Node], inner: Iterable[fx.Node]) -> set[fx.Node]:
         """Returns what becomes superfluous if a fragment computes the outputs: them, and inner nodes."""
@@ -102,8 +89,6 @@ class Rewriter:
                 self._position[new] = self._position[old]
             old.replace_all_uses_with(new)
             self._replaced_by[old] = new
-            if old in self._reserved:
-                self._reserved.add(new)
         if check is not None:  # before nodes are removed that the check alone reads
             _add_check(fragment, copies, check, checked)
         self._remove_unused(outputs)
@@ -115,20 +100,9 @@ class Rewriter:
             node = pending.pop()
             if node.users or node.op != "call_function" or node not in self._position:
                 continue
-            if node in self._reserved and node not in self._replaced_by:
-                continue
             pending += node.all_input_nodes
             del self._position[node]
             self.graph.erase_node(node)
-
-    def reserve(self, nodes: Iterable[fx.Node]) -> None:
-        """Keeps nodes, or what replaces them, although no node reads them yet, until `release`."""
-        self._reserved |= {*nodes}
-
-    def release(self) -> None:
-        """Removes the reserved nodes that no node reads."""
-        nodes, self._reserved = self._reserved, set()
-        self._remove_unused(nodes)
 
     def reference(
         self,

@@ -12,13 +12,12 @@ from torch import Tensor, fx
 
 from gpipe_fast.fuse.regions import composites, operators
 from gpipe_fast.fuse.regions.operators import DTYPES, Unsupported
-from gpipe_fast.fuse.regions.values import Draw, Input, Value, View, operands_of, root_of
+from gpipe_fast.fuse.regions.values import Input, Value, View, operands_of, root_of
 from gpipe_fast.lower.operators import named_arguments
 from gpipe_fast.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 
-_KEYED_BERNOULLI = torch.ops.gpipe_fast.keyed_bernoulli.default
 _RESHAPES = frozenset(
     {
         aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
@@ -122,13 +121,8 @@ class UnitGraph:
             name: self.value_of(a) if isinstance(a, fx.Node) else a for name, a in named.items()
         }
         results = _results(node)
-        if node.target is _KEYED_BERNOULLI:
-            (tensor,) = results.values()
-            assert tensor is not None
-            key, layer, ordinal, keep = (given[n] for n in ("key", "layer", "ordinal", "p"))
-            found: Any = [Draw(tuple(tensor.shape), tensor.dtype, key, layer, ordinal, keep)]
-        elif composites.is_composite(node.target):
-            found = composites.expand(node.target, given, [*results.values()])
+        if composites.is_composite(node.target):
+            found: Any = composites.expand(node.target, given, [*results.values()])
         else:
             (tensor,) = results.values()
             assert tensor is not None
@@ -185,12 +179,9 @@ def _in_order(results: Iterable[Value], others: Container[Value]) -> Iterator[Va
 def _may_compute(node: fx.Node) -> bool:
     """Returns whether a node's operator and tensors are of a kind that regions compute."""
     target = node.target
-    if target is not _KEYED_BERNOULLI and not (
-        operators.is_element_wise(target) or composites.is_composite(target)
-    ):
+    if not (operators.is_element_wise(target) or composites.is_composite(target)):
         return False
-    draws = target is _KEYED_BERNOULLI  # its key is copied to the device when the program runs
-    given = [] if draws else [n.meta.get("val") for n in node.all_input_nodes]
+    given = [n.meta.get("val") for n in node.all_input_nodes]
     value = node.meta.get("val")
     found = value if isinstance(value, (list, tuple)) else [value]
     tensors = [t for t in (*given, *found) if isinstance(t, Tensor)]

@@ -1,11 +1,7 @@
 """Which units become a region: those that together read and write fewer bytes.
 
 Greedy: of all pairs of groups that share a tensor, the pair that saves most is merged first, as long as one
-pass over rows and columns computes both, and no other node stands between them. Then groups compute again
-what other groups would store for them, if it is computed from tensors that they read anyway::
-
-    recompute   x -> y = rms_norm(x) -> product           stores y in bf16
-    gradient    g, x, rstd -> y again                     does not read y in fp32
+pass over rows and columns computes both, and no other node stands between them.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from gpipe_fast.fuse.regions.graph import Unit, UnitGraph
 from gpipe_fast.fuse.regions.kernel import partial_sum_bytes
 from gpipe_fast.fuse.regions.loops import Access, Region, loops_of
 from gpipe_fast.fuse.regions.order import Order
-from gpipe_fast.fuse.regions.values import Reduced, Value, root_of
+from gpipe_fast.fuse.regions.values import Value, root_of
 from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.alias import Source, source_of
 
@@ -57,40 +53,27 @@ class _Grouping:
         self._graph = UnitGraph(nodes)
         self._min_bytes = int(os.environ.get(_MIN_REGION_BYTES_VARIABLE, MIN_REGION_BYTES))
         units = [u for u in self._graph.units if not leave(u.node)]
-        # The units that a group computes first, and those that it computes again.
-        self._own: dict[int, list[Unit]] = {i: [unit] for i, unit in enumerate(units)}
-        self._again: dict[int, list[Unit]] = {}
+        self._units: dict[int, list[Unit]] = {i: [unit] for i, unit in enumerate(units)}  # by group
         self._group = {unit: i for i, unit in enumerate(units)}
-        # Units whose values nobody reads any more, because their readers compute them again.
-        self._dead: set[Unit] = set()
         # By value: the units that read it, and the other nodes.
         self._readers: dict[Value, list[Unit]] = {}
         self._others: dict[Value, list[fx.Node]] = {}
-        # By value: the groups that compute one of its readers again.
-        self._readers_again: dict[Value, set[int]] = {}
-        self._plans: dict[tuple[frozenset[Unit], tuple[fx.Node, ...]], Region | str] = {}
+        self._plans: dict[frozenset[Unit], Region | None] = {}
         self._sources: dict[fx.Node, Source] = {}
         self._find_readers(nodes)
         self._order = self._make_order(nodes, units)
 
     def regions(self) -> list[Region]:
         self._merge()
-        for group in [*self._own]:
-            self._compute_again(group)
-        while useless := [g for g in self._again if self._again[g] and not self._region(g)]:
-            for group in useless:
-                del self._again[group]
-            self._find_readers_again()
-        regions = [r for r in map(self._region, self._own) if r is not None]
+        regions = [r for r in map(self._region, self._units.values()) if r is not None]
         return sorted(regions, key=lambda r: r.units[0].position)
 
-    def _region(self, group: int) -> Region | None:
-        """Returns a group's region; None if it is too small, or saves too little."""
-        found = self._plan(*self._parts(group))
-        if not isinstance(found, Region) or len(found.units) < 2 or not found.outputs:
+    def _region(self, units: Sequence[Unit]) -> Region | None:
+        """Returns the region of units; None if it is too small, or saves too little."""
+        found = self._plan(units)
+        if found is None or len(found.units) < 2 or not found.outputs:
             return None
-        # A unit that several groups compute counts for the group that computes it first.
-        before, moved = sum(moved_bytes(unit.node) for unit in self._own[group]), self._moved(found)
+        before, moved = sum(moved_bytes(unit.node) for unit in units), self._moved(found)
         if moved < self._min_bytes:
             return None
         saved = before - moved
@@ -128,21 +111,21 @@ class _Grouping:
 
     def _merge(self) -> None:
         heap: list[tuple[int, int, int]] = []
-        for group in self._own:
+        for group in self._units:
             for other in self._adjacent(group):
                 if group < other:
                     self._push(heap, group, other)
         while heap:
             saved, a, b = heapq.heappop(heap)
-            if a not in self._own or b not in self._own:
+            if a not in self._units or b not in self._units:
                 continue
             if self._saved(a, b) != -saved:  # one of them has been merged since
                 self._push(heap, a, b)
                 continue
             if not self._order.merge(a, b):
                 continue
-            self._own[a] = _united(self._own[a], self._own.pop(b))
-            for unit in self._own[a]:
+            self._units[a] = _united(self._units[a], self._units.pop(b))
+            for unit in self._units[a]:
                 self._group[unit] = a
             for other in self._adjacent(a):
                 self._push(heap, a, other)
@@ -155,7 +138,7 @@ class _Grouping:
     def _adjacent(self, group: int) -> list[int]:
         """Returns the groups that read what a group reads or computes, or compute what it reads."""
         found: set[int] = set()
-        for unit in self._own[group]:
+        for unit in self._units[group]:
             for value in (*unit.reads, *map(root_of, unit.results.values())):
                 found |= {self._group[reader] for reader in self._readers.get(value, ())}
                 producer = self._graph.by_value.get(value)
@@ -165,78 +148,12 @@ class _Grouping:
 
     def _saved(self, a: int, b: int) -> int:
         """Returns the bytes that merging two groups saves; 0 if one kernel cannot compute both."""
-        units = _united(self._own[a], self._own[b])
-        if len(units) > MAX_UNITS:
+        units = _united(self._units[a], self._units[b])
+        before = self._bytes(self._units[a]) + self._bytes(self._units[b])
+        if before <= self._bytes_of(self._inputs(units), self._stored(units)):
             return 0
-        before = self._bytes(*self._parts(a)) + self._bytes(*self._parts(b))
-        outputs = self._stored(units)
-        if before <= self._bytes_of(self._inputs(units), outputs):
-            return 0
-        merged = self._plan(units, outputs)
-        return before - self._moved(merged) if isinstance(merged, Region) else 0
-
-    def _compute_again(self, group: int) -> None:
-        """Lets a group compute again what it reads, as long as that saves bytes."""
-        changed = True
-        while changed:
-            changed = False
-            units, outputs = self._parts(group)
-            region = self._plan(units, outputs)
-            if not isinstance(region, Region):
-                return
-            for access in region.inputs:
-                producer = self._graph.by_value.get(root_of(access.value))
-                if producer in self._group and self._try_again(group, producer, region):
-                    changed = True
-                    break
-
-    def _try_again(self, group: int, producer: Unit, region: Region) -> bool:
-        """Lets a group compute a unit again, perhaps with units before it, if that saves bytes."""
-        before, others = self._moved(region), {*region.units}
-        known = {root_of(access.value) for access in region.inputs}
-        outputs = tuple(access.node for access in region.outputs)
-        added: list[Unit] = []
-        pending = [producer]
-        best: tuple[int, list[Unit]] = (0, [])
-        while pending and len(added) + len(others) < MAX_UNITS:
-            unit = pending.pop()
-            if reduces(unit):
-                continue
-            added.append(unit)
-            units = _united(region.units, added)
-            if before > self._bytes_of(self._inputs(units), outputs):
-                tried = self._plan(units, outputs)
-                if isinstance(tried, Region):
-                    best = max(best, (before - self._moved(tried), [*added]), key=lambda pair: pair[0])
-            sources = map(self._graph.by_value.get, (v for v in unit.reads if v not in known))
-            pending += [s for s in sources if s in self._group and s not in others and s not in added]
-        if best[0] <= 0:
-            return False
-        self._again[group] = [*self._again.get(group, ()), *best[1]]
-        self._find_readers_again()
-        return True
-
-    def _find_readers_again(self) -> None:
-        """Finds what is read by units that are computed again, and what nobody reads any more."""
-        self._readers_again.clear()
-        for group, units in self._again.items():
-            for value in (v for unit in units for v in unit.reads):
-                self._readers_again.setdefault(value, set()).add(group)
-        self._dead = set()
-        for unit in sorted(self._group, key=lambda u: -u.position):  # readers first
-            values = [*map(root_of, unit.results.values())]
-            inside = any(
-                self._group[r] == self._group[unit] and r not in self._dead
-                for v in values
-                for r in self._readers.get(v, ())
-            )
-            if not inside and not any(self._is_stored(unit, v, set()) for v in values):
-                self._dead.add(unit)
-
-    def _parts(self, group: int) -> tuple[list[Unit], tuple[fx.Node, ...]]:
-        """Returns the units that a group computes, and the nodes that it stores."""
-        own = [unit for unit in self._own[group] if unit not in self._dead]
-        return _united(own, self._again.get(group, ())), self._stored(own)
+        merged = self._plan(units)
+        return 0 if merged is None else before - self._moved(merged)
 
     def _stored(self, units: Sequence[Unit]) -> tuple[fx.Node, ...]:
         """Returns the nodes of results that a group of these units stores."""
@@ -245,42 +162,32 @@ class _Grouping:
             node
             for unit in units
             for node, value in unit.results.items()
-            if self._is_stored(unit, root_of(value), members)
+            if self._is_stored(root_of(value), members)
         )
 
-    def _is_stored(self, unit: Unit, value: Value, members: set[Unit]) -> bool:
-        """Returns whether a result is read by anything but ``members``, by default the unit's group."""
-        if self._others.get(value):
-            return True
-        for reader in self._readers.get(value, ()):
-            group = self._group[reader]
-            same = reader in members or (group == self._group[unit] and not members)
-            if not same and reader not in self._dead and unit not in self._again.get(group, ()):
-                return True
-        return any(
-            group != self._group[unit] and unit not in self._again[group]
-            for group in self._readers_again.get(value, ())
-        )
+    def _is_stored(self, value: Value, members: set[Unit]) -> bool:
+        """Returns whether a result of members is read by anything else."""
+        return bool(self._others.get(value)) or not members.issuperset(self._readers.get(value, ()))
 
-    def _plan(self, units: Sequence[Unit], outputs: tuple[fx.Node, ...]) -> Region | str:
-        """Returns the region of units, or the reason why there is none."""
-        key = frozenset(units), outputs
+    def _plan(self, units: Sequence[Unit]) -> Region | None:
+        """Returns the region of units; None if one kernel cannot compute them."""
+        key = frozenset(units)
         if key not in self._plans:
-            self._plans[key] = self._make(units, outputs)
+            self._plans[key] = self._make(units)
         return self._plans[key]
 
-    def _make(self, units: Sequence[Unit], outputs: Iterable[fx.Node]) -> Region | str:
-        stored = [Access(node, self._graph.value_of(node)) for node in outputs]
+    def _make(self, units: Sequence[Unit]) -> Region | None:
+        stored = [Access(node, self._graph.value_of(node)) for node in self._stored(units)]
         read = [Access(node, self._graph.value_of(node)) for node in self._inputs(units)]
         if len(units) > MAX_UNITS or len(read) + len(stored) > MAX_TENSORS:
-            return "the kernel would be too large"
+            return None
         tensors = {access.value: access.tensor for access in (*read, *stored)}
         try:
             loops = loops_of(units, [a.value for a in stored], tensors)
-        except Conflict as reason:
-            return str(reason)
+        except Conflict:
+            return None
         if len(loops.column_sums) > MAX_SUMS:
-            return "the kernel would be too large"
+            return None
         return Region(tuple(units), loops, tuple(read), tuple(stored))
 
     def _inputs(self, units: Sequence[Unit]) -> list[fx.Node]:
@@ -288,11 +195,11 @@ class _Grouping:
         reads = dict.fromkeys(r for u in units for r in u.reads if r not in own)
         return [self._graph.node_of[r] for r in reads]
 
-    def _bytes(self, units: Sequence[Unit], outputs: tuple[fx.Node, ...]) -> int:
-        region = self._plan(units, outputs)
-        if isinstance(region, Region):
+    def _bytes(self, units: Sequence[Unit]) -> int:
+        region = self._plan(units)
+        if region is not None:
             return self._moved(region)
-        return self._bytes_of(self._inputs(units), outputs)
+        return self._bytes_of(self._inputs(units), self._stored(units))
 
     def _moved(self, region: Region) -> int:
         nodes = ([a.node for a in accesses] for accesses in (region.inputs, region.outputs))
@@ -315,8 +222,3 @@ def _united(a: Iterable[Unit], b: Iterable[Unit]) -> list[Unit]:
 
 def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def reduces(unit: Unit) -> bool:
-    """Returns whether a unit computes an element from many elements."""
-    return any(isinstance(value, Reduced) for value in unit.values)

@@ -15,7 +15,6 @@ from gpipe_fast.fuse.regions.source import Block, Source, source_of
 from gpipe_fast.fuse.regions.values import root_of
 from gpipe_fast.kernels.launch import Config, cdiv, launch, next_power_of_2, num_partial_sums
 from gpipe_fast.kernels.partial_sums import launch_partial_sums
-from gpipe_fast.kernels.philox import last_kept_word
 
 # Elements of a block, and of a thread: more would need more registers than a thread has.
 _BLOCK, _PER_THREAD = 1024, 8
@@ -68,10 +67,8 @@ def fragment_of(region: Region) -> fx.Graph:
     block, programs = block_of(region, device)
     source = source_of(region, block)
     outputs = (access.tensor for access in region.outputs)
-    # Regions of equal layers differ in the numbers of random tensors at most.
     layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *outputs))
-    draws = tuple((draw.layer, draw.ordinal, draw.keep) for draw in source.draws)
-    key = source.text, layouts, draws, programs
+    key = source.text, layouts, programs
     if key not in _fragments:
         _fragments[key] = trace_launcher(
             lambda *inputs: _launch(region, block, programs, source, inputs), tensors
@@ -106,8 +103,6 @@ def _launch(
             stored.append(empty)
     rows = [cdiv(cdiv(loops.num_rows, block.rows), programs) * block.rows] * block.loops
     numbers: list[Any] = [loops.num_cols] if loops.is_flat else [loops.num_rows, *rows]
-    for draw in source.draws:
-        numbers += [draw.layer, draw.ordinal, last_kept_word(draw.keep)]
     grid = (programs * cdiv(loops.num_cols, block.cols),)
     launch(kernel, grid, config_of(block), *inputs, *stored, *numbers)
     results = [access.tensor for access in region.outputs]

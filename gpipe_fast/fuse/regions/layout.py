@@ -65,10 +65,6 @@ class Layout:
             inner *= size
         return " + ".join(reversed(terms))
 
-    def is_contiguous(self, strides: Strides, stride: int) -> bool:
-        """Returns whether consecutive indices are ``stride`` elements apart in a tensor."""
-        return all(len(self.groups) == 1 and strides.get(axes[-1], 0) == stride for axes, _ in self.groups)
-
     def _term(self, group: int, inner: int, size: int, stride: int) -> str:
         found = self.index if inner == 1 else f"{self.index} // {inner}"
         if group:

@@ -23,7 +23,6 @@ from gpipe_fast.fuse.regions.axes import Axes, Conflict, Dims
 from gpipe_fast.fuse.regions.graph import Unit
 from gpipe_fast.fuse.regions.values import (
     Constant,
-    Draw,
     Input,
     Mapped,
     Reduced,
@@ -132,7 +131,7 @@ class _Search:
     def _make_dims(self, value: Value) -> Dims:
         if isinstance(value, View):
             return self._viewed(value)
-        if value not in self.computed or isinstance(value, (Input, Constant, Draw)):
+        if value not in self.computed or isinstance(value, (Input, Constant)):
             return self.axes.dims(value.shape)
         if isinstance(value, Reduced):
             return tuple(() if d in value.dims else a for d, a in enumerate(self.dims(value.operand)))
@@ -277,15 +276,14 @@ class _Search:
         found: dict[Value, AxisSet] = {}
         repeated: dict[Value, AxisSet] = {}  # the axes along which a tensor that is read has one element
         for value, tensor in self.tensor_of.items():
-            if value in self._dims:  # not the key of random numbers
-                pairs = zip(self._resolved(value), tensor.stride(), strict=True)
-                repeated[root_of(value)] = frozenset(a for axes, stride in pairs if not stride for a in axes)
+            pairs = zip(self._resolved(value), tensor.stride(), strict=True)
+            repeated[root_of(value)] = frozenset(a for axes, stride in pairs if not stride for a in axes)
 
         def visit(value: Value) -> AxisSet:
             if value not in found:
                 if isinstance(value, Constant):
                     found[value] = frozenset()
-                elif isinstance(value, Draw) or (value not in self.computed and not isinstance(value, View)):
+                elif value not in self.computed and not isinstance(value, View):
                     found[value] = frozenset(shaped[value]) - repeated.get(value, frozenset())
                 else:
                     own: AxisSet = frozenset().union(*(visit(o) for o in operands_of(value)))

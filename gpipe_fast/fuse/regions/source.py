@@ -21,7 +21,7 @@ import torch
 from gpipe_fast.fuse.regions.layout import Layout, Strides, contiguous_strides
 from gpipe_fast.fuse.regions.loops import Access, Region, operator_name
 from gpipe_fast.fuse.regions.operators import FLOATS, literal
-from gpipe_fast.fuse.regions.values import Constant, Draw, Mapped, Reduced, Value, root_of
+from gpipe_fast.fuse.regions.values import Constant, Mapped, Reduced, Value, root_of
 from gpipe_fast.kernels.launch import cdiv
 
 _IMPORTS = """\
@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from gpipe_fast.kernels.activations import activate, activation_derivative, hyperbolic_tangent
-from gpipe_fast.kernels.philox import is_kept, keep_rows, words_of_elements
 """
 _TYPES = {
     torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
@@ -66,19 +65,17 @@ class Source:
     Attributes:
         name: the kernel's name: names of its operators, and a hash of the source.
         text: the source.
-        draws: the random tensors whose layer, ordinal and largest kept word are arguments, in order.
     """
 
     name: str
     text: str
-    draws: tuple[Draw, ...]
 
 
 def source_of(region: Region, block: Block) -> Source:
     """Returns the source of the kernel that computes a region.
 
-    The kernel's arguments are the inputs, the outputs, the number of rows, the rows of one program if it
-    loops, and three numbers for each random tensor.
+    The kernel's arguments are the inputs, the outputs, the number of rows, and the rows of one program if it
+    loops.
     """
     return _Writer(region, block).source()
 
@@ -87,14 +84,9 @@ class _Writer:
     def __init__(self, region: Region, block: Block) -> None:
         self._region, self._block, loops = region, block, region.loops
         self._loops = loops
-        self._draws = tuple(v for u in region.units for v in u.values if isinstance(v, Draw))
-        self._keys = {root_of(draw.key) for draw in self._draws}
         self._strides: dict[Value, Strides] = {
-            access.value: self._strides_of(access)
-            for access in (*region.inputs, *region.outputs)
-            if access.value not in self._keys
+            access.value: self._strides_of(access) for access in (*region.inputs, *region.outputs)
         }
-        self._strides |= {d: contiguous_strides(loops.shaped[d], loops.sizes) for d in self._draws}
         given = list(self._strides.values())
         self._rows = Layout.of("row", loops.rows, loops.sizes, given, is_int64=True)
         self._cols = Layout.of("col", loops.cols, loops.sizes, given)
@@ -127,7 +119,7 @@ class _Writer:
         body = "\n".join(self._body())
         digest = hashlib.sha256(f"{self._header('')}{body}".encode()).hexdigest()[:8]
         name = "_".join([*self._name_parts(), digest])
-        return Source(name, f"{_IMPORTS}\n\n{self._header(name)}\n{body}\n", self._draws)
+        return Source(name, f"{_IMPORTS}\n\n{self._header(name)}\n{body}\n")
 
     def _name_parts(self) -> list[str]:
         operators = [n.strip("_") for n in self._region.operators if n not in _PLAIN]
@@ -138,8 +130,6 @@ class _Writer:
         # A number of columns that 16 divides makes masked accesses wide, so kernels are compiled for it.
         sizes = ["num_cols"] if self._loops.is_flat else []
         numbers = [] if sizes else ["num_rows", *["rows_of_program"] * self._block.loops]
-        for i in range(len(self._draws)):
-            numbers += [f"layer_{i}", f"ordinal_{i}", f"last_{i}"]
         tensors = [f"p_in{i}" for i in range(len(self._region.inputs))]
         tensors += [f"p_out{i}" for i in range(len(self._region.outputs))]
         quoted = ", ".join(f'"{n}"' for n in numbers)
@@ -199,9 +189,6 @@ class _Writer:
 
     def _load(self, index: int, access: Access) -> None:
         root = root_of(access.value)
-        if root in self._keys:
-            self._names[root] = f"p_in{index}"
-            return
         strides = self._strides[access.value]
         rows, cols = self._varies(root)
         mask = self._mask(rows, cols)
@@ -231,8 +218,6 @@ class _Writer:
             yield self._varies(value)[0], f"{name} = {text}"
 
     def _expression(self, value: Value) -> str:
-        if isinstance(value, Draw):
-            return self._draw(value)
         if isinstance(value, Reduced):
             found = self._reduction(value)
         else:
@@ -267,25 +252,6 @@ class _Writer:
         elif not self._varies(root_of(value.operand))[1]:
             operand = f"{operand} + tl.zeros([1, COLS], tl.float32)"
         return f"tl.{value.operation}({operand}, axis=1, keep_dims=True)"
-
-    def _draw(self, value: Draw) -> str:
-        index = self._draws.index(value)
-        key = self._names[root_of(value.key)]
-        numbers = f"{key}, layer_{index}, ordinal_{index}"
-        # If all axes are columns, there is one row, which begins at element 0.
-        strides, cols = self._strides[value], 0 if self._loops.is_flat else self._loops.num_cols
-        by_four = cols % 4 == 0 and self._block.cols % 4 == 0
-        in_order = self._cols.is_contiguous(strides, 1) and self._rows.is_contiguous(strides, cols)
-        if in_order and by_four:
-            # A mask that all rows share is drawn before the loop over rows.
-            rows = "rows" if self._varies(value)[0] else "tl.zeros([1], tl.int32)"
-            found = f"keep_rows({rows}, first_col, {cols}, {numbers}, last_{index}, COLS, True)"
-        else:
-            parts = [self._rows.offset(strides), self._cols.offset(strides)]
-            elements = " + ".join(p for p in parts if p) or "tl.zeros([1, 1], tl.int32)"
-            words = f"words_of_elements(({elements}).to(tl.int64), {numbers})"
-            found = f"is_kept({words}, last_{index})"
-        return _converted(found, torch.bool, value.dtype)
 
     def _store(self, index: int, access: Access) -> None:
         value, root = access.value, root_of(access.value)

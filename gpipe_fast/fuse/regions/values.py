@@ -84,23 +84,6 @@ class Reduced(Value):
 
 
 @dataclass(frozen=True, eq=False)
-class Draw(Value):
-    """A random tensor: a call of ``torch.ops.gpipe_fast.keyed_bernoulli``.
-
-    Attributes:
-        key: the call's key.
-        layer: the call's layer.
-        ordinal: the call's ordinal.
-        keep: the probability of a one.
-    """
-
-    key: Value
-    layer: int
-    ordinal: int
-    keep: float
-
-
-@dataclass(frozen=True, eq=False)
 class View(Value):
     """The same elements in another shape.
 
@@ -121,8 +104,6 @@ def operands_of(value: Value) -> Sequence[Value]:
         return value.operands
     if isinstance(value, (Reduced, View)):
         return (value.operand,)
-    if isinstance(value, Draw):
-        return (value.key,)
     return ()
 
 

@@ -102,17 +102,16 @@ def test_types_and_divisibility_of_arguments() -> None:
 
 
 def test_what_a_kernel_does_not_specialize_is_not_declared() -> None:
-    """Neither divisible integers, nor rows of keys as aligned; every grid has three dimensions."""
+    """Not even integers that are divisible; every grid has three dimensions."""
 
-    def function(x: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
         y, z = torch.empty_like(x), torch.empty_like(x)
         launch(not_specialized, (1,), CONFIG, x, y, 32, 32)
-        launch(split_in_two, (2, 3), CONFIG, x, key, z, 1, 1, 0.5, True)
+        launch(split_in_two, (2, 3), CONFIG, x, x, z, 1, 1, 0.5, True)
         return y, z
 
-    first, second = launches_in(trace(function, (32,), (3,)))
+    first, second = launches_in(trace(function, (32,)))
     assert first.divisible == ("size",)
-    assert second.aligned == (0, 2)
     assert (first.grid, second.grid) == ((1, 1, 1), (2, 3, 1))
 
 

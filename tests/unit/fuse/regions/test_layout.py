@@ -21,17 +21,6 @@ def test_axes_that_lie_behind_each_other_are_counted_as_one() -> None:
     assert layout.offset({0: 3000, 1: 1000}) == "row * 1000"
 
 
-def test_consecutive_indices_lie_behind_each_other_only_in_one_group() -> None:
-    x = contiguous_strides([0, 1], SIZES)
-    joined = Layout.of("col", (0, 1), SIZES, [x])
-    assert joined.is_contiguous(x, 1)
-    assert not joined.is_contiguous({0: 6, 1: 2}, 1)
-    assert joined.is_contiguous({0: 6, 1: 2}, 2)
-    apart = Layout.of("col", (0, 1), SIZES, [x, {1: 1}])
-    assert not apart.is_contiguous(x, 1)
-    assert Layout.of("row", (), SIZES, [x]).is_contiguous(x, 15)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_expressions_give_the_offsets_of_random_strides(seed: int) -> None:
     rng = random.Random(seed)

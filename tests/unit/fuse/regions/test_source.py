@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from gpipe_fast import randomness  # noqa: F401, registers torch.ops.gpipe_fast
 from gpipe_fast.fuse.regions.graph import UnitGraph
 from gpipe_fast.fuse.regions.kernel import block_of
 from gpipe_fast.fuse.regions.loops import Access, Region, loops_of
@@ -59,19 +58,6 @@ def test_every_program_stores_a_partial_sum_and_one_that_has_all_rows_the_sum() 
     for rows, offset in ((300, "program.to(tl.int64) * 96 + col"), (3, "col")):
         found = source(lambda x, g: (g * x, (g * x).sum(0)), (rows, 96), (rows, 96))
         assert f"tl.store(p_out1 + {offset}, tl.sum(" in found.text
-
-
-def test_a_mask_for_all_rows_stands_before_the_rows() -> None:
-    def dropout(x: Tensor, key: Tensor) -> Tensor:
-        kept = torch.ops.gpipe_fast.keyed_bernoulli(
-            key, 1, 0, list(x.shape), 0.9, dtype=torch.bool, device=x.device
-        )
-        return x * kept
-
-    found = source(dropout, (6, 64), (3,), dtypes=[torch.float32, torch.int64])
-    assert "v2 = keep_rows(tl.zeros([1], tl.int32), first_col, 0, " in found.text
-    (draw,) = found.draws
-    assert (draw.layer, draw.ordinal, draw.keep) == (1, 0, 0.9)
 
 
 def test_one_kernel_computes_tensors_of_any_length() -> None:
