@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -136,8 +135,7 @@ def _choices_within(
         for count in counts:
             call = replace(runner.call_of(inputs, training=True), chunks=count)
             own = Estimates.of(runner, call, model.schedule)
-            fastest = islice(own.partitions(limits), _NUM_CHOICES)
-            estimates += [(time, balance, call) for time, balance in fastest]
+            estimates += [(*each, call) for each in own.fastest(limits, _NUM_CHOICES)]
             smallest.insert(0, (own.smallest(), call))
         estimates.sort(key=itemgetter(0))
         found, failure = fastest_of(runner, [each[1:] for each in estimates[: 2 * _NUM_CHOICES]], limits)

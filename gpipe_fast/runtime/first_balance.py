@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +27,13 @@ from gpipe_fast.runtime.memory_limit import (
 from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
-from gpipe_fast.schedule.cuts import TOO_LARGE, LayerNeeds, partitions, smallest_partition
+from gpipe_fast.schedule.cuts import (
+    TOO_LARGE,
+    LayerNeeds,
+    best_partitions,
+    needs_of_stages,
+    time_of_stages,
+)
 from gpipe_fast.user_warning import warn_user
 
 if TYPE_CHECKING:
@@ -93,8 +100,8 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
         LimitError: nothing fits into the memory.
     """
     estimates = Estimates.of(runner, call, "gpipe" if call.order is None else call.order.schedule)
-    time, balance = next(estimates.partitions(limits))
-    _, fastest = next(estimates.partitions(dict.fromkeys(limits, math.inf)))
+    [(time, balance)] = estimates.fastest(limits)
+    [(_, fastest)] = estimates.fastest(dict.fromkeys(limits, math.inf))
     # Each has to be traced, which takes longest.
     tried = dict.fromkeys([balance if time < TOO_LARGE else estimates.smallest(), fastest])
     found, failure = fastest_of(runner, [(each, call) for each in tried], limits)
@@ -158,10 +165,14 @@ class Estimates(NamedTuple):
         )
         return cls(layers, devices, sizes, made)
 
-    def partitions(self, limits: Limits) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Yields partitions for the limits, as `partitions` does."""
-        return partitions(self.layers, self.devices, limits, self.sizes, self.schedule)
+    def fastest(self, limits: Limits, count: int = 1) -> list[tuple[float, tuple[int, ...]]]:
+        """Returns some times within limits, and the partitions, the least time first."""
+        cost = time_of_stages(self.layers, self.devices, limits, self.sizes, self.schedule)
+        return best_partitions(cost, len(self.layers), len(self.devices), count=count)
 
     def smallest(self) -> tuple[int, ...]:
-        """Returns the partition that needs least."""
-        return smallest_partition(self.layers, self.devices, self.schedule)
+        """Returns the partition that needs least: in all, if stages share a device, or in its worst stage."""
+        join = operator.add if len({*self.devices}) < len(self.devices) else max
+        cost = needs_of_stages(self.layers, self.schedule)
+        [(_, balance)] = best_partitions(cost, len(self.layers), len(self.devices), join)
+        return balance

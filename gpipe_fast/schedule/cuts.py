@@ -7,12 +7,11 @@ room allows, while the first stages fill and drain.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from heapq import heappop, heappush
-from itertools import accumulate, pairwise, product
+from heapq import nsmallest
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from gpipe_fast.schedule.actions import Kind
@@ -58,17 +57,55 @@ class LayerNeeds:
     scratch: float
 
 
-def partitions(
+# The cost of a stage, given its index, and the first of its layers and of those behind it.
+Cost = Callable[[int, int, int], float]
+
+
+def best_partitions(
+    cost: Cost,
+    num_layers: int,
+    num_stages: int,
+    join: Callable[[float, float], float] = max,
+    count: int = 1,
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Returns the costs of partitions, and their numbers of layers, the least cost first.
+
+    Args:
+        cost: the cost of a stage.
+        num_layers: the number of layers.
+        num_stages: the number of stages, each of which has a layer at least.
+        join: the cost of two stages together, which never falls if one of theirs rises.
+        count: how many partitions, at most.
+    """
+    cost = cache(cost)
+    # By the number of layers so far: the best partitions of these.
+    best: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, ())]}
+    for stage in range(num_stages):
+        best = {
+            end: nsmallest(
+                count,
+                (
+                    (join(so_far, cost(stage, begin, end)), (*balance, end - begin))
+                    for begin, found in best.items()
+                    if begin < end
+                    for so_far, balance in found
+                ),
+            )
+            for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
+        }
+    return best[num_layers]
+
+
+def time_of_stages(
     layers: Sequence[LayerNeeds],
     devices: Sequence[Hashable],
     limits: Mapping[Any, float],
     sizes: Sequence[float],
     schedule: Schedule,
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yields estimated times, and the numbers of layers of each stage, the least time first.
+) -> Cost:
+    """Returns a function that estimates the least time of a step with such a stage.
 
-    Those that do not fit come last, and of these first those that lack least. An A* search over the ends of
-    stages: a beginning is as good as its best continuation.
+    The time of a stage that does not fit is `TOO_LARGE` and the bytes that it lacks.
 
     Args:
         layers: the layers.
@@ -77,8 +114,7 @@ def partitions(
         sizes: the size of each micro-batch, relative to a whole one.
         schedule: the schedule if everything is recomputed.
     """
-    num_layers, num_stages, total = len(layers), len(devices), sum(sizes)
-    every = sum(x.fixed for x in layers)
+    total, every = sum(sizes), sum(x.fixed for x in layers)
     kept = Simulation.of(schedule).kept
     splits = any(action.kind is Kind.I for row in schedule.stages for action in row)
     fill, drain = (
@@ -86,67 +122,26 @@ def partitions(
         for times in ((x.forward for x in layers), (x.backward for x in layers))
     )
 
-    @cache
     def time_of(stage: int, begin: int, end: int) -> float:
-        """Returns the least time of a step with such a stage."""
         own = layers[begin:end]
-        rungs = _joined(own)
         needed = _needed(own, kept[stage])
         if len({*devices}) == 1:
-            needed += every / num_stages - sum(x.fixed for x in own)
+            needed += every / len(devices) - sum(x.fixed for x in own)
         room = limits[devices[stage]] / devices.count(devices[stage]) - needed
         if room < 0:
             return TOO_LARGE - room
         forward, backward = sum(x.forward for x in own), total * sum(x.backward for x in own)
         # Weight gradients may be computed while earlier stages drain.
         after = max(backward, (backward + drain[begin]) / 2) if splits else backward + drain[begin]
-        return fill[begin] + total * (forward + _recompute(rungs, room / kept[stage])) + after
+        return fill[begin] + total * (forward + _recompute(_joined(own), room / kept[stage])) + after
 
-    # best[k][begin]: the least time of the stages from k on, which have the layers from `begin` on.
-    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
-    best[num_stages][num_layers] = 0.0
-    for stage, begin in product(reversed(range(num_stages)), range(num_layers)):
-        ends = range(begin + 1, num_layers - (num_stages - stage - 1) + 1) if begin >= stage else ()
-        times = (max(time_of(stage, begin, end), best[stage + 1][end]) for end in ends)
-        best[stage][begin] = min(times, default=float("inf"))
-    queue: list[tuple[float, tuple[int, ...], float]] = [(best[0][0], (), 0.0)]
-    while queue:
-        time, balance, so_far = heappop(queue)
-        stage, begin = len(balance), sum(balance)
-        if stage == num_stages:
-            yield time, balance
-            continue
-        for end in range(begin + 1, num_layers - (num_stages - stage - 1) + 1):
-            own_time = max(so_far, time_of(stage, begin, end))
-            time = max(own_time, best[stage + 1][end])
-            if time < float("inf"):  # the stages after it have all other layers
-                heappush(queue, (time, (*balance, end - begin), own_time))
+    return time_of
 
 
-def smallest_partition(
-    layers: Sequence[LayerNeeds], devices: Sequence[Hashable], schedule: Schedule
-) -> tuple[int, ...]:
-    """Returns the partition that needs least if everything is recomputed: in all, or in its worst stage.
-
-    Args:
-        layers: the layers.
-        devices: the device of each stage; in all counts if stages share one.
-        schedule: the schedule if everything is recomputed.
-    """
+def needs_of_stages(layers: Sequence[LayerNeeds], schedule: Schedule) -> Cost:
+    """Returns a function that estimates the bytes of a stage if everything is recomputed."""
     kept = Simulation.of(schedule).kept
-    join = operator.add if len({*devices}) < len(devices) else max
-    # By the number of layers so far: the least bytes, and the partition.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(len(devices)):
-        best = {
-            end: min(
-                (join(size, _needed(layers[begin:end], kept[stage])), (*balance, end - begin))
-                for begin, (size, balance) in best.items()
-                if begin < end
-            )
-            for end in range(stage + 1, len(layers) - (len(devices) - stage - 1) + 1)
-        }
-    return best[len(layers)][1]
+    return lambda stage, begin, end: _needed(layers[begin:end], kept[stage])
 
 
 def _needed(layers: Sequence[LayerNeeds], kept: int) -> float:

@@ -25,7 +25,8 @@ A schedule is free of deadlock if nothing waits for itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 
 from gpipe_fast.schedule.actions import Action, Kind
@@ -61,13 +62,14 @@ def check_unbuffered(
                 "stages of one process"
             )
     waits = _waits(schedule, [(first, last) for first, last in skips if (last - first) % size])
-    cycle = _cycle(waits)
-    if cycle:
-        chain_of_waits = " waits for ".join(map(str, (*cycle, cycle[0])))
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        cycle = reversed(error.args[1])  # each comes before the next
         raise ValueError(
             f"deadlock between processes with {schedule.slots} slots, if the network buffers nothing: "
-            f"{chain_of_waits}; pass a schedule that receives later, or has more slots"
-        )
+            f"{' waits for '.join(map(str, cycle))}; pass a schedule that receives later, or has more slots"
+        ) from None
 
 
 def _waits(schedule: Schedule, skips: Collection[tuple[int, int]]) -> dict[Action, list[Action]]:
@@ -107,21 +109,3 @@ def _check_order(sends: list[Action], carriers: list[Action]) -> None:
                 f"{carrier.microbatch}, with {carrier}; pass a schedule in which all stages have the same "
                 "order of micro-batches"
             )
-
-
-def _cycle(waits: dict[Action, list[Action]]) -> list[Action]:
-    """Returns actions of which each waits for the next, and the last for the first; else nothing."""
-    done: set[Action] = set()
-    for start in list(waits):
-        path: dict[Action, Iterator[Action]] = {start: iter(waits[start])}
-        while path and start not in done:
-            action, left = next(reversed(path.items()))
-            following = next(left, None)
-            if following is None:
-                done.add(action)
-                del path[action]
-            elif following in path:
-                return list(path)[list(path).index(following) :]
-            elif following not in done:
-                path[following] = iter(waits.get(following, ()))
-    return []
