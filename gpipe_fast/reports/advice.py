@@ -22,7 +22,6 @@ from gpipe_fast.schedule import (
     Kind,
     Schedule,
     ScheduleChoice,
-    fill_drain,
     schedule_for,
 )
 
@@ -279,8 +278,8 @@ class LayerCosts(NamedTuple):
         return [self.boundary_bytes[end - 1] for end in list(accumulate(balance))[:-1]]
 
 
-def best_balance(costs: Costs, layers: LayerCosts, present: Sequence[int]) -> tuple[list[int], float]:
-    """Returns the fastest balance that is found, and the simulated seconds of a step with it.
+def best_balance(costs: Costs, layers: LayerCosts, present: Sequence[int]) -> list[int]:
+    """Returns the fastest balance that is found.
 
     The recorded time of a layer moves with it. The search starts at the present balance and at that of equal
     times, and makes one stage a layer shorter and another a layer longer while that makes the step faster.
@@ -302,7 +301,7 @@ def best_balance(costs: Costs, layers: LayerCosts, present: Sequence[int]) -> tu
             if best is not None and seconds(best) >= now:
                 best = None
     found = min(tried, key=tried.__getitem__)
-    return list(found), tried[found]
+    return list(found)
 
 
 def _neighbours(balance: Sequence[int]) -> list[tuple[int, ...]]:
@@ -421,7 +420,7 @@ class _Offers:
         """Offers the best balance by the costs of the layers."""
         seconds = [min(own) for own in zip(*(layers.seconds for layers in each), strict=True)]
         layers = LayerCosts(seconds, each[0].boundary_bytes)
-        balance, _ = best_balance(self.costs, layers, present)
+        balance = best_balance(self.costs, layers, present)
         if balance == list(present):
             return
         crossing, before = (sum(layers.crossing(own)) for own in (balance, present))
@@ -486,8 +485,10 @@ def improvements(
         what = "keep all activations, if memory suffices"
         offers.simulate(what, {"checkpoint": "never"}, Costs.without_recompute)
     has_choice = schedule is not None and costs.has_backward and costs.num_stages > 1
+    size, ranks = (costs.num_stages, costs.num_microbatches), len(costs.phases[0].ranks)
+    recomputed = checkpoint_policy(checkpoint, size[0], training=True).recomputed(size[1])
     for name in [each for each in _SCHEDULES if has_choice and each != schedule]:
-        phases = phases_for(name, costs, costs.num_microbatches, checkpoint, is_step=True)
+        phases = [schedule_for(name, *size, num_devices=ranks, recomputed=recomputed)]
         offers.simulate("another schedule", {"schedule": name}, functools.partial(Costs.time, phases=phases))
     layers = measured.layers()
     if layers is not None and costs.num_stages > 1:
@@ -527,20 +528,3 @@ def _is_explained(costs: Costs, trial: Alternative) -> bool:
         > max(own.of_all_kinds(stage) for own in small.halves())
         for stage in range(costs.num_stages)
     )
-
-
-def phases_for(
-    schedule: str, costs: Costs, num_microbatches: int, checkpoint: CheckpointSetting, is_step: bool
-) -> list[Schedule]:
-    """Returns the schedules of the engine's runs for another number of micro-batches or another schedule."""
-    num_stages = costs.num_stages
-    recomputed = checkpoint_policy(checkpoint, num_stages, training=True).recomputed(num_microbatches)
-    if not costs.has_backward:
-        return [fill_drain(num_stages, num_microbatches, backward=False)]
-    if is_step:
-        ranks = len(costs.phases[0].ranks)
-        return [
-            schedule_for(schedule, num_stages, num_microbatches, num_devices=ranks, recomputed=recomputed)
-        ]
-    whole = fill_drain(num_stages, num_microbatches, recomputed=recomputed)
-    return [whole.forward_part(), whole.backward_part()]

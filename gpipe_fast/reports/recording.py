@@ -11,8 +11,9 @@ that receives when the tensor arrives::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from gpipe_fast._extension import Pipeline
@@ -132,9 +133,9 @@ class Recording:
         Raises:
             ValueError: the recording holds no whole step.
         """
-        return Report.of(self._runs(), self.sizes, self.clock_error)
+        return report_of(self)
 
-    def _runs(self) -> list[Phase]:
+    def _runs(self, undisturbed: Mapping[Action, float] = MappingProxyType({})) -> list[Phase]:
         latest = self.latest
         waits = [event for stage in self.stages for event in stage if event.is_wait]
         found = []
@@ -142,7 +143,9 @@ class Recording:
             own = {action: latest[action] for action in schedule.order()}
             runs = {event.run for event in own.values()}
             python = [each for each in self.python if each.action in own]
-            found.append(Phase(schedule, own, [event for event in waits if event.run in runs], python))
+            waited = [event for event in waits if event.run in runs]
+            alone = {action: undisturbed[action] for action in own if undisturbed}
+            found.append(Phase(schedule, own, waited, python, alone))
         return found
 
     def __str__(self) -> str:
@@ -161,6 +164,16 @@ class Recording:
             ValueError: the recording holds no whole step.
         """
         return sum(phase.replay().time for phase in self._runs())
+
+
+def report_of(recording: Recording, undisturbed: Mapping[Action, float] = MappingProxyType({})) -> Report:
+    """Returns the report of a recording, as `Recording.report` does.
+
+    Args:
+        recording: the recording.
+        undisturbed: the durations of actions if nothing else runs on the machine; empty if unknown.
+    """
+    return Report.of(recording._runs(undisturbed), recording.sizes, recording.clock_error)
 
 
 def _is_backward(event: Event) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -370,18 +370,3 @@ def _in_python(phases: Sequence[Phase]) -> tuple[InPython, ...]:
         without = sum(phase.replay(phase.interpreted(stage)).time for phase in phases)
         found.append(InPython(stage, names, sum(each.seconds for each in own), whole - without))
     return tuple(found)
-
-
-def undisturbed(report: Report, seconds: Mapping[Action, float]) -> Report:
-    """Returns a report with the causes of idle time as they are if nothing else runs on the machine.
-
-    Args:
-        report: the report.
-        seconds: the durations of actions then.
-    """
-    phases = tuple(
-        phase._replace(undisturbed={action: seconds[action] for action in phase.events})
-        for phase in report.phases
-    )
-    gaps = tuple(gap for phase in phases for gap in gaps_of(phase))
-    return replace(report, phases=phases, gaps=gaps, blame=blame(gaps))

@@ -28,8 +28,8 @@ from gpipe_fast.reports.advice import (
     as_code,
     improvements,
 )
-from gpipe_fast.reports.recording import Recording
-from gpipe_fast.reports.report import Report, undisturbed
+from gpipe_fast.reports.recording import Recording, report_of
+from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.tables import Printed, Table, failure, ms, others_running
 from gpipe_fast.user_warning import no_warnings_of_idle_stages
 
@@ -187,7 +187,8 @@ class Steps:
         first = self._record(2)[1].span()  # the same in all processes
         self._num_steps = min(max(_NUM_STEPS[0], int(_SECONDS / max(first, 1e-9))), _NUM_STEPS[1])
         recorded = self._record(self._num_steps)
-        report, costs = _median(recorded), self._costs(recorded)
+        costs, middle = self._costs(recorded), sorted(recorded, key=Recording.span)[len(recorded) // 2]
+        report = report_of(middle, costs.seconds)
         model, processes = self.model, self.measured(costs.num_microbatches)
         measured = processes._replace(
             chunks=self._try_chunks,
@@ -209,7 +210,6 @@ class Steps:
                 found[0] = replace(found[0], measured=report.step * ratio)
             except Exception:  # a layer refuses micro-batches of this size
                 del found[0]
-        report = undisturbed(report, costs.seconds)
         spans = [each.span() for each in recorded]
         return replace(
             report,
@@ -286,11 +286,6 @@ class Steps:
         finally:
             for name, value in before.items():
                 setattr(self.model, name, value)
-
-
-def _median(recorded: Sequence[Recording]) -> Report:
-    """Returns the report of the median step."""
-    return sorted(recorded, key=Recording.span)[len(recorded) // 2].report()
 
 
 def _short(recorded: Sequence[Recording]) -> float:

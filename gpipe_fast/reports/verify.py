@@ -28,9 +28,6 @@ from gpipe_fast.user_warning import no_warnings_of_idle_stages
 if TYPE_CHECKING:
     from gpipe_fast.gpipe import GPipe
 
-# Output tensors, loss, gradients and buffers of one step, by name.
-_StepTensors = dict[str, Tensor]
-
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -157,9 +154,9 @@ def verify(
         check_inputs(inputs, model.devices)
     with contextlib.ExitStack() as stack:
         num_microbatches = stack.enter_context(_fixed_settings(model, pipeline, inputs.batch_size, chunks))
-        ours = _step(model, model, inputs, loss_fn)
+        ours = run_step(model, model, inputs, loss_fn)
         plain = _loop(model, inputs, num_microbatches) if is_sequence else model.plain_loop
-        expected = _step(model, plain, inputs, loss_fn)
+        expected = run_step(model, plain, inputs, loss_fn)
     defers = runner_of(pipeline).settings.deferred_batch_norm
     not_compared = {f"buffer {name}" for name in statistics_names(model)} if defers else set()
     names = [name for name in {**expected, **ours} if name not in not_compared]
@@ -269,10 +266,14 @@ def _on_device(layer: nn.Module, device: torch.device) -> Callable[..., Any]:
     return run
 
 
-def _step(
+def run_step(
     model: nn.Module, run: Callable[..., Any], inputs: Inputs, loss_fn: Callable[[Any], Tensor]
-) -> _StepTensors:
-    """Runs one step of ``run``, which has the layers of ``model``, and restores all state afterwards."""
+) -> dict[str, Tensor]:
+    """Runs one step of ``run``, which has the layers of ``model``, and restores all state afterwards.
+
+    Returns:
+        Outputs, loss, gradients and buffers, by name.
+    """
     with _restoring_state(model, inputs.tensors), torch.random.fork_rng(devices=[]):
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs.tensors]
         output = call_unpacked(run, inputs.build(leaves))
@@ -303,7 +304,7 @@ def _step(
             gradients = torch.autograd.grad(loss, list(sources.values()), allow_unused=True)
         outputs, structure = flatten(output)
         names = [_indexed_name("output", i, structure != ONE_TENSOR) for i in range(len(outputs))]
-        result: _StepTensors = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
+        result = {name: o.detach().clone() for name, o in zip(names, outputs, strict=True)}
         result["loss"] = loss.detach().clone()
         result |= {name: g for name, g in zip(sources, gradients, strict=True) if g is not None}
         return result | {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
