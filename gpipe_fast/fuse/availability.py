@@ -73,8 +73,12 @@ def fusion_of(device: torch.device, enabled: bool = True, is_absent: bool = Fals
 
 def with_user_launches(
     graph: JointGraph | Instance, device: torch.device, is_absent: bool = False
-) -> JointGraph | Instance | Untraceable:
-    """Returns a joint graph that launches users' own Triton kernels (fuse/user_kernels.py)."""
+) -> JointGraph | Instance:
+    """Returns a joint graph that launches users' own Triton kernels (fuse/user_kernels.py).
+
+    Raises:
+        Untraceable: they cannot be launched.
+    """
     if isinstance(graph, Instance):
         if not graph.template.calls_triton:
             return graph
@@ -84,7 +88,7 @@ def with_user_launches(
     if not any(map(is_triton_call, joint.module.graph.nodes)):
         return joint
     if is_absent:
-        return Untraceable(None, "its own Triton kernels are compiled only for a GPU that is present")
+        raise Untraceable(None, "its own Triton kernels are compiled only for a GPU that is present")
     from gpipe_fast.fuse.user_kernels import with_launches
 
     return with_launches(joint, loader_of(device))

@@ -56,7 +56,7 @@ class _Launch:
     arguments: tuple[Any, ...]
 
 
-def with_launches(joint: JointGraph, loader: KernelLoader | None) -> JointGraph | Untraceable:
+def with_launches(joint: JointGraph, loader: KernelLoader | None) -> JointGraph:
     """Replaces users' launches in a joint graph by calls of `launch_kernel`, and loads their kernels.
 
     Args:
@@ -64,22 +64,24 @@ def with_launches(joint: JointGraph, loader: KernelLoader | None) -> JointGraph 
         loader: compiles and loads kernels for the stage's device; None if no Triton kernel can run there.
 
     Returns:
-        A graph without users' launches, ``joint`` itself if it has none; or the reason why a kernel cannot be
-        launched from C++.
+        A graph without users' launches, ``joint`` itself if it has none.
+
+    Raises:
+        Untraceable: a kernel cannot be launched from C++.
     """
     launches: dict[fx.Node, _Launch] = {}
     for node in joint.module.graph.nodes:
         if is_triton_call(node):
             made = "its device is no CUDA device" if loader is None else _launch_of(node, loader)
             if isinstance(made, str):
-                return _untraceable(node, made)
+                raise _untraceable(node, made)
             launches[node] = made
     if not launches or loader is None:
         return joint
     failures = loader.failures([launch.data for launch in launches.values()])
     for node, reason in zip(launches, failures, strict=True):
         if reason:
-            return _untraceable(node, reason)
+            raise _untraceable(node, reason)
     return _replaced(joint, launches)
 
 

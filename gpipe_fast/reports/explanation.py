@@ -21,7 +21,6 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
 from gpipe_fast.lower.work import count
 from gpipe_fast.reports.tables import Printed, Table
-from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.module_warnings import InPython
 from gpipe_fast.runtime.planner import Call, Planner
@@ -29,7 +28,7 @@ from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.strides import empty_like
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode
 from gpipe_fast.trace.absent_device import backward_without_gpu
-from gpipe_fast.trace.traceability import layer_of
+from gpipe_fast.trace.traceability import Untraceable, layer_of
 
 if TYPE_CHECKING:
     from gpipe_fast.fuse.fuse import Fused
@@ -296,10 +295,13 @@ def explain_call(planner: Planner, call: Call, device: torch.device | None) -> E
         stack.enter_context(progress.first_call([len(s.layers) for s in stages], what="an explanation"))
         if device is not None:
             call = stack.enter_context(on_absent_device(call, device))
-        compiled = None
+        compiled: Sequence[Sequence[CompiledStage]] | Untraceable | None = None
         if planner.backend != "eager" and any(stage.device.type != "cpu" for stage in stages):
             call.state.update_key()  # under these modes
-            compiled = planner.compile(call)
+            try:
+                compiled = planner.compile(call)
+            except Untraceable as error:
+                compiled = error.with_traceback(None)
         fractions = call.saved_fractions
         found = tuple(
             _explained(index, stage, compiled, fractions[index]) for index, stage in enumerate(stages)
@@ -326,7 +328,7 @@ def _settings(fractions: Sequence[Sequence[SavedFraction]]) -> str:
 def _explained(
     index: int,
     stage: Stage,
-    compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None,
+    compiled: Sequence[Sequence[CompiledStage]] | Untraceable | None,
     fractions: Sequence[SavedFraction],
 ) -> StageExplanation:
     reason = why_unfused(stage.device, stage.options.fuse, stage.options.is_absent)
@@ -336,9 +338,9 @@ def _explained(
     elif compiled is None:
         note = "Nothing is fused, because all layers run in Python: backend='eager'."
         note += _saving_note(fractions)
-    elif isinstance(compiled, CompilationFailure):
+    elif isinstance(compiled, Untraceable):
         note = _failure_note(index, stage, compiled)
-        note += _saving_note(fractions) if compiled.stage_index == index else ""
+        note += _saving_note(fractions) if compiled.stage == index else ""
     else:
         progress.step("splitting", stage.first_layer, len(stage.layers))
         for fraction, number in Counter(fractions).items():
@@ -347,13 +349,13 @@ def _explained(
     return StageExplanation(index, names, stage.first_layer, str(stage.device), note, tuple(programs))
 
 
-def _failure_note(index: int, stage: Stage, failure: CompilationFailure) -> str:
-    if failure.stage_index != index:
+def _failure_note(index: int, stage: Stage, failure: Untraceable) -> str:
+    if failure.stage != index:
         return (
-            f"Unknown until the first call, because a layer of stage {failure.stage_index} runs in Python, "
+            f"Unknown until the first call, because a layer of stage {failure.stage} runs in Python, "
             "and what it returns is known only then."
         )
-    why = str(InPython.of(index, stage, failure.untraceable.layer, failure.untraceable.reason))
+    why = str(InPython.of(index, stage, failure.layer, failure.reason))
     return (
         f"{why[0].upper()}{why[1:]}. Nothing is fused in it. The layers around it are fused, but how is "
         "known only when the first call shows what it returns."

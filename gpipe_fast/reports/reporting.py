@@ -23,7 +23,6 @@ from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, opti
 from gpipe_fast.reports.recording import Recording, exchange_stages, kernel_names, record, stage_sizes
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum
-from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.planner import failure_message
 from gpipe_fast.runtime.python_layers import LayerTime
 from gpipe_fast.runtime.runner import Runner, StepInputs
@@ -31,6 +30,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
 from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
+from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.training.losses import check_target, loss_of
 from gpipe_fast.training.step import Objective, targets_of, with_loss
 from gpipe_fast.unsupported import uncompiled
@@ -327,10 +327,10 @@ def _predicted(
             return nothing, planner.unknown_stages(None, "")
         with on_absent_device(call, devices[0]) as absent:
             absent.state.update_key()  # under these modes
-            compiled = planner.compile(absent)
-            if isinstance(compiled, CompilationFailure):
-                reason = failure_message(compiled, planner.stages)
-                return nothing, planner.unknown_stages(compiled.stage_index, reason)
+            try:
+                compiled = planner.compile(absent)
+            except Untraceable as error:
+                return nothing, planner.unknown_stages(error.stage, failure_message(error, planner.stages))
             return stage_bytes(runner.stages_of(balance, devices, is_absent=True), compiled, absent), ()
 
 

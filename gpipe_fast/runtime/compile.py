@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -32,15 +32,6 @@ from gpipe_fast.trace.layer_states import LayerState, StateKey
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.traceability import Untraceable
 
-
-@dataclass(frozen=True)
-class CompilationFailure:
-    """The result for a pipeline that cannot be compiled: the first untraceable stage, and the reason."""
-
-    stage_index: int
-    untraceable: Untraceable
-
-
 # The maximum number of kinds of equal layers whose graphs are kept for other stages.
 _MAX_PARTS = 32
 # The maximum number of traces of a stage, for shapes or constants that no template covers.
@@ -48,7 +39,7 @@ MAX_TRACES = 64
 
 
 class TooManyTraces(Untraceable):
-    """The reason not to trace a stage that has been traced for too many shapes or constants already."""
+    """Raised in place of a trace of a stage that has been traced for too many shapes or constants already."""
 
 
 class Compiler:
@@ -71,10 +62,6 @@ class Compiler:
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
         self._parts = PartGraphs(_MAX_PARTS)
-        # The states of stages, by modes and version of the guards, while all layers are in one state.
-        self._state_keys: dict[tuple[Stage, TorchModes, int], StateKey] = {}
-        self._known_state: StateKey | None = None
-        self._knows_state = False
         self._traces: Cache[Hashable, TracedStage] = Cache(limit)
         self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(limit)
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
@@ -85,7 +72,7 @@ class Compiler:
         microbatches: Sequence[BoundarySpec],
         layout_history: GradientLayoutHistory | None = None,
         cat_dim: int = 0,
-    ) -> list[list[CompiledStage]] | CompilationFailure:
+    ) -> list[list[CompiledStage]]:
         """Compiles all stages for each micro-batch of a mini-batch, under the calling thread's modes.
 
         Args:
@@ -95,35 +82,12 @@ class Compiler:
             layout_history: the history of gradient layouts; None if every boundary gradient arrives in the
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
+
+        Raises:
+            Untraceable: a stage cannot be compiled; it names the stage and the layer.
         """
         with outside_inference_mode(stages):
             return self._compile(stages, microbatches, layout_history, cat_dim)
-
-    @contextlib.contextmanager
-    def for_state(self, key: StateKey) -> Iterator[None]:
-        """Looks up the state of each stage once in a block, and again after a trace that adds guards.
-
-        Args:
-            key: the present state of all layers, which no other thread may run in the block. If an earlier
-                block had the same object, the states of stages that were found there hold, too.
-        """
-        if self._known_state is not key:
-            self._known_state = key
-            self._state_keys.clear()
-        self._knows_state = True
-        try:
-            yield
-        finally:
-            self._knows_state = False
-
-    def _state_key(self, stage: Stage, modes: TorchModes) -> StateKey:
-        if not self._knows_state:
-            return stage.state_key(modes)
-        found = self._state_keys.get((stage, modes, stage.states.version))
-        if found is None:
-            found = stage.state_key(modes)
-            self._state_keys[stage, modes, stage.states.version] = found
-        return found
 
     def _compile(
         self,
@@ -131,8 +95,10 @@ class Compiler:
         microbatches: Sequence[BoundarySpec],
         layout_history: GradientLayoutHistory | None,
         cat_dim: int,
-    ) -> list[list[CompiledStage]] | CompilationFailure:
+    ) -> list[list[CompiledStage]]:
         pipelines: list[list[CompiledStage]] = []
+        # The states of stages, which hold until a trace adds guards.
+        known: dict[tuple[Stage, TorchModes, int], StateKey] = {}
         for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []
             first, given = inputs.split_skips()
@@ -143,23 +109,24 @@ class Compiler:
                 received = _received(compiled[-1], stage) if compiled else first
                 skips = [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
                 modes = TorchModes.now()
-                layers = self._state_key(stage, modes)
-                segment_key = SegmentKey.of(stage, received.with_skips(skips), modes, layers)
-                found = self.compiled(stage, segment_key)
-                if isinstance(found, Untraceable):
-                    return CompilationFailure(index, self.blamed(stage, segment_key.input_specs, found))
-                compiled.append(found)
-                _, sent = found.outputs.split_skips()
+                state = stage, modes, stage.states.version
+                known[state] = known.get(state) or stage.state_key(modes)
+                segment_key = SegmentKey.of(stage, received.with_skips(skips), modes, known[state])
+                try:
+                    compiled.append(self.compiled(stage, segment_key))
+                except Untraceable as error:
+                    error.stage = index
+                    if not isinstance(error, TooManyTraces):
+                        error.layer = self.blamed(stage, segment_key.input_specs, error)
+                    raise
+                _, sent = compiled[-1].outputs.split_skips()
                 stashed.update({n: (spec, stage) for n, spec in zip(stage.stashes, sent, strict=True)})
             pipelines.append(compiled)
         if layout_history is not None:
             outputs = [compiled[-1].outputs.tensors for compiled in pipelines]
             joined = _joined_strides(outputs, cat_dim, len(microbatches))
             for number, gradients in enumerate(joined):
-                compiled_now = self._compile_for_gradients(pipelines[number], gradients, layout_history)
-                if isinstance(compiled_now, CompilationFailure):
-                    return compiled_now
-                pipelines[number] = compiled_now
+                pipelines[number] = self._compile_for_gradients(pipelines[number], gradients, layout_history)
         return [pipelines[0]] * (len(microbatches) - 1) + [pipelines[-1]]
 
     def _compile_for_gradients(
@@ -167,7 +134,7 @@ class Compiler:
         compiled: Sequence[CompiledStage],
         gradients: ArrivingLayouts,
         layout_history: GradientLayoutHistory,
-    ) -> list[CompiledStage] | CompilationFailure:
+    ) -> list[CompiledStage]:
         """Propagates gradient layouts from the last stage to the first, and compiles each stage for them."""
         found = list(compiled)
         skip_gradients: dict[int, GradientLayout] = {}
@@ -176,14 +143,14 @@ class Compiler:
             gradients.update(
                 {position: skip_gradients[number] for position, number in stashes if number in skip_gradients}
             )
-            known = self.compiled(
-                base.stage, base.segment_key, layout_history.lookup(base.segment_key) or gradients
-            )
-            if isinstance(known, Untraceable):
-                layer = len(base.stage.layers) - 1 if known.layer is None else known.layer
-                return CompilationFailure(index, replace(known, layer=layer))
-            found[index] = known
-            gradients = known.traced.ports.input_gradient_layouts()
+            arriving = layout_history.lookup(base.segment_key) or gradients
+            try:
+                found[index] = self.compiled(base.stage, base.segment_key, arriving)
+            except Untraceable as error:
+                error.stage = index
+                error.layer = len(base.stage.layers) - 1 if error.layer is None else error.layer
+                raise
+            gradients = found[index].traced.ports.input_gradient_layouts()
             for position, number in _skip_tensors(base.stage.pops, base.inputs):
                 if position in gradients:
                     skip_gradients[number] = gradients.pop(position)
@@ -195,7 +162,7 @@ class Compiler:
         segment_key: SegmentKey,
         gradients: ArrivingLayouts | None = None,
         enforce_limit: bool = True,
-    ) -> CompiledStage | Untraceable:
+    ) -> CompiledStage:
         """Returns a compiled stage or part of a stage. The calling thread's modes must equal the key's.
 
         Args:
@@ -203,13 +170,14 @@ class Compiler:
             segment_key: the segment key to compile them for.
             gradients: the layouts of the outputs' gradients; None for the outputs' own layouts.
             enforce_limit: whether the limit on traces applies.
+
+        Raises:
+            Untraceable: the layers cannot be traced.
         """
         base = self._compiled.lookup((segment_key, ()))
         if base is None:
             num_traces = self.num_traces
-            traced = self.trace(part, segment_key.input_specs, (), enforce_limit)
-            if isinstance(traced, Untraceable):
-                return traced
+            traced = self.trace(part, segment_key.input_specs, (), enforce_limit, segment_key.layers)
             if self.num_traces > num_traces:
                 # The trace may have revealed more Python state that the layers read.
                 segment_key = SegmentKey.of(part, segment_key.input_specs, segment_key.modes)
@@ -218,9 +186,9 @@ class Compiler:
         gradient_layouts = () if gradients is None else base.traced.ports.gradient_layouts(gradients)
         found = base if not gradient_layouts else self._compiled.lookup((segment_key, gradient_layouts))
         if found is None:
-            traced = self.trace(part, segment_key.input_specs, gradient_layouts, enforce_limit)
-            if isinstance(traced, Untraceable):
-                return traced
+            traced = self.trace(
+                part, segment_key.input_specs, gradient_layouts, enforce_limit, segment_key.layers
+            )
             found = self._compiled[segment_key, gradient_layouts] = CompiledStage(
                 part, segment_key, traced, base
             )
@@ -300,17 +268,20 @@ class Compiler:
             else self._compiled.lookup((segment_key, base.traced.ports.gradient_layouts(gradients)))
         )
 
-    def blamed(self, stage: Stage, inputs: BoundarySpec, untraceable: Untraceable) -> Untraceable:
-        """Returns the reason with a layer: bisects for the untraceable layer if the trace named none."""
-        if untraceable.layer is not None or isinstance(untraceable, TooManyTraces):
-            return untraceable
+    def blamed(self, stage: Stage, inputs: BoundarySpec, untraceable: Untraceable) -> int:
+        """Returns the untraceable layer; bisects for it if the trace named none."""
+        if untraceable.layer is not None:
+            return untraceable.layer
         good, bad = 0, len(stage.layers)
         while bad - good > 1:
             middle = (good + bad) // 2
             part = stage.part(0, middle)
-            is_bad = isinstance(self.trace(part, stage.part_inputs(inputs, part), ()), Untraceable)
-            good, bad = (good, middle) if is_bad else (middle, bad)
-        return replace(untraceable, layer=bad - 1)
+            try:
+                self.trace(part, stage.part_inputs(inputs, part), ())
+                good = middle
+            except Untraceable:
+                bad = middle
+        return bad - 1
 
     def trace(
         self,
@@ -318,7 +289,8 @@ class Compiler:
         inputs: BoundarySpec,
         gradient_layouts: GradientLayouts,
         enforce_limit: bool = True,
-    ) -> TracedStage | Untraceable:
+        layers: StateKey | None = None,
+    ) -> TracedStage:
         """Traces a stage under the calling thread's modes, or returns the cached trace.
 
         Args:
@@ -327,9 +299,13 @@ class Compiler:
             gradient_layouts: the outputs whose gradients arrive in another layout than the output's, or not
                 at all.
             enforce_limit: whether the limit on traces applies.
+            layers: the state of the stage's layers, if it is known.
+
+        Raises:
+            Untraceable: the stage cannot be traced.
         """
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
-        layers = self._state_key(stage, modes)
+        layers = layers or stage.state_key(modes)
         # Fake tensors in the place of such that share memory would not share it.
         if stage.traced_device != stage.device and (layers.depends_on_device or share_memory(stage.layers)):
             stage.trace_on_own_device()
@@ -350,19 +326,20 @@ class Compiler:
             return self._traced(key, stage, instance, modes)
         count, limit = self._trace_counts[layers, modes], self._max_traces
         if enforce_limit and limit is not None and count >= limit:
-            return TooManyTraces(None, f"it was traced {limit} times for different inputs")
+            raise TooManyTraces(None, f"it was traced {limit} times for different inputs")
         self.num_traces += 1
-        found = trace_stage(stage, FakeInputs.of(inputs, absent), gradient_layouts, self._parts)
-        if isinstance(found, Untraceable):
+        try:
+            found = trace_stage(stage, FakeInputs.of(inputs, absent), gradient_layouts, self._parts)
+        except Untraceable:
             # The reason may be these inputs, so the attempt does not count for other calls.
             family.num_attempts = num_attempts
             if stage.traced_device == stage.device:
-                return found
+                raise
             # The layers may use a tensor that is no parameter or buffer, and is on their own device.
             inputs = inputs.moved(stage.traced_device, stage.device)
             stage.trace_on_own_device()
             return self.trace(stage, inputs, gradient_layouts, enforce_limit)
-        layers = self._state_key(stage, modes)  # with the guards of these captures
+        layers = stage.state_key(modes)  # with the guards of these captures
         if stage.traced_device != stage.device and layers.depends_on_device:
             return self.trace(
                 stage, inputs.moved(stage.traced_device, stage.device), gradient_layouts, enforce_limit
@@ -370,21 +347,18 @@ class Compiler:
         if not layers.is_guarded:
             if TorchModes.now() != modes:  # this trace has changed them for good: trace again under those
                 return self.trace(stage, inputs, gradient_layouts, enforce_limit)
-            return Untraceable(None, "a capture changed the layers")
+            raise Untraceable(None, "a capture changed the layers")
         self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
         self._trace_counts[layers, modes] += 1
         return self._traced((layers, *key[1:]), stage, found, modes)
 
     def _traced(
         self, key: Hashable, stage: Stage, graph: JointGraph | Instance, modes: TorchModes
-    ) -> TracedStage | Untraceable:
+    ) -> TracedStage:
         """Returns a graph with what lowering needs, and caches it."""
         options = stage.options
-        launching = with_user_launches(graph, stage.traced_device, options.is_absent)
-        if isinstance(launching, Untraceable):
-            return launching
         traced = self._traces[key] = TracedStage(
-            launching,
+            with_user_launches(graph, stage.traced_device, options.is_absent),
             AccumulationPolicy(options.grad_dtype, modes.deterministic),
             fusion_of(stage.traced_device, options.fuse, options.is_absent),
             stage.traced_device,
@@ -401,7 +375,7 @@ class Compiler:
             The number; -1 if a template serves these inputs, too; None if each new size is traced.
         """
         modes = TorchModes.now()
-        family = self._families.lookup((self._state_key(stage, modes), family_key(inputs[0], ()), modes))
+        family = self._families.lookup((stage.state_key(modes), family_key(inputs[0], ()), modes))
         left = (family or ShapeFamily()).num_sizes_to_trace()
         if not left:
             return None if left is None else -1

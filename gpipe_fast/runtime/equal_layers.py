@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -144,24 +143,9 @@ class PartGraphs(Cache[Hashable, tuple[JointGraph, str]]):
         return [joint for _, (joint, _) in self.entries()]
 
 
-class _PartUntraceable(Exception):
-    """Raised where a part of a stage cannot be traced."""
-
-    def __init__(self, part: Stage, reason: Untraceable) -> None:
-        super().__init__(reason.reason)
-        self._part = part
-        self._reason = reason
-
-    def reason(self, stage: Stage) -> Untraceable:
-        """Returns the reason, with the index of the layer within the stage."""
-        layer = self._reason.layer
-        begin = self._part.first_layer - stage.first_layer
-        return self._reason if layer is None else replace(self._reason, layer=begin + layer)
-
-
 def trace_stage(
     stage: Stage, inputs: FakeInputs, gradient_layouts: GradientLayouts, known: PartGraphs
-) -> JointGraph | Untraceable:
+) -> JointGraph:
     """Traces a stage under the calling thread's modes: equal layers once, if their graphs can be joined.
 
     Args:
@@ -170,43 +154,43 @@ def trace_stage(
         gradient_layouts: the outputs whose gradients arrive in another layout than the output's, or not
             at all.
         known: the graphs of parts that are traced already; if sizes are symbols, in the same mode.
+
+    Raises:
+        Untraceable: a layer cannot be traced.
     """
     parts, layouts = parts_of(stage), gradient_layouts
     joints: list[JointGraph] = []
     boundaries: list[FakeInputs] = []
+    part = stage
+    if len(parts) == 1:
+        reused = None if switches.is_disabled("equal-layers") else known
+        return _trace_part(stage, inputs, gradient_layouts, reused)
     try:
-        if len(parts) == 1:
-            reused = None if switches.is_disabled("equal-layers") else known
-            return _trace_part(stage, inputs, gradient_layouts, reused)
         for part in parts:
             boundaries.append(inputs.of_part(part, joints[-1] if joints else None))
             joints.append(_trace_part(part, boundaries[-1], (), known))
         for index in reversed(range(len(parts))):
+            part = parts[index]
             if layouts:
-                joints[index] = _trace_part(parts[index], boundaries[index], layouts, known)
+                joints[index] = _trace_part(part, boundaries[index], layouts, known)
             if index:
                 before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
                 layouts = before.gradient_layouts(after.input_gradient_layouts())
-    except _PartUntraceable as error:
-        if not _may_be_traced_as_a_whole(error.reason(stage)):
-            return error.reason(stage)
+    except Untraceable as error:
+        if error.layer is not None:
+            error.layer += part.first_layer - stage.first_layer
+        if not _may_be_traced_as_a_whole(error):
+            raise
     else:
         if not _depend_on_each_other(parts, joints):
             return join(joints, [(len(part.parameters()), len(part.buffers())) for part in parts])
-    try:
-        return _trace_part(stage, inputs, gradient_layouts, None)
-    except _PartUntraceable as error:
-        return error.reason(stage)
+    return _trace_part(stage, inputs, gradient_layouts, None)
 
 
 def _trace_part(
     part: Stage, inputs: FakeInputs, gradient_layouts: GradientLayouts, known: PartGraphs | None
 ) -> JointGraph:
-    """Traces a part of a stage, or returns the graph of an equal part.
-
-    Raises:
-        _PartUntraceable: the part cannot be traced.
-    """
+    """Traces a part of a stage, or returns the graph of an equal part."""
     modes = TorchModes.now()
     key = (inputs.key(), gradient_layouts, modes, part.traced_device, part.options.deferred)
     found = None if known is None else known.lookup((part.state_key(modes), key))
@@ -217,8 +201,6 @@ def _trace_part(
     progress.step("tracing", part.first_layer, len(part.layers))
     context = part.trace_context(inputs.skips)
     joint = trace(part.layers, inputs.tensors, gradient_layouts, inputs.structure, context, inputs.mode)
-    if isinstance(joint, Untraceable):
-        raise _PartUntraceable(part, joint)
     if known is not None:
         known[part.state_key(modes), key] = joint, layers_title(part)  # with the guards of these captures
     return joint

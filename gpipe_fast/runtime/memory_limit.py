@@ -36,7 +36,6 @@ from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward
 from gpipe_fast.lower.operator_times import nanoseconds
-from gpipe_fast.runtime.compile import CompilationFailure
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.module_warnings import InPython
 from gpipe_fast.runtime.plan import planned_schedule
@@ -47,6 +46,7 @@ from gpipe_fast.schedule import Action, Kind, Schedule, Simulation
 from gpipe_fast.schedule.cuts import LayerNeeds, Rung
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.tensor_metadata import AnyTensor
+from gpipe_fast.trace.traceability import Untraceable
 
 # How many plans are tried, and the share of a limit that one may leave unused without another try.
 _MAX_TRIES, _UNUSED_SHARE = 8, 0.01
@@ -295,10 +295,10 @@ def _compiled(planner: Planner, call: Call) -> Sequence[Sequence[CompiledStage]]
     if planner.backend == "eager":
         why = InPython("every layer", "backend='eager' or a global module hook demands it")
     else:
-        found = planner.compile(call)
-        if not isinstance(found, CompilationFailure):
-            return found
-        why = why_in_python(found, planner.stages)
+        try:
+            return planner.compile(call)
+        except Untraceable as error:
+            why = why_in_python(error, planner.stages)
     raise RuntimeError(
         f"memory was passed, but {why.where} runs in Python, and what it needs is not known: {why.reason}; "
         "mend that, or pass checkpoint instead of memory"

@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_n
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
-from gpipe_fast.runtime.compile import MAX_TRACES, CompilationFailure, Compiler, TooManyTraces
+from gpipe_fast.runtime.compile import MAX_TRACES, Compiler, TooManyTraces
 from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
 from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings, log
@@ -36,7 +36,7 @@ from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Lock, Stage, Te
 from gpipe_fast.runtime.state import ModuleState
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import StateKey
-from gpipe_fast.trace.traceability import check_can_run
+from gpipe_fast.trace.traceability import Untraceable, check_can_run
 
 if TYPE_CHECKING:
     from gpipe_fast.runtime.memory_limit import Choice
@@ -303,14 +303,17 @@ class Planner:
         with contextlib.ExitStack() as held:
             idle = eager or self._lock(held)
             obstacle, failed_stage = "" if idle else _BUSY, None
-            compiled: list[list[CompiledStage]] | CompilationFailure | None = None
+            compiled: list[list[CompiledStage]] | None = None
+            searches = self._searches(call)
             if idle and not eager and not self.in_python:
-                compiled = self._compile(call)
-                if isinstance(compiled, CompilationFailure):
-                    obstacle, failed_stage = self._checked_reason(compiled), compiled.stage_index
+                try:
+                    compiled = self._compile(call)
+                except Untraceable as error:
+                    obstacle, failed_stage = self._checked_reason(error), error.stage
+                    searches = self._without(error, searches)
             if self._has_remote_stages and obstacle:
                 raise RuntimeError(f"layers cannot be traced, and with a mesh all have to be: {obstacle}")
-            plan = self._make_plan(call, compiled)
+            plan = self._make_plan(call, compiled, searches)
             if plan.compiled is not None:
                 number, num_others = self._changing_number(call)
                 if num_others > 1:
@@ -320,22 +323,24 @@ class Planner:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
             return replace(plan, obstacle=obstacle, failed_stage=failed_stage)
 
-    def compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
+    def compile(self, call: Call) -> list[list[CompiledStage]]:
         """Returns the compiled stages of a call without a plan; a plan for the call has the same stages.
 
         Raises:
+            Untraceable: a layer runs in Python instead.
             RuntimeError: another thread is running layers; or as for `plan`.
         """
         with contextlib.ExitStack() as held:
             if not self._lock(held):
                 raise RuntimeError(f"layers cannot be traced: {_BUSY}")
-            found = self._compile(call)
-            if isinstance(found, CompilationFailure):
-                self._checked_reason(found)
-            return found
+            try:
+                return self._compile(call)
+            except Untraceable as error:
+                self._checked_reason(error)
+                raise
 
-    def _compile(self, call: Call) -> list[list[CompiledStage]] | CompilationFailure:
-        with self.compiler.for_state(call.state.key), intra_op_threads(call.threads), self._progress(call):
+    def _compile(self, call: Call) -> list[list[CompiledStage]]:
+        with intra_op_threads(call.threads), self._progress(call):
             return self.compiler.compile(
                 self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
             )
@@ -385,21 +390,21 @@ class Planner:
         return changing_number(call.inputs.structure, [each for each, _ in self._structures.entries()])
 
     def _make_plan(
-        self, call: Call, compiled: Sequence[Sequence[CompiledStage]] | CompilationFailure | None
+        self,
+        call: Call,
+        known: Sequence[Sequence[CompiledStage]] | None,
+        searches: Sequence[SegmentSearch],
     ) -> PlannedCall:
         """Makes a plan of compiled stages; without these, its chains are found at run time.
 
         What Python layers return is known only then, and so are the boundary tensors of later layers.
         """
-        searches = self._searches(call, compiled if isinstance(compiled, CompilationFailure) else None)
-        known = None if isinstance(compiled, CompilationFailure) else compiled
-        if known is None:
-            for index, stage in enumerate(self.stages):
-                untraceable = check_can_run(stage.layers)
-                if untraceable is not None:
-                    raise untraceable.error(
-                        failure_message(CompilationFailure(index, untraceable), self.stages)
-                    )
+        for index, stage in enumerate(self.stages if known is None else ()):
+            try:
+                check_can_run(stage.layers)
+            except Untraceable as error:
+                error.stage = index
+                raise error.error(failure_message(error, self.stages)) from None
         dims, fractions = call.inputs.dims, call.saved_fractions
         return make_plan(
             self.stages,
@@ -413,38 +418,39 @@ class Planner:
             call.slots,
         )
 
-    def _searches(self, call: Call, failure: CompilationFailure | None) -> list[SegmentSearch]:
+    def _searches(self, call: Call) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
         modes = call.state.modes._replace(num_threads=call.threads)
         fractions, in_python = call.saved_fractions, self.backend == "eager"
-        searches = [
+        return [
             SegmentSearch(segments, modes, StageTensors.of(segments.stage), own, in_python)
             for segments, own in zip(self._segments, fractions, strict=True)
         ]
-        if failure is not None:
-            reason, index = failure.untraceable, failure.stage_index
-            if isinstance(reason, TooManyTraces):
-                report = functools.partial(self.module_warnings.add, 0, None, None, reason.reason)
-                return [replace(search, all_in_python=True, on_success=report) for search in searches]
-            assert reason.layer is not None
-            searches[index] = replace(searches[index], suspects={reason.layer: reason.reason})
-        return searches
 
-    def _checked_reason(self, failure: CompilationFailure) -> str:
+    def _without(self, failure: Untraceable, searches: list[SegmentSearch]) -> list[SegmentSearch]:
+        """Returns searches that run in Python what could not be traced."""
+        if isinstance(failure, TooManyTraces):
+            report = functools.partial(self.module_warnings.add, 0, None, None, failure.reason)
+            return [replace(search, all_in_python=True, on_success=report) for search in searches]
+        assert failure.layer is not None
+        suspects = {failure.layer: failure.reason}
+        return [replace(s, suspects=suspects) if i == failure.stage else s for i, s in enumerate(searches)]
+
+    def _checked_reason(self, failure: Untraceable) -> str:
         """Returns the reason of a failure.
 
         Raises:
             RuntimeError: no layer may run in Python instead; or an exception of another type.
         """
-        reason, text = failure.untraceable, failure_message(failure, self.stages)
-        if self.backend == "aten" or reason.is_fatal:
-            if not reason.is_fatal and reason.error is RuntimeError:
+        text = failure_message(failure, self.stages)
+        if self.backend == "aten" or failure.is_fatal:
+            if not failure.is_fatal and failure.error is RuntimeError:
                 text += (
                     "; with a mesh all layers must be traced, because other processes need the shapes"
                     if self._has_remote_stages
                     else "; without a mesh, pass backend='auto' to GPipe to run the layer in Python"
                 )
-            raise reason.error(text)
+            raise failure.error(text) from None
         return text
 
 
@@ -459,13 +465,12 @@ def _with_given(boundary: BoundarySpec, given: Sequence[Tensor]) -> BoundarySpec
     return boundary.with_skips([TensorSpec.of(x, False) for x in given]) if given else boundary
 
 
-def why_in_python(failure: CompilationFailure, stages: Sequence[Stage]) -> InPython:
+def why_in_python(failure: Untraceable, stages: Sequence[Stage]) -> InPython:
     """Returns why the stage or the layer that cannot be compiled runs in Python, where it may."""
-    index, found = failure.stage_index, failure.untraceable
-    return InPython.of(index, stages[index], found.layer, found.reason)
+    return InPython.of(failure.stage, stages[failure.stage], failure.layer, failure.reason)
 
 
-def failure_message(failure: CompilationFailure, stages: Sequence[Stage]) -> str:
+def failure_message(failure: Untraceable, stages: Sequence[Stage]) -> str:
     """Returns the stage and the layer that cannot be compiled, and the reason."""
     found = why_in_python(failure, stages)
     return f"{found.where} cannot be traced faithfully: {found.reason}"

@@ -239,17 +239,17 @@ class Segments:
             if not segment_key.is_current(part.layers):  # some guards depend on modes, such as autocast
                 return
             compiler = self._shared.compiler
-            found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
-            if isinstance(found, CompiledStage):
+            try:
+                found = compiler.compiled(part, segment_key, self._shared.layout_history.lookup(segment_key))
+            except TooManyTraces as error:
+                self._report(None, f"{self._name_of(part)}: {error.reason}")
+            except Untraceable as error:
+                layer = compiler.blamed(part, segment_key.input_specs, error)
+                begin = segment_key.first_layer - self.stage.first_layer
+                self._report_untraceable(begin + layer, error.reason)
+            else:
                 self._lowered[found.segment_key, saved_fraction] = found.segment(saved_fraction)
                 found.traced.drop_graph()
-            elif isinstance(found, TooManyTraces):
-                self._report(None, f"{self._name_of(part)}: {found.reason}")
-            else:
-                found = compiler.blamed(part, segment_key.input_specs, found)
-                assert found.layer is not None
-                begin = segment_key.first_layer - self.stage.first_layer
-                self._report_untraceable(begin + found.layer, found.reason)
 
     def fallback(self, origin: tuple[Stage, SegmentKey], tangents: Sequence[Tensor | None]) -> Segment:
         """Returns a segment for gradients that the segment from `origin` rejects; it recomputes everything.
@@ -286,15 +286,15 @@ class Segments:
                     f"the module was changed between forward and backward, and {self.name} received "
                     "gradients in a new layout; call the module again"
                 )
-            found = self._shared.compiler.compiled(
-                part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
-            )
-        if isinstance(found, Untraceable):
-            raise RuntimeError(
-                f"{self.name} cannot be traced for the gradients received: {found.reason}; pass "
-                "backend='eager' to GPipe to run all layers in Python"
-            )
-        return found
+            try:
+                return self._shared.compiler.compiled(
+                    part, segment_key, self._shared.layout_history[segment_key], enforce_limit=False
+                )
+            except Untraceable as error:
+                raise RuntimeError(
+                    f"{self.name} cannot be traced for the gradients received: {error.reason}; pass "
+                    "backend='eager' to GPipe to run all layers in Python"
+                ) from None
 
     def run_in_python(
         self,

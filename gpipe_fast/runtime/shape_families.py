@@ -84,10 +84,13 @@ class ShapeFamily:
         log_graph(stage, "traced with symbols for sizes, as a template")
         mode = SymbolicMode(inputs.examples(), varying)
         fakes = FakeInputs(mode, mode.inputs, inputs.structure, inputs.skips)
-        joint = trace_stage(stage, fakes, gradient_layouts, PartGraphs(_MAX_PARTS))
+        try:
+            joint = trace_stage(stage, fakes, gradient_layouts, PartGraphs(_MAX_PARTS))
+        except Untraceable:
+            joint = None
         self.num_attempts += 1
         symbols = mode.symbols()
-        if symbols is None or isinstance(joint, Untraceable):
+        if symbols is None or joint is None:
             return None
         template = Template(joint, symbols)
         instance = template.at(shapes, strides, gradient_layouts)

@@ -20,20 +20,9 @@ from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_
 from gpipe_fast.trace.dynamo import Captured, Refused, capture
 from gpipe_fast.trace.interrupts import handle_interrupt
 from gpipe_fast.trace.layer_states import LayerState
+from gpipe_fast.trace.traceability import Untraceable
 
 FindState = Callable[[nn.Module, Hashable], LayerState]
-
-
-class LayerRefused(Exception):
-    """Raised where a layer cannot be captured.
-
-    Attributes:
-        layer: the index of the layer.
-    """
-
-    def __init__(self, layer: int, refused: Refused) -> None:
-        super().__init__(str(refused))
-        self.layer = layer
 
 
 def capture_layers(
@@ -59,7 +48,7 @@ def capture_layers(
         on_gpu: whether tensors may be on a GPU although PyTorch sees none.
 
     Raises:
-        LayerRefused: a layer cannot be captured.
+        Untraceable: a layer cannot be captured.
     """
     captures: list[Captured] = []
     for index, (layer, description) in enumerate(zip(layers, descriptions, strict=True)):
@@ -79,7 +68,7 @@ def capture_layers(
                     value, stashed = captured.run(layer, args, kwargs, popped, partial(_fake, mode))
                 skips.update(zip(stashes, stashed, strict=True))
         except Refused as refused:
-            raise LayerRefused(index, refused) from None
+            raise Untraceable(index, str(refused)) from None
     return captures
 
 

@@ -22,6 +22,7 @@ from gpipe_fast.trace.dynamo import Captured, ReplaceConstant
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, clone_outputs
 from gpipe_fast.trace.interrupts import handle_interrupt
 from gpipe_fast.trace.layer_states import LayerStates
+from gpipe_fast.trace.traceability import Untraceable
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,6 @@ class TraceContext:
 def _states_without_modes() -> FindState:
     states = LayerStates()
     return lambda layer, description: states.of(layer, description, None)
-
-
-class UntraceableError(Exception):
-    """Raised where layers cannot be traced; the message says why."""
-
-
-class InvalidStageOutput(UntraceableError):
-    """Raised where a stage returns a value that is not made of tensors and constants."""
 
 
 class InputMutated(Exception):
@@ -128,13 +121,16 @@ class LayersFunction(nn.Module):
         try:
             outputs, self.output_structure = flatten(value, deduplicate=True)
         except TypeError as error:
-            raise InvalidStageOutput(f"the stage returns a value that cannot be passed on: {error}") from None
+            reason = f"the stage returns a value that cannot be passed on: {error}"
+            raise Untraceable(None, reason, error=TypeError) from None
         self.stashed = tuple(tensor is not None for tensor in stashed)
         sent = [*outputs, *(tensor for tensor in stashed if tensor is not None)]
         if any(map(is_sharded, sent)):
-            raise InvalidStageOutput(
+            raise Untraceable(
+                None,
                 "the stage returns a DTensor, and stages pass on local tensors; let the last layer return "
-                "output.to_local(), or give its style use_local_output=True"
+                "output.to_local(), or give its style use_local_output=True",
+                error=TypeError,
             )
         return clone_outputs(sent, self.gradient_layouts)
 

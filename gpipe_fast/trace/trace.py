@@ -22,7 +22,7 @@ from gpipe_fast.strides import bits_of, empty_like, with_bits
 from gpipe_fast.torch_private import aot, fake_tensors
 from gpipe_fast.torch_private.modes import disable_current_modes
 from gpipe_fast.trace.absent_device import backward_without_gpu, choose_attention
-from gpipe_fast.trace.capture_layers import LayerRefused, capture_layers, tensors_restored
+from gpipe_fast.trace.capture_layers import capture_layers, tensors_restored
 from gpipe_fast.trace.dynamo import Captured, Refused
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, remove_arrive
@@ -40,10 +40,8 @@ from gpipe_fast.trace.joint_graph import (
 from gpipe_fast.trace.layer_states import describe
 from gpipe_fast.trace.layers_function import (
     InputMutated,
-    InvalidStageOutput,
     LayersFunction,
     TraceContext,
-    UntraceableError,
     attribute_parts,
     skips_from,
 )
@@ -70,7 +68,7 @@ def trace(
     trace_context: TraceContext = _NO_CONTEXT,
     mode: TraceMode | None = None,
     copy_inputs: bool = False,
-) -> JointGraph | Untraceable:
+) -> JointGraph:
     """Traces one stage for inputs with the given shapes, dtypes, strides and ``requires_grad``.
 
     With gradients enabled the graph contains forward and backward. Under ``no_grad`` it contains the forward
@@ -88,16 +86,17 @@ def trace(
         copy_inputs: whether the graph copies its inputs; it does so anyway if a layer changes them in place.
 
     Returns:
-        The graph, or the reason why the stage cannot be traced faithfully.
+        The graph.
+
+    Raises:
+        Untraceable: the stage cannot be traced faithfully.
     """
     if mode is None:
         mode, device = TraceMode(trace_context.is_absent), trace_context.device
         inputs = [mode.empty(x, device or x.device, x.requires_grad) for x in inputs]
     if input_structure is None:
         input_structure = ONE_TENSOR if len(inputs) == 1 else tuple_structure(len(inputs))
-    untraceable = check_layers(layers)
-    if untraceable is not None:
-        return untraceable
+    check_layers(layers)
     constants = _Constants()
     descriptions = [describe([layer])[0] for layer in layers]
     stage: LayersFunction | None = None
@@ -120,7 +119,7 @@ def trace(
         if not copy_inputs and _is_change_of_input(error):
             # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
             return trace(layers, inputs, gradient_layouts, input_structure, trace_context, mode, True)
-        return _untraceable(error, None if stage is None else stage.running_layer)
+        raise _untraceable(error, None if stage is None else stage.running_layer) from None
 
 
 def _is_change_of_input(error: Exception) -> bool:
@@ -130,11 +129,10 @@ def _is_change_of_input(error: Exception) -> bool:
 def _untraceable(error: Exception, running_layer: int | None) -> Untraceable:
     """Returns the reason why a trace has failed, given the layer whose graph was running."""
     match error:
-        case LayerRefused():
-            return Untraceable(error.layer, str(error))
-        case InvalidStageOutput():
-            return Untraceable(running_layer, str(error), error=TypeError)
-        case Refused() | UntraceableError() | UnkeyedRandomOp():
+        case Untraceable():
+            error.layer = running_layer if error.layer is None else error.layer
+            return error
+        case Refused() | UnkeyedRandomOp():
             return Untraceable(running_layer, str(error))
         case fake_tensors.DataDependentOutputException():
             return Untraceable(running_layer, "it computes with a number read from a tensor")
@@ -249,19 +247,16 @@ def _place_tensors(layers: Sequence[nn.Module], device: torch.device, mode: Trac
                 table[name] = replaced[tensor]
 
 
-def _checked_joint(
-    module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction
-) -> JointGraph | Untraceable:
+def _checked_joint(module: fx.GraphModule, layers: Sequence[nn.Module], stage: LayersFunction) -> JointGraph:
     """Reads an exported graph, and checks that programs can compute it."""
     _tag_backward(module.graph)
     read_triton_calls(module.graph)
     _drop_meshes(module.graph)
-    untraceable = check_graph(module)
-    if untraceable is not None:
-        return untraceable
+    check_graph(module)
     joint = _read_joint(module, layers, stage)
     warn_of_autocast(module)
-    return check_constants(joint, layers) or joint
+    check_constants(joint, layers)
+    return joint
 
 
 class _Ports:
@@ -302,7 +297,7 @@ class _Ports:
 
         Raises:
             InputMutated: it is the new value of an input.
-            UntraceableError: there is none.
+            Untraceable: there is none.
         """
         match desc:
             case aot.ParamAOTInput():
@@ -340,8 +335,8 @@ class _Ports:
                 return GraphPort(GraphRole.PARAMETER_GRADIENT, index, placements=placements)
             case aot.GradAOTOutput(grad_of=aot.PlainAOTInput() as plain):
                 return GraphPort(GraphRole.INPUT_GRADIENT, plain.idx - 1)
-        raise UntraceableError(
-            f"the trace has {desc}, which is not a parameter, buffer, input, output or gradient"
+        raise Untraceable(
+            None, f"the trace has {desc}, which is not a parameter, buffer, input, output or gradient"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,61 +18,63 @@ from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of
 from gpipe_fast.user_warning import warn_user
 
 
-@dataclass(frozen=True)
-class Untraceable:
-    """The reason why a stage cannot be traced faithfully.
+class Untraceable(Exception):
+    """Raised where a stage cannot be traced faithfully.
 
     Attributes:
         layer: index of the layer within the stage, or None if no single layer is the cause.
         reason: the reason, one sentence without a full stop.
         is_fatal: whether the layer cannot run in a pipeline at all, not even in Python.
         error: the exception to raise if the layer must not run in Python instead.
+        stage: index of the stage, once it is known.
     """
 
-    layer: int | None
-    reason: str
-    is_fatal: bool = False
-    error: type[Exception] = RuntimeError
+    def __init__(
+        self,
+        layer: int | None,
+        reason: str,
+        is_fatal: bool = False,
+        error: type[Exception] = RuntimeError,
+    ) -> None:
+        super().__init__(reason)
+        self.layer, self.reason, self.is_fatal, self.error = layer, reason, is_fatal, error
+        self.stage = 0
 
 
 class UsesForeignTensor(Untraceable):
-    """The reason not to trace layers that use a parameter of another layer or of none."""
+    """Raised for layers that use a parameter of another layer or of none."""
 
 
-def check_can_run(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Checks that a pipeline can run the layers, at least in Python: returns the fatal reason, or None."""
-    return _check_initialized(layers) or _check_frozen(layers)
+def check_can_run(layers: Sequence[nn.Module]) -> None:
+    """Checks that a pipeline can run the layers, at least in Python.
 
-
-def _check_initialized(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Checks that no layer has lazy parameters or buffers, which its first call initialises.
-
-    Returns:
-        The first lazy module, or None.
+    Raises:
+        Untraceable: it cannot; the reason is fatal.
     """
+    _check_initialized(layers)
+    _check_frozen(layers)
+
+
+def _check_initialized(layers: Sequence[nn.Module]) -> None:
+    """Checks that no layer has lazy parameters or buffers, which its first call initialises."""
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if nn.parameter.is_lazy(tensor):
-                    return Untraceable(
+                    raise Untraceable(
                         index,
                         f"{_module_label(module, name)}: {key} is not initialised yet; run one batch through "
                         "the module first",
                         is_fatal=True,
                     )
-    return None
 
 
-def _check_frozen(layers: Sequence[nn.Module]) -> Untraceable | None:
-    """Checks that no quantized parameter requires a gradient.
-
-    Returns:
-        The first such parameter, or None.
-    """
+def _check_frozen(layers: Sequence[nn.Module]) -> None:
+    """Checks that no quantized parameter requires a gradient."""
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
             if parameter.requires_grad and is_quantized(parameter):
-                return Untraceable(
+                raise Untraceable(
                     index,
                     f"{name} is quantized ({type(parameter).__name__}) and requires a gradient, but stages "
                     "train no quantized weights; call requires_grad_(False) on it, and train adapters, or "
@@ -81,39 +82,36 @@ def _check_frozen(layers: Sequence[nn.Module]) -> Untraceable | None:
                     is_fatal=True,
                     error=ValueError,
                 )
-    return None
 
 
 def _module_label(module: nn.Module, name: str) -> str:
     return type(module).__name__ + (f" {name}" if name else "")
 
 
-def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
+def check_layers(layers: Sequence[nn.Module]) -> None:
     """Checks layers for modules that trace unfaithfully, or with side effects that a trace does not record.
 
-    Returns:
-        The first such module, or None.
+    Raises:
+        Untraceable: there is such a module.
     """
-    untraceable = check_can_run(layers)
-    if untraceable is not None:
-        return untraceable
+    check_can_run(layers)
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             kind = _module_label(module, name)
             if isinstance(module, nn.RNNBase):
-                return Untraceable(
+                raise Untraceable(
                     index,
                     f"{kind}: recurrent layers are not bitwise equal when traced, and unroll with the length",
                 )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                return Untraceable(index, f"{kind}: max_norm changes a parameter in forward")
+                raise Untraceable(index, f"{kind}: max_norm changes a parameter in forward")
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                return Untraceable(index, f"{kind}: it has sparse gradients")
+                raise Untraceable(index, f"{kind}: it has sparse gradients")
             if isinstance(module, torch.jit.ScriptModule):
-                return Untraceable(index, f"{kind}: a TorchScript module is opaque")
+                raise Untraceable(index, f"{kind}: a TorchScript module is opaque")
             for hook in _hooks(module):
                 if not getattr(hook, "__module__", "").startswith(("torch.", "gpipe_fast.")):
-                    return Untraceable(
+                    raise Untraceable(
                         index,
                         f"{kind}: the hook {getattr(hook, '__name__', hook)!s} would run only in the trace",
                     )
@@ -125,10 +123,9 @@ def check_layers(layers: Sequence[nn.Module]) -> Untraceable | None:
                     or is_sharded(tensor)
                 )
                 if not is_known or (tensor is not None and tensor.layout is not torch.strided):
-                    return Untraceable(
+                    raise Untraceable(
                         index, f"{kind}: {key} is a {type(tensor).__name__} of layout {tensor.layout}"
                     )
-    return None
 
 
 # The tables of a module's hooks.
@@ -145,53 +142,51 @@ def layer_of(node: fx.Node) -> int | None:
     return layer if isinstance(layer, int) else None
 
 
-def check_graph(module: fx.GraphModule) -> Untraceable | None:
+def check_graph(module: fx.GraphModule) -> None:
     """Checks a finished trace for nodes that a lowered program would compute wrongly.
 
-    Returns:
-        The first such node's layer and the reason, or None.
+    Raises:
+        Untraceable: there is such a node.
     """
     for node in module.graph.nodes:
         layer = layer_of(node)
         if node.op == "get_attr":
             value = getattr(module, str(node.target))
             if isinstance(value, Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
-                return UsesForeignTensor(
+                raise UsesForeignTensor(
                     layer, "it uses a tensor that requires a gradient but is not one of its parameters"
                 )
             if not isinstance(value, Tensor):
-                return Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
+                raise Untraceable(layer, f"it traces to a nested graph ({type(value).__name__})")
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if node.target is torch.ops.aten._efficientzerotensor.default:
-            return Untraceable(layer, "forward-mode AD makes a tensor of zeros without memory")
+            raise Untraceable(layer, "forward-mode AD makes a tensor of zeros without memory")
         refused = unsupported(node)
         if refused is not None:
-            return Untraceable(layer, refused)
+            raise Untraceable(layer, refused)
         if _draws(node, node.target):
-            return Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
+            raise Untraceable(layer, f"{node.target} draws random numbers outside a layer's forward")
         if not node.target._schema.returns:
-            return Untraceable(layer, f"{node.target} returns nothing, so that it must have a side effect")
+            raise Untraceable(layer, f"{node.target} returns nothing, so that it must have a side effect")
         if node.target._schema.is_mutable:
-            return Untraceable(
+            raise Untraceable(
                 layer, f"{node.target} changes a tensor that is neither a buffer nor created by the layer"
             )
-    return None
 
 
-def check_constants(joint: JointGraph, layers: Sequence[nn.Module]) -> Untraceable | None:
+def check_constants(joint: JointGraph, layers: Sequence[nn.Module]) -> None:
     """Checks that no constant is in the memory of a buffer that the graph writes: it would miss the write.
 
-    Returns:
-        The layer of the first such constant and the reason, or None.
+    Raises:
+        Untraceable: there is such a constant.
     """
     buffers = buffers_of(layers)
     written = [buffers[n.port.index] for n in joint.outputs if n.port.role is GraphRole.BUFFER]
     for node in joint.module.graph.find_nodes(op="get_attr") if written else ():
         constant = getattr(joint.module, str(node.target))
         if any(share_memory(constant, buffer) for buffer in written):
-            return Untraceable(layer_of(node), "it refers to the memory of a buffer that the stage writes")
-    return None
+            raise Untraceable(layer_of(node), "it refers to the memory of a buffer that the stage writes")
 
 
 def _draws(node: fx.Node, op: OpOverload[Any, Any]) -> bool:

@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[2]
 # The beginning of the text of each `raise` that no case triggers; of the statement if its text is no literal.
 EXEMPT = {
     "raise NotImplementedError": "an abstract method, which GPipe overrides",
-    "raise LayerRefused": "its text becomes the reason in another message, which cases trigger",
-    "raise _PartUntraceable": "the trace of the stage catches it, and returns the reason",
+    "raise Untraceable": "its text becomes the reason in another message, which cases trigger",
+    "raise UsesForeignTensor": "as for `Untraceable`",
+    "raise _untraceable": "as for `Untraceable`",
     "raise _refusal": "its text becomes the reason in another message, which cases trigger",
     "a condition on sizes does not hold": "the reason why there is no template, of which users see nothing",
-    "the trace has ": "a kind of result that PyTorch's tracer makes of no known layer",
     "raise first_error": "an error of the user's model",
     "raise failure": "an error of a mini-batch, raised after the results of those before",
     "raise Unknown": "its text becomes the reason in another message, which cases trigger",

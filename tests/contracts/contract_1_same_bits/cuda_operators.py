@@ -255,7 +255,7 @@ def eager_operators(model: nn.Sequential, x: Tensor, mode: Mode, draws: bool) ->
     return recorder.operators((*outputs, *gradients, *model.buffers()))
 
 
-def trace_joint(model: nn.Sequential, x: Tensor, mode: Mode) -> JointGraph | Untraceable:
+def trace_joint(model: nn.Sequential, x: Tensor, mode: Mode) -> JointGraph:
     """Traces the model as one stage, without checking the strides of fake results with real kernels."""
     x = x.detach().requires_grad_(x.is_floating_point())
     with (
@@ -295,9 +295,10 @@ def examine(name: str, mode: str) -> Verdict:
     model, x = CONFIGURATIONS[name]()
     model = model.to(how.parameters).to(DEVICE).train(how.training)
     x = (x.to(how.parameters) if x.is_floating_point() else x).to(DEVICE)
-    joint = trace_joint(model, x, how)
-    if isinstance(joint, Untraceable):
-        return Verdict(name, mode, joint.reason)
+    try:
+        joint = trace_joint(model, x, how)
+    except Untraceable as error:
+        return Verdict(name, mode, error.reason)
     ours = traced_operators(joint)
     expected = eager_operators(model, x, how, any("keyed" in each for each in ours.forward))
     differs = [
