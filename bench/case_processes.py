@@ -3,21 +3,24 @@
 If a case crashes its process or exceeds its time limit, a new process continues with the next case. The same
 happens after a CUDA error, which makes the device unusable for the rest of a process.
 
-    parent ──starts──▶ child ──["begin", name], ["end", name, ..] as lines of JSON──▶ parent
+    parent ──starts──▶ child ──["begin", name], ["end", name, result] as lines of JSON──▶ parent
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # Time limit in seconds for one case, and for the start of a process.
 CASE_SECONDS = 40.0
@@ -25,26 +28,11 @@ CASE_SECONDS = 40.0
 KILL_SECONDS = 5.0
 
 
-class Process(Protocol):
-    """A process that runs cases one after the other."""
-
-    def next(self, seconds: float) -> Sequence[Any] | None:
-        """Returns the next message: `["begin", name]` or `["end", name, *result]`.
-
-        Returns None if the process ended or sends nothing within `seconds`.
-        """
-
-    def stop(self) -> str:
-        """Kills the process if it still runs; returns how it ended."""
-
-
 class ChildProcess:
     """A process in its own process group; each line that it prints is a list in JSON."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_lines, daemon=True).start()
 
@@ -55,14 +43,14 @@ class ChildProcess:
         self._lines.put("")
 
     def next(self, seconds: float) -> Sequence[Any] | None:
-        """Returns the next message; None if there is none."""
+        """Returns the next message; None if the process ended or sends nothing within `seconds`."""
         # A process that crashes may leave half a line.
         with contextlib.suppress(queue.Empty, json.JSONDecodeError):
             return list(json.loads(self._lines.get(timeout=max(0.0, seconds))))
         return None
 
     def stop(self) -> str:
-        """Kills the process and its children; returns how it ended."""
+        """Kills the process and its children if it still runs; returns how it ended."""
         late = self._process.poll() is None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)  # lets a process that has sent its last message exit
@@ -77,44 +65,47 @@ class ChildProcess:
 
 
 def run_cases(
+    command: Sequence[str],
     names: Sequence[str],
     seconds: float,
-    start: Callable[[Sequence[str]], Process],
-    keep: Callable[[str, Sequence[Any] | str, float], object],
-    clock: Callable[[], float] = time.monotonic,
+    keep: Callable[[str, Any, float], object],
     case_seconds: float = CASE_SECONDS,
 ) -> list[str]:
     """Runs all cases and returns those that did not end within the time limit.
 
     Args:
+        command: starts a process that serves the cases whose names follow it.
         names: names of the cases, in order.
         seconds: time limit for all cases.
-        start: starts a process that runs the given cases.
-        keep: receives each case as soon as it ends: its name, its result or how its process ended, and its
-            seconds.
-        clock: returns the current time in seconds.
+        keep: receives each case as soon as it ends: its name, its result or a text that says why it has none,
+            and its seconds.
         case_seconds: time limit for one case.
     """
-    deadline, left = clock() + seconds, list(names)
-    while left and clock() < deadline:
-        process, begin = start(tuple(left)), clock()
+    deadline, left = time.monotonic() + seconds, list(names)
+    while left and time.monotonic() < deadline:
+        process, begin = ChildProcess([*command, *left]), time.monotonic()
         at: str | None = left[0]  # the case that failed if the process ends or hangs now
         how = ""
         try:
-            while left and (message := process.next(min(case_seconds, deadline - clock()))):
+            while left and (message := process.next(min(case_seconds, deadline - time.monotonic()))):
                 kind, name, *result = message
                 if kind == "begin":
-                    at, begin = name, clock()
+                    at, begin = name, time.monotonic()
                     continue
-                keep(name, result, clock() - begin)
+                keep(name, result[0], time.monotonic() - begin)
                 left.remove(name)
                 at = None
         finally:
             how = process.stop()
-        if at is not None and clock() < deadline:
-            keep(at, how, clock() - begin)
+        if at is not None and time.monotonic() < deadline:
+            keep(at, how, time.monotonic() - begin)
             left.remove(at)
     return left
+
+
+def command_of(module: str, *options: str) -> list[str]:
+    """Returns the command of a module that calls `serve` after ``--here`` and the options."""
+    return [sys.executable, "-X", "faulthandler", "-m", module, "--here", *options]
 
 
 def connect_to_parent() -> Callable[[Sequence[Any]], None]:
@@ -126,3 +117,36 @@ def connect_to_parent() -> Callable[[Sequence[Any]], None]:
         print(json.dumps(message), file=messages, flush=True)
 
     return send
+
+
+def serve(names: Sequence[str], measure: Callable[[str], Any]) -> None:
+    """Runs cases in this process, and sends their results, or what they raise, to the parent.
+
+    Raises:
+        RuntimeError: the device has become unusable.
+    """
+    send = connect_to_parent()
+    for name in names:
+        send(["begin", name])
+        try:
+            result = measure(name)
+        except Exception as error:
+            traceback.print_exc()
+            result = failure(error)
+        free()
+        send(["end", name, result])
+
+
+def failure(error: Exception) -> str:
+    """Returns what went wrong, in one line."""
+    return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def free() -> None:
+    """Waits for the device and frees unused memory, such as that of captured graphs."""
+    import torch  # the parent does without
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -124,16 +124,18 @@ class Verdict:
     """The result for one model.
 
     Attributes:
-        name: name of the constructor.
-        num_layers: number of layers: what comes before the blocks, each block, and the rest.
-        report: the comparison with the plain loop; None if a layer does not run natively.
+        name: the name of the class or constructor.
+        report: the comparison with the plain loop; None if there is no pipeline.
         note: how the model was reduced, and what went wrong.
+        num_layers: number of layers: what comes before the blocks, each block, and the rest.
+        in_python: for each kind of layer in Python, its class and the reason.
     """
 
     name: str
-    num_layers: int = 0
     report: Report | None = None
     note: str = ""
+    num_layers: int = 0
+    in_python: tuple[str, ...] = ()
 
     @property
     def result(self) -> str:
@@ -144,12 +146,18 @@ class Verdict:
             return "equal"
         wrong = [row for row in self.report.rows if not row.equal]
         worst = max(wrong, key=lambda row: row.relative)
-        return f"{len(wrong)} tensors differ, {worst.name} by {worst.relative:.1e}"
+        return f"{len(wrong)} of {len(self.report.rows)} tensors differ, {worst.name} by {worst.relative:.1e}"
 
     def row(self) -> list[object]:
-        """Returns the table row."""
+        """Returns the row in the table of torchvision."""
         tensors = len(self.report.rows) if self.report else ""
         return [self.name, self.num_layers or "", tensors, self.result, self.note]
+
+    def row_of_library(self) -> list[object]:
+        """Returns the row in the table of other libraries."""
+        if self.report is None:
+            return [self.name, self.note, "; ".join(self.in_python)]
+        return [self.name, self.result, "; ".join(self.in_python) or "native"]
 
 
 def loss_of(output: object) -> Tensor:
@@ -180,7 +188,7 @@ def compare(model: nn.Module, x: Tensor, name: str = "", note: str = "") -> Verd
     notes = [note, f"{num_dead} gradients are zero" if num_dead else ""]
     try:
         pipe = GPipe.from_model(model, (x,), devices=["cpu"] * NUM_STAGES, chunks=CHUNKS, backend="aten")
-        found = Verdict(name, sum(pipe.balance), verify(pipe, x, loss_fn=loss_of))
+        found = Verdict(name, verify(pipe, x, loss_fn=loss_of), num_layers=sum(pipe.balance))
     except RuntimeError as error:  # it names the layer
         found, notes = Verdict(name), [*notes, str(error).splitlines()[0]]
     return replace(found, note="; ".join(filter(None, notes)))
@@ -198,40 +206,7 @@ def examine(name: str) -> Verdict:
     return verdict
 
 
-@dataclass(frozen=True)
-class LibraryVerdict:
-    """The result for one model of `library_models.MODELS`.
-
-    Attributes:
-        name: the name of the class or constructor.
-        report: the comparison with the plain loop; None if there is no pipeline.
-        in_python: for each kind of layer in Python, its class and the reason.
-        note: why there is no pipeline.
-    """
-
-    name: str
-    report: Report | None = None
-    in_python: tuple[str, ...] = ()
-    note: str = ""
-
-    @property
-    def result(self) -> str:
-        """'equal', the number of differing tensors and the largest difference, or what went wrong."""
-        if self.report is None:
-            return self.note
-        wrong = [row for row in self.report.rows if not row.equal]
-        if not wrong:
-            return "equal"
-        worst = max(wrong, key=lambda row: row.relative)
-        return f"{len(wrong)} of {len(self.report.rows)} tensors differ, {worst.name} by {worst.relative:.1e}"
-
-    def row(self) -> list[object]:
-        """Returns the table row."""
-        native = "" if self.report is None else "native"
-        return [self.name, self.result, "; ".join(self.in_python) or native]
-
-
-def examine_library(name: str) -> LibraryVerdict:
+def examine_library(name: str) -> Verdict:
     """Builds a model of a library and compares one pipelined step with the plain loop."""
     model = library_models.MODELS[name]
     with warnings.catch_warnings(record=True) as caught:
@@ -239,15 +214,15 @@ def examine_library(name: str) -> LibraryVerdict:
         try:
             plain, inputs = model.pipelined(model.build(name))
             pipe = GPipe.from_model(plain, kwargs=inputs, devices=["cpu"] * 2, chunks=3)
-            verdict = LibraryVerdict(name, verify(pipe, **inputs, loss_fn=_loss_of_library))
+            verdict = Verdict(name, verify(pipe, **inputs, loss_fn=_loss_of_library))
         except Exception as error:
             text = _FOLDERS.sub("", f"{type(error).__name__}: {error}".splitlines()[0])
-            verdict = LibraryVerdict(name, note=textwrap.shorten(text, 160, placeholder="..."))
+            verdict = Verdict(name, note=textwrap.shorten(text, 160, placeholder="..."))
     found = (_IN_PYTHON.search(str(each.message)) for each in caught)
     in_python = tuple(dict.fromkeys(f"{each[1]}: {each[2]}" for each in found if each))
     gc.collect()
     verdict = replace(verdict, in_python=in_python)
-    print(*verdict.row(), sep=" | ", flush=True)
+    print(*verdict.row_of_library(), sep=" | ", flush=True)
     return verdict
 
 
@@ -265,7 +240,7 @@ def _is_differentiable(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def write_libraries(verdicts: Sequence[LibraryVerdict]) -> None:
+def write_libraries(verdicts: Sequence[Verdict]) -> None:
     """Prints the table and writes it to bench/results."""
     libraries = sorted({library_models.MODELS[v.name].library for v in verdicts})
     versions = [f"{name} {importlib.import_module(name).__version__}" for name in libraries]
@@ -275,7 +250,10 @@ def write_libraries(verdicts: Sequence[LibraryVerdict]) -> None:
         "census_newest" if _are_newest() else "census_libraries",
         "Census of models of transformers, timm and diffusers" + ", newest releases" * _are_newest(),
         ["model", "compared with the plain loop", "layers in Python"],
-        [*(v.row() for v in verdicts), [f"{len(verdicts)} models", f"{equal} equal", f"{native} native"]],
+        [
+            *(v.row_of_library() for v in verdicts),
+            [f"{len(verdicts)} models", f"{equal} equal", f"{native} native"],
+        ],
         f"{', '.join(versions)}. Small models with random weights (`tools/library_models.py`), as pipelines "
         f"of `GPipe.from_model` in 2 stages. One step in training mode, {library_models.BATCH} samples in 3 "
         "micro-batches, float32, one thread. 'equal' means that output, loss, gradients and buffers are "

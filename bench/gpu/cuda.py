@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from bench import measure
+from bench import case_processes, measure
 from bench.comparison import Outcome, compare
-from bench.gpu import children
 from bench.gpu.bare import bare_calls, bare_rows, programs_of
 from bench.gpu.subjects import (
     LOOP,
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] = ()) -> bool:
     if unknown := [row for row in options.name if row not in ROWS]:
         parser.error(f"unknown row: {', '.join(unknown)}; choose from {', '.join(ROWS)}")
     if options.here:
-        children.serve(options.name, lambda row: measured_row(row, options.device))
+        case_processes.serve(options.name, lambda row: measured_row(row, options.device))
         return True
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("cuda: skipped, needs a GPU and none is visible", flush=True)
@@ -153,7 +152,8 @@ def _run(rows: Sequence[str], device: str, seconds: float, suffix: str) -> bool:
         _write(file, f"Pipelines on {gpu}", found)
         print(f"{row}, {taken:.0f} s: {result}", flush=True)
 
-    for row in children.run("bench.gpu.cuda", rows, seconds, keep, ("--device", device), ROW_SECONDS):
+    command = case_processes.command_of("bench.gpu.cuda", "--device", device)
+    for row in case_processes.run_cases(command, rows, seconds, keep, ROW_SECONDS):
         keep(row, "skipped: no time left", 0.0)
     good = [row for row in found if not any(word in str(found[row]) for word in _INCOMPLETE)]
     print(f"{len(good)} of {len(rows)} rows are complete", flush=True)

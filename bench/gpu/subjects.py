@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.case_processes import failure, free
 from bench.compare.skip_connections import checkpointed, for_torchgpipe
 from bench.comparison import Comparison, Opened
-from bench.gpu.children import failure, free
 from bench.models.gpt import gpt
 from bench.models.llama import llama
 from bench.models.mlp import mlp

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import measure
-from bench.gpu import children
+from bench import case_processes, measure
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "60"))
 TITLES = {
@@ -51,7 +50,7 @@ def run_in_this_process(phase: str, names: Sequence[str]) -> None:
         verdict = cases[name]()
         return [verdict.good, verdict.text, verdict.captured]
 
-    children.serve(names, check)
+    case_processes.serve(names, check)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -79,7 +78,8 @@ def main(arguments: Sequence[str] = ()) -> None:
         measure.write(file, TITLES[options.phase], HEADERS, rows, NOTES[options.phase])
         print(f"{name}: {text} [{captured}] {seconds:.1f} s", flush=True)
 
-    for name in children.run("tools.on_gpu.checks", names, SECONDS, keep, [options.phase]):
+    command = case_processes.command_of("tools.on_gpu.checks", options.phase)
+    for name in case_processes.run_cases(command, names, SECONDS, keep):
         keep(name, "not finished: no time left", 0.0)
     print(f"{passed} of {len(names)} cases passed", flush=True)
     sys.exit(0 if passed == len(names) else 1)

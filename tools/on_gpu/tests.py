@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.case_processes import ChildProcess, connect_to_parent, run_cases
+from bench.case_processes import connect_to_parent, run_cases
 
 SECONDS = float(os.environ.get("GPIPE_FAST_SECONDS", "inf"))
 # One broken file must not stop the others.
@@ -75,14 +75,14 @@ def main(files: Sequence[str]) -> None:
     deadline, counts = time.monotonic() + SECONDS, Counter[str]()
     names, good = collect(files)
 
-    def keep(name: str, found: Sequence[Any] | str, seconds: float) -> None:
-        counts["failed" if isinstance(found, str) else found[0]] += 1
-        if isinstance(found, str):
+    def keep(name: str, found: str, seconds: float) -> None:
+        crashed = found.startswith("FAILED")
+        counts["failed" if crashed else found] += 1
+        if crashed:
             print(f"\n{name}: {found}, {seconds:.0f} s", flush=True)
 
     command = [sys.executable, "-m", "tools.on_gpu.tests", "--here"]
-    left = deadline - time.monotonic()
-    not_run = run_cases(names, left, lambda names: ChildProcess([*command, *names]), keep)
+    not_run = run_cases(command, names, deadline - time.monotonic(), keep)
     kinds = [f"{counts[each]} {each}" for each in ("passed", "failed", "skipped")]
     print(f"{', '.join(kinds)}, {len(not_run)} not run", flush=True)
     sys.exit(0 if good and counts["passed"] and not counts["failed"] and not not_run else 1)

@@ -19,7 +19,7 @@ from gpipe_fast.reports.advice import (
     best_balance,
     improvements,
 )
-from gpipe_fast.schedule import Kind, fill_drain, simulate
+from gpipe_fast.schedule import fill_drain, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stages idle")
 
@@ -90,13 +90,6 @@ def test_too_few_micro_batches() -> None:
     assert first.predicted == pytest.approx(step.time(best))
 
 
-def test_needless_recompute() -> None:
-    step = Step(8, [0.0] * 3, [1.0] * 3, "gpipe", "always")
-    found = {advice.code: advice for advice in step.advice(8)}
-    advice = found['model.checkpoint = "never"'.replace('"', "'")]
-    assert advice.predicted == pytest.approx(step.time(8, checkpoint="never"))
-
-
 def test_a_slow_stage() -> None:
     """Four of six equal layers are in the last of three stages."""
     step = Step(8, [0.0] * 3, [1.0, 1.0, 4.0], "gpipe", "never")
@@ -128,18 +121,6 @@ def test_the_best_balance_of_random_layers() -> None:
         best = min(costs.with_balance(layers, present, balance) for balance in balances)
         found_one = best_balance(costs, layers, present)
         assert costs.with_balance(costs.as_recorded(layers, present), present, found_one) <= 1.03 * best
-
-
-def test_a_layer_in_python() -> None:
-    """Half of the second stage's forward is spent in the interpreter, and of its recompute."""
-    step = Step(8, [0.0] * 2, [1.0, 2.0], "1f1b", "always")
-    without = simulate("1f1b", 2, 8, forward=1.0, backward=[2.0, 4.0], checkpoint="always").time
-    costs = step.costs(8)
-    python = {a: 1.0 for a in costs.seconds if a.stage and a.kind in (Kind.F, Kind.R)}
-    costs = replace(costs, python=python, python_layers={3: "layer 3 (Norm)"})
-    (found,) = (each for each in step.found(8, costs).advice if not each.settings)
-    assert (found.what, found.code) == ("layer 3 (Norm): let C++ run what runs in Python", "")
-    assert found.predicted == pytest.approx(without)
 
 
 def test_the_recorded_time_of_a_layer_moves_with_it() -> None:
@@ -195,11 +176,6 @@ def test_another_schedule() -> None:
     advice = next(advice for advice in step.advice(8) if "schedule" in advice.settings)
     assert advice.settings == {"schedule": "zb-h1"}
     assert advice.predicted == pytest.approx(step.time(8, schedule="zb-h1"))
-
-
-def test_a_good_step_gets_no_advice() -> None:
-    step = Step(64, [0.002] * 2, [1.0] * 2, "zb-h1", "never")
-    assert step.advice(64) == []
 
 
 def test_forward_and_backward_in_two_calls() -> None:

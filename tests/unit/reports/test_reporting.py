@@ -40,9 +40,13 @@ def test_python_layers_are_found_in_steps_and_in_calls(loss: bool) -> None:
         (0, "layer 0 (Busy)"),
         (1, "layer 1 (Busy)"),
     ]
+    assert all(0 <= each.cost <= report.step and each.seconds > 0 for each in report.python)
+    assert "layer 1 (Busy)" in str(report).partition("Layers in Python")[2]
+    assert report.spread[0] <= report.step <= report.spread[1]
     with pipe.recording() as found:
         pipe(features()).sum().backward()
     assert all((each.recompute > 0) == (each.action.kind.name != "F") for each in found.python)
+    assert all(0 <= each.operators <= each.seconds >= each.recompute for each in found.python)
 
 
 def model() -> GPipe:

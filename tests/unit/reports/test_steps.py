@@ -69,33 +69,6 @@ def test_a_report_without_gradients_is_of_forwards() -> None:
     assert not {"schedule", "checkpoint"} & {name for advice in report.advice for name in advice.settings}
 
 
-class Branching(nn.Module):
-    """Cannot be traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
-
-
-@pytest.mark.filterwarnings("ignore:.*runs in Python")
-def test_layers_in_python_are_listed() -> None:
-    layers = nn.Sequential(nn.Linear(6, 6), Branching(), nn.Linear(6, 6), nn.Linear(6, 4))
-    pipe = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4)
-    report = pipe.report(features(), target=torch.randn(8, 4), loss_fn=F.mse_loss)
-    (own,) = report.python
-    assert (own.stage, own.layers) == (0, "layer 1 (Branching)")
-    assert 0 <= own.cost <= report.step
-    assert own.seconds > 0
-    pipe(features()).sum().backward()  # layers that get new inputs run in Python once
-    with pipe.recording() as found:
-        pipe(features()).sum().backward()
-    assert {str(each.action)[:2] for each in found.python} == {"0F", "0B"}
-    assert all(0 <= each.operators <= each.seconds >= each.recompute for each in found.python)
-    assert "layer 1 (Branching)" in str(report).partition("Layers in Python")[2]
-    assert sum(report.blame.values()) == pytest.approx(1)
-    assert report.spread[0] <= report.step <= report.spread[1]
-    assert "for equal stages" in report.headline()
-
-
 def test_settings_are_restored_if_a_step_fails() -> None:
     pipe = model()
     before = list(state(pipe))
