@@ -26,7 +26,7 @@ from gpipe_fast.from_model.capture import (
     surroundings,
 )
 from gpipe_fast.from_model.dataflow import CannotCut, Dataflow, Differs, at_sizes, batch_dims
-from gpipe_fast.from_model.evaluate import decide_by, decides_alike, repeated
+from gpipe_fast.from_model.evaluate import decide_by, repeated
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.program import CallKind, Group, Path, Program, SplitInputs, leaf_names
 from gpipe_fast.from_model.shares import reducing_modules, small_lengths, uses_number
@@ -592,12 +592,11 @@ class _CallOf:
             parts: the tensors of all micro-batches.
             held: whether the model is in a state, as far as that is known.
         """
-        sizes = self.sizes(kind, [tensors])[0]
         for path in reversed(kind.paths):
             if path.state not in held:
                 held[path.state] = path.state.holds(self._model)
             serves = held[path.state] and self._serves(kind, path, tensors)
-            if serves and decides_alike(path.flow, tensors, sizes, self._device, self._may_read):
+            if serves and path.decides_alike(tensors, self._may_read):
                 return path
         path = self._capture(kind, tensors, parts)
         held[path.state] = True
@@ -732,7 +731,7 @@ class _CallOf:
         opens = {module for module, opens in self._calls._reducing.items() if opens}
         modules = modules._replace(opened=modules.opened | opens)
         given = Given(tensors, kind.symbols(), sizes, fixed.keys(), self._build)
-        own = decide_by(tensors, sizes, self._device, self._may_read, modules.opened)
+        own = decide_by(tensors, self._may_read, modules.opened)
         decide = own if answers is None else repeated(answers)
         found = capture_call(self._model, given, modules, self._device, decide)
         # Modules of losses are captured by what they call.
@@ -761,7 +760,7 @@ class _CallOf:
         except Exception:
             tensors = self._inputs.tensors
             given = Given(tensors, {}, (), (), self._build)
-            decide = decide_by(tensors, (), self._device, self._may_read, modules.opened)
+            decide = decide_by(tensors, self._may_read, modules.opened)
             return capture_call(self._model, given, modules, self._device, decide).flow
         self._found[self._likely_key(kind, parts, modules.opened, blocks)] = found
         return found.flow

@@ -262,6 +262,35 @@ class Dataflow:
             if call is not None and not stops(ref, call):
                 wanted += call.arguments.refs()
 
+    def calls_for(
+        self,
+        refs: Iterable[int],
+        known: Container[int] = (),
+        stops: Callable[[Call], bool] = lambda call: False,
+    ) -> list[int]:
+        """Returns the indices of the calls that compute values, in order, with those that change their parts.
+
+        Args:
+            refs: the numbers of the values.
+            known: the numbers of values that are not computed.
+            stops: whether not to make a call.
+        """
+        producers, wanted, found = self.producers(), list(refs), set[int]()
+        while wanted:
+            ref = wanted.pop()
+            index = None if ref in known else producers.get(ref)
+            if index is None or index in found or stops(self.calls[index]):
+                continue
+            found.add(index)
+            arguments = [x for x in self.calls[index].arguments.refs() if x not in known]
+            wanted += arguments
+            storages = {self.values[x].storage for x in (*arguments, *self.calls[index].result.refs())}
+            for later, other in enumerate(self.calls):
+                if later not in found and any(self.values[x].storage in storages for x in other.mutates):
+                    found.add(later)
+                    wanted += other.arguments.refs()
+        return sorted(found)
+
     def depends_on(self, refs: Iterable[int], inputs: Container[int]) -> bool:
         """Returns whether values depend on one of some inputs, or on random numbers."""
         return any(ref in inputs or (call is not None and call.draws) for ref, call in self.behind(refs))

@@ -15,7 +15,7 @@ import linecache
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,16 +69,19 @@ class OwnedTensors:
     Args:
         layer: the layer.
         owned: whose tensors they are, by the layer's name for them.
+        read: returns the present tensor.
     """
 
-    def __init__(self, layer: GlueLayer, owned: dict[str, Owned]) -> None:
-        self._layer, self._owned = layer, owned
+    def __init__(
+        self, layer: GlueLayer, owned: dict[str, Owned], read: Callable[[Owned], Tensor] = Owned.read
+    ) -> None:
+        self._layer, self._owned, self._read = layer, owned, read
         self.take()
 
     def take(self) -> None:
         """Gives the layer the tensors that the user's modules have now."""
         for name, owned in self._owned.items():
-            tensor = owned.read()
+            tensor = self._read(owned)
             if getattr(self._layer, name, None) is tensor:
                 continue
             if isinstance(tensor, nn.Parameter):
@@ -101,6 +104,7 @@ def make_layer(
     part: Part,
     batch_dims: Mapping[int, int | None] | None = None,
     given_dims: Mapping[int, int] | None = None,
+    read: Callable[[Owned], Tensor] = Owned.read,
 ) -> tuple[GlueLayer, OwnedTensors]:
     """Returns the layer of a part, and the tensors that it uses itself.
 
@@ -110,13 +114,14 @@ def make_layer(
         batch_dims: for the last layer, the batch dimension of each value that it returns, which becomes the
             first one; None for a value without one, which gets one of size 1.
         given_dims: for the first layer, the batch dimensions of inputs, which are given as the first ones.
+        read: returns the present tensor of a module.
     """
     writer = _Writer(flow, part, batch_dims or {}, given_dims or {})
     source = writer.write()
     name = "Glue" if part.block is None else type(part.block).__name__
     made = _class_of(name, source, writer.constants)
     layer = made(writer.modules)
-    return layer, OwnedTensors(layer, writer.owned)
+    return layer, OwnedTensors(layer, writer.owned, read)
 
 
 _classes: dict[Any, type[GlueLayer]] = {}

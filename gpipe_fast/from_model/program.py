@@ -30,7 +30,7 @@ from gpipe_fast.from_model.dataflow import (
     batch_dims,
     hold,
 )
-from gpipe_fast.from_model.evaluate import Evaluation
+from gpipe_fast.from_model.evaluate import Function, computes, readers, with_data
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.layer import make_layer
 from gpipe_fast.from_model.shares import Shares, with_shares
@@ -199,17 +199,19 @@ class Program:
             run: runs the plain model on the inputs of a micro-batch.
             given: the inputs.
         """
-        rows, measures = [], self._measures(given)
+        rows, measures, own = [], self._measures(given), self._shares.sources
+        sums = [each.ref for each in self.outputs if each.kind]
+        compute = computes(self.flow, [*range(self.flow.num_inputs), *own], sums)
         places = {
             leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
         }
-        for part, sizes in zip(given.parts, given.sizes, strict=True):
-            with SourcesOf(self.flow, self._shares.sources) as sources:
+        for part in given.parts:
+            with SourcesOf(self.flow, own) as sources:
                 leaves = pytree.tree_leaves(open_dataclass(run(part)))
-            known = dict(enumerate([*part, *measures])) | sources.values
-            own = Evaluation(self.flow, known, sizes, part[0].device)
+            found = compute([*part, *measures, *(sources.values[ref] for ref in own)])
+            shares = dict(zip(sums, found, strict=True))
             rows.append(
-                [own.value(each.ref) if each.kind else leaves[places[each.ref]] for each in self.outputs]
+                [shares[each.ref] if each.kind else leaves[places[each.ref]] for each in self.outputs]
             )
         tensors = [
             torch.stack(column)
@@ -471,11 +473,28 @@ class Path:
         self.fixed, self.answers = fixed, answers
         self.small: dict[int, Sequence[Any]] = {}
         self._known: set[tuple[int, ...]] = set()
+        self._readers: list[Function] | None = None
 
     def has_lengths(self, sizes: tuple[int, ...]) -> bool:
         """Returns whether lengths are 0 and 1 where they were in the capture, and larger elsewhere."""
         lengths = list(enumerate(sizes))[1:]
         return all(size == self.fixed[i] if i in self.fixed else size > 1 for i, size in lengths)
+
+    def decides_alike(self, tensors: Sequence[Tensor], may_read: bool) -> bool:
+        """Returns whether forward decides by the elements of tensors as it did in the capture.
+
+        Args:
+            tensors: the input tensors of a micro-batch.
+            may_read: whether all tensors of modules are in this process.
+        """
+        if self._readers is None:
+            self._readers = readers(self.flow, may_read)
+        if not self._readers:
+            return True
+        given = [with_data(x) for x in tensors]
+        pairs = zip(self._readers, self.flow.decisions, strict=True)
+        with torch.no_grad():
+            return all(bool(read(given)[0] == decision.answer) for read, decision in pairs)
 
     def is_for(self, sizes: tuple[int, ...]) -> bool:
         """Returns whether forward does this for micro-batches of some sizes, as far as sizes decide."""

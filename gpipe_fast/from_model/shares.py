@@ -349,29 +349,9 @@ class _Splitting:
 
     # The graph.
 
-    def _positions(self) -> list[int]:
-        """Returns the positions of the functions between sources and values, with those that change them."""
-        calls, values = self._flow.calls, self._flow.values
-        wanted, found = list(self._wanted), set[int]()
-        while wanted:
-            index = self._producers.get(wanted.pop())
-            call = None if index is None else calls[index]
-            if index is None or call is None or index in found or _is_source(call):
-                continue
-            found.add(index)
-            wanted += call.arguments.refs()
-            storages = {values[ref].storage for ref in (*call.arguments.refs(), *call.result.refs())}
-            for later in range(len(calls)) if storages & self._mutated else ():
-                if later not in found and any(
-                    values[ref].storage in storages for ref in calls[later].mutates
-                ):
-                    found.add(later)
-                    wanted += calls[later].arguments.refs()
-        return sorted(found)
-
     def _graph(self) -> tuple[fx.GraphModule, list[Any]]:
         """Returns the calls as a graph, and its inputs: values, tensors of modules and sizes."""
-        graph, positions = fx.Graph(), self._positions()
+        graph, positions = fx.Graph(), self._flow.calls_for(self._wanted, stops=_is_source)
         calls = [self._flow.calls[i] for i in positions]
         made = {Ref(ref) for ref, position in self._producers.items() if position in positions}
         # The inputs of the call have the batch size, and another one has every other size.

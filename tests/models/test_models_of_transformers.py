@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,23 +115,6 @@ GEMMA3N: dict[str, Any] = {
 def test_blocks_use_keys_and_values_of_others() -> None:
     model = pipelined(transformers("Gemma3nForCausalLM", **GEMMA3N))
     assert equals_the_plain_model(model)
-
-
-ROUTER = {"num_local_experts": 3, "num_key_value_heads": 2, "output_router_logits": True}
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "losses of routers": (lambda: decoder("MixtralForCausalLM", **ROUTER), "loss|router_logits"),
-    "quantized modules": (
-        lambda: torch.ao.quantization.quantize_dynamic(llama().eval(), {nn.Linear}),
-        "is quantized",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_are_refused(name: str) -> None:
-    make, message = REFUSED[name]
-    with pytest.raises((RuntimeError, ValueError), match=message):
-        pipelined(make())
 
 
 @pytest.mark.extended

@@ -333,16 +333,3 @@ def test_gradient_checkpointing_becomes_a_mode(name: str) -> None:
         found = pipelined(model)
     assert found.checkpoint == "always"
     assert not model.gradient_checkpointing
-
-
-@pytest.mark.parametrize(
-    ("model", "args", "kind", "message"),
-    [
-        (lambda x: x, (X,), TypeError, "model must be an nn.Module, got function"),
-        (Net(), X, TypeError, r"args must be a tuple of positional arguments, got Tensor; pass \(x,\)"),
-        (Net(), (), ValueError, "from_model records a call of the model; pass its arguments"),
-    ],
-)
-def test_models_and_arguments_that_are_refused(model: Any, args: Any, kind: type, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        GPipe.from_model(model, args)

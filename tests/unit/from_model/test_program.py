@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -49,28 +48,6 @@ def test_tensors_are_concatenated_along_the_batch_wherever_it_is() -> None:
     assert found["more"][1] == (None, 3)
 
 
-LOSSES = {
-    "a mean over samples": lambda x, y: (y, y.square().mean()),
-    "a sum": lambda x, y: (y, y.square().sum()),
-    "a mean of means": lambda x, y: (y, y.square().mean(1).mean() + y.abs().mean()),
-    "a number of samples": lambda x, y: (y, y.square().sum() / x.shape[0]),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("samples", [6, 5])
-def test_a_loss_is_that_of_the_whole(name: str, samples: int) -> None:
-    found, expected = output_of(LOSSES[name], X[:samples])
-    torch.testing.assert_close(found[1], expected[1])
-
-
-def test_a_mean_over_targets_that_count() -> None:
-    found, expected = output_of(lambda x, y, c: (y, F.cross_entropy(y, c)), X, CLASSES)
-    torch.testing.assert_close(found[1], expected[1])
-    half = [F.cross_entropy(expected[0][s], CLASSES[s]) for s in (slice(0, 3), slice(3, 6))]
-    assert not torch.allclose(found[1], sum(half) / 2)
-
-
 @pytest.mark.parametrize("clamped", [False, True])
 def test_a_masked_mean_also_if_a_micro_batch_has_no_target(clamped: bool) -> None:
     def function(x: Tensor, y: Tensor, c: Tensor) -> Any:
@@ -81,21 +58,6 @@ def test_a_masked_mean_also_if_a_micro_batch_has_no_target(clamped: bool) -> Non
     with torch.set_grad_enabled(clamped):  # otherwise the first micro-batch divides 0 by 0
         found, expected = output_of(function, X, torch.tensor([0, 0, 0, 2, 1, 0]))
     torch.testing.assert_close(found[1], expected[1])
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y: (y, y.std()),
-        lambda x, y: (y, y.max()),
-        lambda x, y: (y, y.square().mean().sqrt()),
-    ],
-)
-def test_a_value_that_does_not_follow_is_refused_or_averaged(function: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"output \[1\] .* does not follow .* at .*test_program.py:\d+, `"):
-        output_of(function)
-    found, (y, _) = output_of(function, loss="per-microbatch")
-    torch.testing.assert_close(found[1], (function(X, y[:3])[1] + function(X, y[3:])[1]) / 2)
 
 
 def test_names_of_outputs_are_paths() -> None:

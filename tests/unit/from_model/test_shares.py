@@ -228,20 +228,9 @@ class Rows(nn.Module):
 
 REFUSED: dict[str, tuple[Function, str]] = {
     "a root": (lambda m, y, c, k: y.square().mean().sqrt(), "sqrt at .*test_shares.py:"),
-    "a quotient of outputs": (lambda m, y, c, k: y.sum() / y.abs().sum(), "truediv at .*test_shares.py:"),
-    "a product of shares": (lambda m, y, c, k: (y.mean(0) * y.mean(0)).sum(), "mul at .*not linear"),
     "a contrast": (
         lambda m, y, c, k: F.cross_entropy(y[:, 0] @ y[:, 1].T, torch.arange(len(y))),
         "matmul at",
-    ),
-    "a position": (
-        lambda m, y, c, k: (y.mean((1, 2)) * torch.arange(len(y))).mean(),
-        "mul at .*positions of samples",
-    ),
-    "a centre": (lambda m, y, c, k: (y - y.mean(0)).square().mean(), "sub at .*test_shares.py:"),
-    "a row besides": (
-        lambda m, y, c, k: torch.cat([y.mean((1, 2)), m.scale.view(1)]).mean(),
-        "cat at .*not as many for each sample",
     ),
     "of a block": (lambda m, y, c, k: m.rows(y)[1], "Rows at .*test_shares.py:.*all samples"),
 }
@@ -270,22 +259,6 @@ LINEAR = nn.Linear(3, 3)
 def shares_of(function: Callable[[Tensor], Any]) -> Shares:
     model = Calls(lambda x: function(LINEAR(x)), [LINEAR])
     return with_shares(record_of(model, NUMBERS.float(), split=[0]), [0], (), averages=False)
-
-
-NO_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "abs": lambda y: y.mean().abs(),
-    "flooding": lambda y: (F.cross_entropy(y, torch.zeros_like(y[:, 0]).long()) - 0.9).abs() + 0.9,
-    "free bits": lambda y: y.square().mean(0).clamp(min=0.05).sum(),
-    "any": lambda y: (y > 0.5).any().float(),
-    "softmax over samples": lambda y: (y[:, 1] * F.softmax(y[:, 0], 0)).sum(),
-    "maximum": lambda y: (y / y.abs().max()).mean(),
-}
-
-
-@pytest.mark.parametrize("name", NO_SUMS)
-def test_what_is_no_sum_over_samples_has_no_shares(name: str) -> None:
-    shares = shares_of(NO_SUMS[name])
-    assert shares.refused.keys() == {*shares.flow.result.refs()}
 
 
 def test_a_loss_without_finite_numbers_is_refused_alone() -> None:
