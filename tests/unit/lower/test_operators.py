@@ -291,3 +291,10 @@ def test_the_operator_and_its_out_variant_share_a_kernel_on_every_device() -> No
     }
     others = FAITHFUL_OUT_VARIANTS - structured
     assert all(is_pointwise(operator(name)) for name in others), others
+
+
+def test_the_out_variant_of_a_reduced_loss_writes_past_its_result() -> None:
+    a, b, memory = torch.rand(8, 6), torch.rand(8, 6), torch.full((1000,), float("nan"))
+    aten.huber_loss.out(a, b, 1, 1.0, out=memory[:1].view(()))
+    assert int((~memory.isnan()).sum()) == a.numel()  # the result has one element
+    assert out_call(fx.Graph().call_function(aten.huber_loss.default, (a, b))) is None

@@ -1,29 +1,25 @@
-"""What guards miss: patched classes, functions with new code, and the environment."""
+"""What guards miss: facts about what a forward has read, and the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.trace.dynamo import capture
-from gpipe_fast.trace.unguarded import unguarded_state
+from gpipe_fast.trace.unguarded import Facts, Read, unguarded_state
 
 X = torch.ones(2, 3)
 VARIABLE = "GPIPE_FAST_TEST_FACTOR"
 
 
 class Scaled(nn.Module):
-    """A layer whose method may be patched."""
-
-    def scale(self, x: Tensor, by: float = 2.0) -> Tensor:
-        return x * by
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale(x)
+        return x * 2
 
 
 class ReadsEnvironment(nn.Module):
@@ -37,20 +33,6 @@ def state_of(layer: nn.Module) -> Callable[[], bool]:
     return unguarded_state(capture(layer, (X,), {}).guards)
 
 
-def test_new_code_and_new_defaults_of_a_method_are_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_unchanged = state_of(Scaled())
-
-    def other(self: Scaled, x: Tensor, by: float = 2.0) -> Tensor:
-        return x - by
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scaled.scale, "__code__", other.__code__)
-        assert not is_unchanged()
-    assert is_unchanged()
-    monkeypatch.setattr(Scaled.scale, "__defaults__", (3.0,))
-    assert not is_unchanged()
-
-
 def test_the_environment_matters_to_those_who_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "2")
     reads, other = state_of(ReadsEnvironment()), state_of(Scaled())
@@ -60,3 +42,37 @@ def test_the_environment_matters_to_those_who_read_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv(VARIABLE, "3")
     assert not reads()
     assert other()
+
+
+def holds_after(before: Any, after: Any) -> bool:
+    """Returns whether the facts about two attributes still hold if they are changed."""
+    names = "first", "second"
+    reads = [Read(e, compile(e, "read", "eval"), {}, False) for e in (f"L['layer'].{name}" for name in names)]
+    layers = [Scaled(), Scaled()]
+    for layer, values in zip(layers, (before, after), strict=True):
+        vars(layer).update(zip(names, values, strict=True))
+    return Facts(reads, layers[0]).hold({"layer": layers[1]})
+
+
+ONE, OTHER, AUTO = [1], [1], object()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0.0, -0.0),
+        ((1, 2), (1.0, 2)),
+        ((1, 2), (True, 2)),
+        (frozenset({1}), frozenset({1.0})),
+        ({"a", 8, None}, {"a", 9, None}),
+        (AUTO, object()),
+    ],
+)
+def test_values_that_guards_take_for_equal_are_told_apart(before: Any, after: Any) -> None:
+    assert holds_after((before, 1), (before, 1))
+    assert not holds_after((before, 1), (after, 1))
+
+
+def test_places_that_hold_the_same_object_are_told_from_those_that_do_not() -> None:
+    assert holds_after((ONE, ONE), (OTHER, OTHER))
+    assert not holds_after((ONE, ONE), (ONE, OTHER))
