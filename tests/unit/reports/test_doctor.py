@@ -197,42 +197,23 @@ WHEEL = "7.5;8.0;9.0;12.0+PTX"
 @pytest.mark.parametrize(
     ("gpu", "archs", "expected"),
     [
-        ((9, 0), WHEEL, "the extension has code for it, built for 9.0"),
-        ((8, 9), "8.0 8.6+PTX", "the extension has code for it, built for 8.6"),
-        ((10, 3), "10.0f", "the extension has code for it, built for 10.0"),
-        ((9, 0), "9.0a", "the extension has code for it, built for 9.0"),
-        (
-            (13, 0),
-            WHEEL,
-            "the extension has PTX for it, of 12.0, which the driver compiles when it is loaded; rebuild "
-            "with TORCH_CUDA_ARCH_LIST=13.0 to avoid that",
-        ),
-        (
-            (9, 0),
-            "none",
-            "the extension was built without CUDA; rebuild it with a CUDA toolkit for "
-            "TORCH_CUDA_ARCH_LIST=9.0",
-        ),
+        ((9, 0), WHEEL, "code for it, built for 9.0"),
+        ((8, 9), "8.0 8.6+PTX", "code for it, built for 8.6"),
+        ((10, 3), "10.0f", "code for it, built for 10.0"),
+        ((9, 0), "9.0a", "code for it, built for 9.0"),
+        ((13, 0), WHEEL, "PTX for it, of 12.0"),
+        ((9, 0), "none", "built without CUDA"),
+        ((8, 0), "8.6+PTX", "no code for 8.0"),
+        ((7, 0), WHEEL, "no code for 7.0"),
+        ((10, 0), "9.0a+PTX", "no code for 10.0"),
+        ((9, 1), "9.0a", "no code for 9.1"),
+        ((12, 0), "10.0f+PTX", "no code for 12.0"),
+        ((9, 0), "8.0;Hopper", "no code for 9.0"),
     ],
 )
-def test_code_for_names_the_binary_or_ptx_that_a_gpu_runs(gpu: Capability, archs: str, expected: str) -> None:
-    assert describe_code(gpu, archs) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpu", "archs"),
-    [
-        ((8, 0), "8.6+PTX"),
-        ((7, 0), WHEEL),
-        ((10, 0), "9.0a+PTX"),
-        ((9, 1), "9.0a"),
-        ((12, 0), "10.0f+PTX"),
-        ((9, 0), "8.0;Hopper"),
-    ],
-)
-def test_code_for_says_how_to_rebuild_for_an_unsupported_gpu(gpu: Capability, archs: str) -> None:
-    version = f"{gpu[0]}.{gpu[1]}"
-    assert describe_code(gpu, archs) == (
-        f"the extension has no code for {version}, only for {archs}; rebuild it with "
-        f"TORCH_CUDA_ARCH_LIST={version}"
-    )
+def test_the_report_names_the_code_that_a_gpu_runs_or_how_to_rebuild(
+    gpu: Capability, archs: str, expected: str
+) -> None:
+    found = describe_code(gpu, archs)
+    assert expected in found
+    assert ("TORCH_CUDA_ARCH_LIST={}.{}".format(*gpu) in found) == ("code for it" not in expected)

@@ -151,14 +151,11 @@ def test_the_model_is_unchanged() -> None:
     model(x).sum().backward()  # and it still runs
 
 
-def test_nothing_is_fused_on_the_cpu() -> None:
-    found = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], chunks=1).explain(torch.zeros(2, 4))
-    assert not found.stages[0].programs
-    assert "device='cuda'" in str(found)
-
-
 def test_fuse_false_and_deterministic_algorithms_are_reasons() -> None:
     layers, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.zeros(4, 8)
+    on_cpu = GPipe(layers, [2]).explain(x)
+    assert not on_cpu.stages[0].programs
+    assert "device='cuda'" in str(on_cpu)
     found = GPipe(layers, [2], fuse=False).explain(x, device="cuda").stages[0]
     assert found.note == "Nothing is fused, because the model has fuse=False."
     assert found.programs[0].launches_before == found.programs[0].launches_after
