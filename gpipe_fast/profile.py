@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,35 +129,44 @@ def profile_layers(
     # A sample that is not split may be a `CallArguments`, to whose tensors `batch_dim` does not apply.
     batch_dim = module.batch_dim if isinstance(module, LayerSequence) and chunks > 1 else 0
     threads = threads or threads_of(module)
-    times: list[list[RunTimes]] = [[] for _ in layers]
+    times: list[list[tuple[float, float]]] = [[] for _ in layers]
     with (
         _isolated_random_state(target),
         intra_op_threads(threads),
         working("measuring layers", show=progress) as work,
     ):
-        first, number = first_microbatch(sample, chunks, target, batch_dim), itertools.count(1)
+        first, number = _first_microbatch(sample, chunks, target, batch_dim), itertools.count(1)
         expected = len(layers) * (1 if timeout is None else 1 + TARGET_ROUNDS)
-        run = functools.partial(_round, layers, first, target, lambda: work.count(next(number), expected))
-        sizes = run(LayerMeasurement.sizes)
+
+        def measured(measure: Callable[[_LayerCopy], _T]) -> list[_T]:
+            """Measures each layer on the output of the one before."""
+            found: list[_T] = []
+            given = first
+            for name, layer in layers:
+                try:
+                    own = _LayerCopy(layer, given, target)
+                    found.append(measure(own))
+                except Exception as error:
+                    raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+                given = own.output
+                work.count(next(number), expected)
+            return found
+
+        sizes = measured(_LayerCopy.sizes)
         if timeout is not None and layers:
             share = timeout / (TARGET_ROUNDS * len(layers))
             begun, rounds = perf_counter(), 0
             while rounds < MIN_ROUNDS or perf_counter() - begun < timeout:
-                for own, new in zip(times, run(lambda each: each.times(share)), strict=True):
-                    own += new
+                for found, new in zip(times, measured(lambda each: each.times(share)), strict=True):
+                    found += new
                 rounds += 1
-    return [
-        LayerProfile(
-            index,
-            name,
-            type(layer).__name__,
-            median(run.forward for run in own) if own else math.nan,
-            median(run.backward for run in own) if own else math.nan,
-            *sizes[index],
-            threads,
-        )
-        for index, ((name, layer), own) in enumerate(zip(layers, times, strict=True))
-    ]
+    profiles = []
+    for index, (name, layer) in enumerate(layers):
+        own = times[index]
+        forward, backward = map(median, zip(*own, strict=True)) if own else (math.nan, math.nan)
+        kind = type(layer).__name__
+        profiles.append(LayerProfile(index, name, kind, forward, backward, *sizes[index], threads))
+    return profiles
 
 
 def check_timeout(timeout: float) -> None:
@@ -231,38 +239,7 @@ def _isolated_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _round(
-    layers: Sequence[tuple[str, nn.Module]],
-    sample: LayerOutput,
-    device: torch.device,
-    count: Callable[[], object],
-    measure: Callable[[LayerMeasurement], _T],
-) -> list[_T]:
-    """Returns the result of ``measure`` for each layer, which runs on the output of the previous one.
-
-    Args:
-        layers: the named layers.
-        sample: the input of the first layer.
-        device: the device on which copies of the layers run.
-        count: called after each layer.
-        measure: measures a layer.
-
-    Raises:
-        RuntimeError: a layer fails; the message names the layer.
-    """
-    found: list[_T] = []
-    for name, layer in layers:
-        try:
-            measurement = LayerMeasurement(layer, sample, device)
-            found.append(measure(measurement))
-        except Exception as error:
-            raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
-        sample = measurement.output_of_run
-        count()
-    return found
-
-
-class LayerOutput(NamedTuple):
+class _Values(NamedTuple):
     """The output of one layer and input of the next: leaves that require gradients where the output does.
 
     Attributes:
@@ -276,27 +253,11 @@ class LayerOutput(NamedTuple):
     unpopped_skips: Mapping[Key, Tensor | None]
 
 
-class LayerSizes(NamedTuple):
-    """Operations and bytes of one run; see `LayerProfile`."""
-
-    flops: int
-    parameter_bytes: int
-    activation_bytes: int
-    boundary_bytes: int
-
-
 class _FlopCounter(FlopCounterMode):
     """A FLOP counter that counts a nested pipeline as zero, without a warning."""
 
 
-class RunTimes(NamedTuple):
-    """The time of one run, in seconds."""
-
-    forward: float
-    backward: float
-
-
-def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: BatchDim = 0) -> LayerOutput:
+def _first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: BatchDim = 0) -> _Values:
     """Returns the input of the first layer: the first micro-batch of a sample.
 
     Raises:
@@ -313,32 +274,31 @@ def first_microbatch(sample: Any, chunks: int, device: torch.device, batch_dim: 
     if any(tensor.is_meta for tensor in inputs.tensors):
         raise ValueError("the sample is on the meta device; pass one with data")
     tensors = inputs.tensors if chunks == 1 else inputs.dims.split(inputs.tensors, chunks)[0]
-    return LayerOutput([_leaf(moved(tensor, device)) for tensor in tensors], inputs.structure, {})
+    return _Values([_leaf(moved(tensor, device)) for tensor in tensors], inputs.structure, {})
 
 
-class LayerMeasurement:
+class _LayerCopy:
     """A copy of a layer in train mode, with its input; it may run any number of times.
 
     Args:
         layer: the layer to copy; it is not changed.
-        layer_input: the layer's input; it is not changed.
+        given: the layer's input; it is not changed.
         device: the device on which the copy runs.
 
     Attributes:
-        output_of_run: the output of the latest run.
+        output: the output of the latest run.
     """
 
-    def __init__(self, layer: nn.Module, layer_input: LayerOutput, device: torch.device) -> None:
+    def __init__(self, layer: nn.Module, given: _Values, device: torch.device) -> None:
         self._layer = deepcopy(layer)._apply(lambda tensor: moved(tensor, device)).train()
         for parameter in self._layer.parameters():
             parameter.grad = None
         wanted = set(declared(layer)[1])
-        self._popped = {key: x for key, x in layer_input.unpopped_skips.items() if key in wanted}
-        self._layer_input, self._device = layer_input, device
-        self.output_of_run = layer_input
+        self._popped = {key: x for key, x in given.unpopped_skips.items() if key in wanted}
+        self._given, self._device, self.output = given, device, given
 
-    def sizes(self) -> LayerSizes:
-        """Runs the forward, and counts operations and bytes."""
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Runs the forward, and counts operations, and the bytes of a `LayerProfile`, in its order."""
         saved: dict[int, torch.UntypedStorage] = {}  # keeps storages alive so that no address is reused
 
         def pack(tensor: Tensor) -> Tensor:
@@ -346,78 +306,65 @@ class LayerMeasurement:
                 saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
             return tensor
 
-        value, popped = self._inputs()
-        with (
-            skip_scope(popped) as stashed,
-            _FlopCounter(display=False) as counter,
-            saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            output = call_unpacked(self._layer, value)
-        self._store_output(output, stashed)
+        with _FlopCounter(display=False) as counter, saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._forward()
         for tensor in chain(self._layer.parameters(), self._layer.buffers()):
             for stored in stored_tensors(tensor):
                 saved.pop(stored.untyped_storage().data_ptr(), None)
-        crossing = [
-            *self.output_of_run.tensors,
-            *(x for x in self.output_of_run.unpopped_skips.values() if x is not None),
-        ]
-        return LayerSizes(
+        crossing = (*self.output.tensors, *self.output.unpopped_skips.values())
+        return (
             counter.get_total_flops(),
             sum(map(stored_bytes, self._layer.parameters())),
             sum(storage.nbytes() for storage in saved.values()),
-            _bytes(crossing),
+            sum(x.numel() * x.element_size() for x in crossing if x is not None),
         )
 
-    def times(self, seconds: float) -> list[RunTimes]:
-        """Measures runs for about ``seconds``, at least one.
+    def times(self, seconds: float) -> list[tuple[float, float]]:
+        """Measures forwards and backwards for about ``seconds``, at least one of each.
 
         An additional first run is discarded: it warms up, and creates the gradients to which the later runs
         add, as do all micro-batches of a mini-batch but one.
         """
-        found: list[RunTimes] = []
+        found: list[tuple[float, float]] = []
         begun = perf_counter()
         self._time()
         while not found or perf_counter() - begun < seconds:
             found.append(self._time())
         return found
 
-    def _time(self) -> RunTimes:
-        value, popped = self._inputs()
-        with skip_scope(popped) as stashed:
-            begun = self._clock()
-            output = call_unpacked(self._layer, value)
-            forward = self._clock() - begun
-        differentiable = [y for y in self._store_output(output, stashed) if y.requires_grad]
+    def _time(self) -> tuple[float, float]:
+        forward, outputs = self._forward()
+        differentiable = [y for y in outputs if y.requires_grad]
         if not differentiable:
-            return RunTimes(forward, 0.0)
+            return forward, 0.0
         gradients = [torch.ones_like(y) for y in differentiable]
         begun = self._clock()
         torch.autograd.backward(differentiable, gradients)
-        return RunTimes(forward, self._clock() - begun)
+        return forward, self._clock() - begun
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
 
-    def _inputs(self) -> tuple[Any, dict[Key, Tensor | None]]:
-        """Returns copies, which the layer may change, of its argument and of the skip tensors it pops."""
-        popped = {key: None if x is None else _leaf(x).clone() for key, x in self._popped.items()}
-        tensors = [_leaf(x).clone() for x in self._layer_input.tensors]
-        return self._layer_input.structure.build(tensors), popped
+    def _forward(self) -> tuple[float, list[Tensor]]:
+        """Runs the forward on copies of the input, which the layer may change, and stores the output.
 
-    def _store_output(self, output: Any, stashed: Mapping[Key, Tensor | None]) -> list[Tensor]:
-        """Stores the layer's output for the next layer; returns its tensors with their autograd history."""
+        Returns:
+            The time, and the tensors of the output with their autograd history.
+        """
+        popped = {key: None if x is None else _leaf(x).clone() for key, x in self._popped.items()}
+        value = self._given.structure.build([_leaf(x).clone() for x in self._given.tensors])
+        with skip_scope(popped) as stashed:
+            begun = self._clock()
+            output = call_unpacked(self._layer, value)
+            seconds = self._clock() - begun
         tensors, structure = flatten(output, deduplicate=True)
-        passed_on = {key: x for key, x in self._layer_input.unpopped_skips.items() if key not in self._popped}
+        passed_on = {key: x for key, x in self._given.unpopped_skips.items() if key not in self._popped}
         unpopped_skips = passed_on | {key: None if x is None else _leaf(x) for key, x in stashed.items()}
-        self.output_of_run = LayerOutput([_leaf(x) for x in tensors], structure, unpopped_skips)
-        return [*tensors, *(x for x in stashed.values() if x is not None)]
+        self.output = _Values([_leaf(x) for x in tensors], structure, unpopped_skips)
+        return seconds, [*tensors, *(x for x in stashed.values() if x is not None)]
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -16,12 +16,8 @@ from gpipe_fast import GPipe, devices
 from gpipe_fast.balance import balance_by_time
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.profile import (
-    LayerMeasurement,
-    LayerOutput,
     LayerProfile,
-    LayerSizes,
     first_device,
-    first_microbatch,
     profile_layers,
     table,
 )
@@ -71,7 +67,7 @@ def test_profiling_repeats_until_the_timeout(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_timeout_of_none_skips_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().install(monkeypatch)
     profiles = profile_layers(sequence(clock, 1.0, 1.0), torch.randn(4), device="cpu", timeout=None)
-    assert clock.now == 2.0
+    assert clock.now == pytest.approx(2.0, abs=1e-4)
     assert all(math.isnan(x) for pair in layer_seconds(profiles) for x in pair)
     assert [each.parameter_bytes for each in profiles] == [4, 4]
 
@@ -199,17 +195,12 @@ def test_layers_run_with_the_threads_of_a_stage() -> None:
         torch.set_num_threads(before)
 
 
-CPU = torch.device("cpu")
 FLOAT, LONG = 4, 8
 
 
-def sample_input(value: Any, chunks: int = 1) -> LayerOutput:
-    return first_microbatch(value, chunks, CPU)
-
-
-def measure(layer: nn.Module, value: Any) -> tuple[LayerSizes, LayerMeasurement]:
-    measurement = LayerMeasurement(layer, sample_input(value), CPU)
-    return measurement.sizes(), measurement
+def profile(layers: nn.Module | list[nn.Module], value: Any, **options: Any) -> list[LayerProfile]:
+    module = nn.Sequential(*(layers if isinstance(layers, list) else [layers]))
+    return profile_layers(module, value, device="cpu", **({"timeout": 0.0} | options))
 
 
 class Cube(nn.Module):
@@ -224,36 +215,28 @@ def tied() -> nn.Sequential:
 
 
 INPUT = 5 * 6 * FLOAT
-SIZES: list[tuple[nn.Module, Tensor, LayerSizes]] = [
+# Layers, their input, and their operations and bytes: of parameters, activations and the boundary.
+SIZES: list[tuple[nn.Module, Tensor, tuple[int, int, int, int]]] = [
     # 2 * 5 * 6 * 8 operations; the input is saved for the gradient of the weight.
-    (
-        nn.Linear(6, 8),
-        torch.randn(5, 6),
-        LayerSizes(2 * 5 * 6 * 8, (6 * 8 + 8) * FLOAT, INPUT, 5 * 8 * FLOAT),
-    ),
-    (nn.ReLU(), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, INPUT, INPUT)),
-    (nn.ReLU(inplace=True), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, INPUT, INPUT)),
+    (nn.Linear(6, 8), torch.randn(5, 6), (2 * 5 * 6 * 8, (6 * 8 + 8) * FLOAT, INPUT, 5 * 8 * FLOAT)),
+    (nn.ReLU(), torch.randn(5, 6, requires_grad=True), (0, 0, INPUT, INPUT)),
+    (nn.ReLU(inplace=True), torch.randn(5, 6, requires_grad=True), (0, 0, INPUT, INPUT)),
     # x, which is saved twice, and x * x
-    (Cube(), torch.randn(5, 6, requires_grad=True), LayerSizes(0, 0, 2 * INPUT, INPUT)),
+    (Cube(), torch.randn(5, 6, requires_grad=True), (0, 0, 2 * INPUT, INPUT)),
     # The input, and the mean and deviation of the micro-batch; parameters and buffers do not count.
-    (nn.BatchNorm1d(6), torch.randn(5, 6), LayerSizes(0, 2 * 6 * FLOAT, INPUT + 2 * 6 * FLOAT, INPUT)),
-    (tied(), torch.randn(5, 6), LayerSizes(2 * 2 * 5 * 6 * 6, 6 * 6 * FLOAT, 2 * INPUT, INPUT)),
-    (nn.Embedding(11, 6), torch.ones(5, 3).long(), LayerSizes(0, 66 * FLOAT, 15 * LONG, 5 * 3 * 6 * FLOAT)),
+    (nn.BatchNorm1d(6), torch.randn(5, 6), (0, 2 * 6 * FLOAT, INPUT + 2 * 6 * FLOAT, INPUT)),
+    (tied(), torch.randn(5, 6), (2 * 2 * 5 * 6 * 6, 6 * 6 * FLOAT, 2 * INPUT, INPUT)),
+    (nn.Embedding(11, 6), torch.ones(5, 3).long(), (0, 66 * FLOAT, 15 * LONG, 5 * 3 * 6 * FLOAT)),
+    (nn.Flatten(), torch.randn(5, 2, 3), (0, 0, 0, INPUT)),
 ]
 
 
 @pytest.mark.parametrize(("layer", "x", "expected"), SIZES)
-def test_sizes_are_counted(layer: nn.Module, x: Tensor, expected: LayerSizes) -> None:
-    sizes, measurement = measure(layer, x)
+def test_sizes_are_counted(layer: nn.Module, x: Tensor, expected: tuple[int, int, int, int]) -> None:
+    (found,) = profile(layer, x)
+    sizes = found.flops, found.parameter_bytes, found.activation_bytes, found.boundary_bytes
     assert sizes == expected
-    assert measurement.output_of_run.tensors[0].requires_grad
-
-
-def test_a_layer_without_gradients_has_no_backward_time() -> None:
-    sizes, measurement = measure(nn.Flatten(), torch.randn(5, 2, 3))
-    assert sizes == LayerSizes(0, 0, 0, 5 * 6 * FLOAT)
-    assert not measurement.output_of_run.tensors[0].requires_grad
-    assert measurement.times(0.0)[0].backward == 0.0
+    assert (found.backward_seconds == 0) == isinstance(layer, nn.Flatten)  # no output requires a gradient
 
 
 def test_checkpointed_activations_are_not_counted() -> None:
@@ -262,20 +245,18 @@ def test_checkpointed_activations_are_not_counted() -> None:
             return checkpoint(super().forward, x, use_reentrant=False)
 
     layer = Checkpointed(nn.Linear(6, 60), nn.Tanh(), nn.Linear(60, 6))
-    sizes, measurement = measure(layer, torch.randn(5, 6, requires_grad=True))
-    assert sizes.activation_bytes <= 5 * 6 * FLOAT
-    assert len(measurement.times(0.0)) == 1
+    (found,) = profile(layer, torch.randn(5, 6, requires_grad=True))
+    assert found.activation_bytes <= 5 * 6 * FLOAT
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_an_in_place_layer_does_not_change_its_input(requires_grad: bool) -> None:
     x = torch.randn(5, 6, requires_grad=requires_grad)
     before = x.detach().clone()
-    _, measurement = measure(nn.Dropout(0.5, inplace=True), x)
-    assert len(measurement.times(0.2)) > 1
+    (found,) = profile(nn.Dropout(0.5, inplace=True), x)
     assert torch.equal(x, before)
     assert x.grad is None
-    assert measurement.output_of_run.tensors[0].requires_grad == requires_grad
+    assert (found.backward_seconds > 0) == requires_grad
 
 
 class Swap(nn.Module):
@@ -288,15 +269,9 @@ class Swap(nn.Module):
 
 def test_layers_with_nested_inputs_and_outputs_are_measured() -> None:
     value = {"a": torch.randn(5, 6, requires_grad=True), "b": torch.randint(9, (5,)), "name": "kept"}
-    sizes, measurement = measure(Swap(), value)
-    assert sizes.boundary_bytes == 5 * 6 * FLOAT + 5 * LONG
-    assert [x.requires_grad for x in measurement.output_of_run.tensors] == [False, True]
-    next_measurement = LayerMeasurement(Swap(), measurement.output_of_run, CPU)
-    assert len(next_measurement.times(0.0)) == 1
-    assert (
-        next_measurement.output_of_run.structure.build(next_measurement.output_of_run.tensors)["name"]
-        == "kept"
-    )
+    found = profile([Swap(), Swap()], value)
+    assert [each.boundary_bytes for each in found] == [5 * 6 * FLOAT + 5 * LONG] * 2
+    assert all(each.backward_seconds > 0 for each in found)
 
 
 def test_a_tensor_that_is_returned_twice_crosses_the_boundary_once() -> None:
@@ -304,16 +279,22 @@ def test_a_tensor_that_is_returned_twice_crosses_the_boundary_once() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x
 
-    sizes, measurement = measure(Twice(), torch.randn(5, 6, requires_grad=True))
-    assert sizes.boundary_bytes == 5 * 6 * FLOAT
-    a, b = measurement.output_of_run.structure.build(measurement.output_of_run.tensors)
-    assert a is b
+    class Same(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            assert pair[0] is pair[1]
+            return pair[0]
+
+    found = profile([Twice(), Same()], torch.randn(5, 6, requires_grad=True))
+    assert [each.boundary_bytes for each in found] == [5 * 6 * FLOAT] * 2
 
 
 def test_the_first_microbatch_is_the_largest() -> None:
-    value = (torch.arange(10).view(5, 2), replicate(torch.arange(3)))
-    output_of_run = sample_input(value, chunks=2)
-    assert [x.tolist() for x in output_of_run.tensors] == [[[0, 1], [2, 3], [4, 5]], [0, 1, 2]]
+    class Check(nn.Module):
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            assert [x.tolist() for x in value] == [[[0, 1], [2, 3], [4, 5]], [0, 1, 2]]
+            return value[0]
+
+    profile(Check(), (torch.arange(10).view(5, 2), replicate(torch.arange(3))), chunks=2)
 
 
 @skippable(stash=["skip", "none"])
@@ -335,16 +316,11 @@ class Pop(nn.Module):
 def test_skip_tensors_count_at_every_boundary_that_they_cross() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), nn.Tanh(), Pop().isolate(two), Pop().isolate(one)]
-    output_of_run = sample_input(torch.randn(5, 6, requires_grad=True))
-    boundaries: list[int] = []
-    for layer in layers:
-        measurement = LayerMeasurement(layer, output_of_run, CPU)
-        boundaries.append(measurement.sizes().boundary_bytes)
-        assert len(measurement.times(0.0)) == 1
-        output_of_run = measurement.output_of_run
-    assert boundaries == [each * 5 * FLOAT for each in (1 + 6, 1 + 6 + 1, 1 + 6 + 1, 1 + 6, 6)]
-    assert not output_of_run.unpopped_skips
-    assert output_of_run.tensors[0].requires_grad
+    found = profile(layers, torch.randn(5, 6, requires_grad=True))
+    assert [each.boundary_bytes for each in found] == [
+        each * 5 * FLOAT for each in (1 + 6, 1 + 6 + 1, 1 + 6 + 1, 1 + 6, 6)
+    ]
+    assert all(each.backward_seconds > 0 for each in found)
 
 
 def test_measuring_neither_reads_nor_changes_the_callers_stashed_tensors() -> None:
@@ -352,7 +328,7 @@ def test_measuring_neither_reads_nor_changes_the_callers_stashed_tensors() -> No
     with skip_scope({}) as held:
         stashing(torch.randn(5, 6))
         before = dict(held)
-        measure(Stash(), torch.randn(5, 6))
+        profile(Stash(), torch.randn(5, 6))
         assert held == before
         with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
-            measure(Pop(), torch.randn(5, 6))
+            profile(Pop(), torch.randn(5, 6))
