@@ -156,22 +156,17 @@ def _long_rows(
 
 
 def launch_losses(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    dtype: torch.dtype = torch.float32,
+    logits: Tensor, target: Tensor, ignore_index: int = -100, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Returns the loss of each row in a dtype, shape (rows,). The arguments are as in `launch_gradient`."""
     rows, losses = _rows_with_unit_stride(logits), logits.new_empty(logits.shape[0], dtype=dtype)
-    _launch(rows, None, target, None, losses, ignore_index, label_smoothing)
+    _launch(rows, None, target, None, losses, ignore_index, 0.0)
     return losses
 
 
 def launch_gradient(
-    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int = -100, dtype: torch.dtype | None = None
+) -> Tensor:
     """Returns the gradient of the sum of ``scale`` times the losses, contiguous in the shape of the logits.
 
     Args:
@@ -180,12 +175,11 @@ def launch_gradient(
         scale: the incoming gradient, divided by the number of targets for a mean: contiguous, in fp32, one
             element or one for each row.
         ignore_index: the target of rows whose loss and gradient are 0.
-        label_smoothing: the weight of the uniform distribution in the target.
         dtype: dtype of the gradient. Default: the dtype of the logits.
     """
     rows = _rows_with_unit_stride(logits)
     gradient = logits.new_empty(logits.shape, dtype=dtype or logits.dtype)
-    _launch(rows, gradient, target, scale, None, ignore_index, label_smoothing)
+    _launch(rows, gradient, target, scale, None, ignore_index, 0.0)
     return gradient
 
 

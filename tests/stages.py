@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gpipe_fast._extension import Arena
 from gpipe_fast.lower.lower import lower
@@ -43,6 +43,15 @@ def saved(results: Values) -> Values:
     return {port: value for port, value in results.items() if port.role is GraphRole.SAVED}
 
 
+def saved_nodes(parts: SplitGraphs) -> list[fx.Node]:
+    """Returns the nodes of the values that a forward saves for its backward."""
+    return [node for port, node in parts.forward.outputs if port.role is GraphRole.SAVED]
+
+
+def saved_shapes(parts: SplitGraphs) -> list[tuple[int, ...]]:
+    return [tuple(node.meta["val"].shape) for node in saved_nodes(parts)]
+
+
 def run_graph(graph: StageGraph, values: Mapping[GraphPort, Tensor]) -> Values:
     """Runs a graph with torch.fx and returns its results by port: the reference for a program."""
     with torch.no_grad():
@@ -52,7 +61,7 @@ def run_graph(graph: StageGraph, values: Mapping[GraphPort, Tensor]) -> Values:
 
 def run_graphs(parts: SplitGraphs, values: Values) -> tuple[Values, Values]:
     """Returns the results of the forward and of the backward."""
-    forward = run_graph(parts.forward_saving, values)
+    forward = run_graph(parts.forward, values)
     assert parts.backward is not None
     return forward, run_graph(parts.backward, values | saved(forward))
 

@@ -19,11 +19,11 @@ from gpipe_fast.lower.checkpoint import (
     SAVE_ATTENTION,
     SavedFraction,
 )
-from gpipe_fast.lower.ladder import is_backward
+from gpipe_fast.lower.ladder import bytes_of, is_backward
 from gpipe_fast.lower.operator_times import operations
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.work import is_attention
-from gpipe_fast.trace.joint_graph import JointGraph
+from gpipe_fast.trace.joint_graph import GraphRole, JointGraph
 from tools.stages import LARGE, PRECISIONS, STAGES, trace_stage
 
 HEADERS = (
@@ -55,7 +55,9 @@ def rows_of(name: str, joint: JointGraph) -> Iterator[list[object]]:
         ]
         attention = sum(operations(n) for n in again if is_attention(n))
         products = sum(map(operations, again)) - attention
-        saved = sum(tensor.bytes for tensor in parts.saved)
+        saved = sum(
+            bytes_of(n.node.meta["val"]) for n in parts.forward.outputs if n.port.role is GraphRole.SAVED
+        )
         gigaflops = (f"{each / 1e9:.1f}" for each in (products, attention))
         yield [name, policy, f"{saved / 1e6:.1f}", *gigaflops, f"{(products + attention) / total:.1%}"]
 

@@ -23,7 +23,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -119,10 +119,10 @@ def _table(headers: list[str], rows: list[list[Any]]) -> list[str]:
     return str(tabulate(rows, headers, tablefmt="plain", disable_numparse=True)).splitlines()
 
 
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched() -> bool:
     """Returns whether this process is one of those that torchrun has started, and can connect to others."""
     can_connect = dist.is_available() and dist.is_gloo_available()
-    return can_connect and all(name in environment for name in _VARIABLES)
+    return can_connect and all(name in os.environ for name in _VARIABLES)
 
 
 def examine(timeout: float, report: Callable[[Network], None]) -> bool:

@@ -80,7 +80,7 @@ class Program:
         loss: str,
         output_class: type | None,
         make_runner: Callable[[nn.Sequential], Runner],
-        is_distributed: bool = False,
+        is_distributed: bool,
     ) -> None:
         self.output_class = output_class
         self.plain_flow, self.split = flow, split

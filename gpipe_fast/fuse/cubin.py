@@ -282,15 +282,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {last_lines(text)}"
 
 
-def last_lines(text: str, count: int = 8) -> str:
-    """Returns the last lines of a text as one paragraph.
-
-    Args:
-        text: an error's text or a process's output.
-        count: the number of lines; the last characters of very long lines.
-
-    Returns:
-        A text without line breaks.
-    """
+def last_lines(text: str) -> str:
+    """Returns the last lines of an error's text or a process's output as one paragraph."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[-count:])[-_MAX_REASON:]
+    return " ".join(lines[-8:])[-_MAX_REASON:]

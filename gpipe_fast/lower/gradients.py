@@ -17,15 +17,13 @@ class Gradient:
 
     Attributes:
         index: the parameter's index.
-        node: the node of the whole gradient.
         parts: the nodes of its terms, in the order in which they are added.
         value: the accumulator's value, once it exists.
         sum: the value of the parts' sum, if the parts are summed before they are accumulated.
     """
 
-    def __init__(self, index: int, node: fx.Node) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.node = node
         self.parts: list[fx.Node] = []
         self.value: int | None = None
         self.sum: int | None = None

@@ -79,7 +79,7 @@ class _Lowering:
         self.graph = graph
         self.accumulation = accumulation
         self.nodes: list[fx.Node] = list(graph.module.graph.nodes)
-        self.program = ProgramIR(graph.name)
+        self.program = ProgramIR()
         self.values = GraphValues(self.program, graph)
         # Base whose operator writes directly into an accumulator -> the gradient in that accumulator.
         self.direct_gradient_of: dict[fx.Node, Gradient] = {}
@@ -274,7 +274,7 @@ class _Lowering:
         return [self._gradient(index, nodes) for index, nodes in found.items()]
 
     def _gradient(self, index: int, nodes: list[fx.Node]) -> Gradient:
-        gradient = Gradient(index, nodes[0])
+        gradient = Gradient(index)
         for node in nodes:
             keep_whole = len(nodes) == 1 and self.accumulation.has_wider_accumulator(node.meta["val"])
             uses = 1 if keep_whole else self.graph.parameter_uses.get(index, 1)

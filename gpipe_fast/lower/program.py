@@ -86,7 +86,6 @@ class ProgramIR:
     """A lowered graph.
 
     Attributes:
-        name: the name of the lowered graph.
         inputs: the ports of the arguments of ``run``, in order; parameters are bound separately.
         outputs: the ports of the results of ``run``, in order.
         gradients: indices of the parameters whose gradients the program accumulates.
@@ -98,7 +97,6 @@ class ProgramIR:
             steps after which all results are computed.
     """
 
-    name: str
     inputs: tuple[GraphPort, ...] = ()
     outputs: tuple[GraphPort, ...] = ()
     gradients: tuple[int, ...] = ()

@@ -320,7 +320,7 @@ class ProgramTemplates:
         try:
             joint, formulas = self._template.with_formulas(instance.values)
             parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights, ladder=self.ladder)
-            forward = ProgramTemplate(*lower_unplaced(parts.forward_saving, AccumulationPolicy()))
+            forward = ProgramTemplate(*lower_unplaced(parts.forward, AccumulationPolicy()))
             backward, weights = (
                 None if graph is None else ProgramTemplate(*lower_unplaced(graph, key.accumulation))
                 for graph in (parts.backward, parts.weights)
@@ -332,7 +332,7 @@ class ProgramTemplates:
 
 def _lower(joint: JointGraph, key: _Key, ladder: Ladder | None) -> ProgramsOfStage:
     parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights, ladder=ladder)
-    return lower_graphs(parts.forward_saving, parts.backward, key.accumulation, parts.weights)
+    return lower_graphs(parts.forward, parts.backward, key.accumulation, parts.weights)
 
 
 def are_equal(a: Any, b: Any) -> bool:

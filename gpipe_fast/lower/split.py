@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from gpipe_fast.lower.alias import count_reads, source_of
@@ -48,44 +47,21 @@ class StageGraph:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """One tensor that the forward saves for the backward.
-
-    Attributes:
-        name: the value's name in the joint graph.
-        shape: in elements.
-        dtype: the dtype of the elements.
-        bytes: the size in bytes.
-        layer: the layer that computed the tensor, as an index within the stage, or None.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    layer: int | None
-
-
-@dataclass(frozen=True)
 class SplitGraphs:
     """The graphs of a joint graph under one checkpoint policy.
 
     Attributes:
-        forward: the forward that saves nothing.
-        forward_saving: the forward that also returns ``saved``; the same object as ``forward`` if nothing is
-            saved.
-        backward: computes the gradients from ``saved``, boundary inputs and boundary gradients; None in
+        forward: the forward, which also returns the tensors that a micro-batch saves besides the boundary
+            inputs.
+        backward: computes the gradients from these, boundary inputs and boundary gradients; None in
             inference.
-        saved: the tensors saved per micro-batch, besides the boundary inputs.
         weights: computes the gradients of parameters, from what ``backward`` reads and from values that it
             returns in addition to the gradients of inputs, the held values; None if ``backward`` computes all
             gradients.
     """
 
     forward: StageGraph
-    forward_saving: StageGraph
     backward: StageGraph | None
-    saved: tuple[SavedTensor, ...]
     weights: StageGraph | None = None
 
 
@@ -112,18 +88,16 @@ def split(
     results = [n for n in joint.outputs if n.port.role in (GraphRole.OUTPUT, GraphRole.BUFFER)]
     gradients = _gradients(joint)
     arguments = [n for n in joint.inputs if n.port.role is not GraphRole.TANGENT]
-    forward = _extract(joint, "forward", arguments, results)
     if not gradients:
-        return SplitGraphs(forward, forward, None, ())
+        return SplitGraphs(_extract(joint, "forward", arguments, results), None)
     kept = _values_to_save(joint, saved_fraction, ladder)
     ports = [PortNode(GraphPort(GraphRole.SAVED, i), node) for i, node in enumerate(kept)]
     name = "backward_recompute" if has_recompute(saved_fraction) else "backward"
     given = [*joint.inputs, *ports]
-    saving = _extract(joint, "forward_saving", arguments, [*results, *ports]) if kept else forward
-    saved = tuple(_describe_saved(node) for node in kept)
+    forward = _extract(joint, "forward_saving" if kept else "forward", arguments, [*results, *ports])
     of_weights = [n for n in gradients if n.port.role is GraphRole.PARAMETER_GRADIENT]
     if not defers_weights or not of_weights:
-        return SplitGraphs(forward, saving, _extract(joint, name, given, gradients), saved)
+        return SplitGraphs(forward, _extract(joint, name, given, gradients))
     of_inputs = [n for n in gradients if n.port.role is GraphRole.INPUT_GRADIENT]
     held = [
         PortNode(GraphPort(GraphRole.HELD, i), node)
@@ -131,7 +105,7 @@ def split(
     ]
     backward = _extract(joint, name, given, [*of_inputs, *held])
     weights = _extract(joint, "weights", [*given, *held], of_weights)
-    return SplitGraphs(forward, saving, backward, saved, weights)
+    return SplitGraphs(forward, backward, weights)
 
 
 def _gradients(joint: JointGraph) -> list[PortNode]:
@@ -191,12 +165,6 @@ def _attention_results(joint: JointGraph) -> list[fx.Node]:
     results = [n for n in nodes if isinstance(n.meta.get("val"), AnyTensor) and is_attention(producer_of(n))]
     needed = _needed_nodes({n.node for n in joint.inputs} | {*results}, (n.node for n in _gradients(joint)))
     return [n for n in results if n in needed]
-
-
-def _describe_saved(node: fx.Node) -> SavedTensor:
-    value = node.meta["val"]
-    layer = (node.meta.get("custom") or {}).get("layer")
-    return SavedTensor(node.name, tuple(value.shape), value.dtype, bytes_of(value), layer)
 
 
 def _extract(
@@ -280,4 +248,4 @@ def _needed_nodes(given: Collection[fx.Node], results: Iterable[fx.Node]) -> set
     return needed
 
 
-__all__ = ["JOINT_POSITION", "SavedTensor", "SplitGraphs", "StageGraph", "parameter_uses", "split"]
+__all__ = ["JOINT_POSITION", "SplitGraphs", "StageGraph", "parameter_uses", "split"]

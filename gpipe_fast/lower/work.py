@@ -40,7 +40,6 @@ class Work:
     Attributes:
         read: bytes that steps read, except products and attention.
         written: bytes that steps write, except products and attention.
-        by_libraries: bytes that products and attention read and write.
         moved_by: bytes read and written by the name of the operator or of the kernel. Accumulations are named
             ``accumulate``.
         launches_of: steps that launch a kernel by the same names, including products and attention. An
@@ -49,7 +48,6 @@ class Work:
 
     read: int = 0
     written: int = 0
-    by_libraries: int = 0
     moved_by: dict[str, int] = field(default_factory=dict)
     launches_of: dict[str, int] = field(default_factory=dict)
 
@@ -85,10 +83,9 @@ def count(program: ProgramIR) -> Work:
         if access is None:
             continue
         work.launches_of[access.name] = work.launches_of.get(access.name, 0) + 1
-        read, written = (_bytes(program.values, indices) for indices in (access.read, access.written))
         if is_product_or_attention(access.name):
-            work.by_libraries += read + written
             continue
+        read, written = (_bytes(program.values, indices) for indices in (access.read, access.written))
         work.read += read
         work.written += written
         work.moved_by[access.name] = work.moved_by.get(access.name, 0) + read + written

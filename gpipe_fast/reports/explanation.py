@@ -378,7 +378,7 @@ def _programs(
     parts, fused = traced.fuse(saved_fraction, explain=True)
     backward = "backward with recompute" if has_recompute(saved_fraction) else "backward"
     for index, (direction, before, graph) in enumerate(
-        [("forward", plain.forward_saving, parts.forward_saving), (backward, plain.backward, parts.backward)]
+        [("forward", plain.forward, parts.forward), (backward, plain.backward, parts.backward)]
     ):
         if before is None or graph is None:
             continue

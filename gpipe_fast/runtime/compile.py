@@ -34,6 +34,8 @@ from gpipe_fast.trace.traceability import Untraceable
 
 # The maximum number of kinds of equal layers whose graphs are kept for other stages.
 _MAX_PARTS = 32
+# The maximum number of traces that are kept; the least recently used are dropped.
+_MAX_CACHED = 128
 # The maximum number of traces of a stage, for shapes or constants that no template covers.
 MAX_TRACES = 64
 
@@ -50,11 +52,10 @@ class Compiler:
         num_instantiated: the number of graphs written out from a template instead of traced.
     """
 
-    def __init__(self, limit: int = 128, max_traces: int | None = None) -> None:
+    def __init__(self, max_traces: int | None = None) -> None:
         """Makes a compiler with empty caches.
 
         Args:
-            limit: the maximum number of cached traces; the least recently used are dropped.
             max_traces: the maximum number of traces without symbols of one stage in equal modes; None for no
                 limit.
         """
@@ -62,9 +63,9 @@ class Compiler:
         self._max_traces = max_traces
         self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
         self._parts = PartGraphs(_MAX_PARTS)
-        self._traces: Cache[Hashable, TracedStage] = Cache(limit)
-        self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(limit)
-        self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * limit)
+        self._traces: Cache[Hashable, TracedStage] = Cache(_MAX_CACHED)
+        self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(_MAX_CACHED)
+        self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * _MAX_CACHED)
 
     def compile(
         self,

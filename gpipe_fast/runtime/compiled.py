@@ -227,7 +227,7 @@ class TracedStage:
             return LoweredStage(templates.at(graph, saved_fraction, self.accumulation, defers_weights), {})
         parts, fused = self.fuse(saved_fraction, defers_weights=defers_weights)
         progress.step("lowering")
-        forward, backward, replaced = parts.forward_saving, parts.backward, {}
+        forward, backward, replaced = parts.forward, parts.backward, {}
         if fused is not None:
             replaced = {each.graph.name: each.replaced for each in fused}
             forward, backward = fused[0].graph, fused[-1].graph if backward else None
@@ -248,7 +248,7 @@ class TracedStage:
         parts = split(joint, saved_fraction, defers_weights=defers_weights)
         if self.fusion is None:
             return parts, None
-        return parts, self.fusion.fuse(parts.forward_saving, parts.backward, explain)
+        return parts, self.fusion.fuse(parts.forward, parts.backward, explain)
 
 
 class CompiledStage:

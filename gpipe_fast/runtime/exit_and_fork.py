@@ -19,9 +19,7 @@ from gpipe_fast.torch_private.fake_tensors import set_stand_in_for_cuda
 _open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
-def open_pipeline(
-    num_stages: int, python_workers: PythonWorkers | None = None, transport: str = "auto"
-) -> Pipeline:
+def open_pipeline(num_stages: int, python_workers: PythonWorkers, transport: str) -> Pipeline:
     """Makes a pipeline that is closed at exit, unless it has been destroyed before.
 
     Args:
@@ -29,7 +27,7 @@ def open_pipeline(
         python_workers: the registry of workers that are running Python, which Ctrl-C interrupts.
         transport: how boundary tensors are copied between GPUs.
     """
-    pipeline = Pipeline(num_stages, python_workers or PythonWorkers(), transport)
+    pipeline = Pipeline(num_stages, python_workers, transport)
     _open_pipelines.add(pipeline)
     return pipeline
 

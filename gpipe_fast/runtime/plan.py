@@ -144,8 +144,8 @@ def make_plan(
     num_threads: int,
     dims: BatchDims,
     known: Sequence[Sequence[CompiledStage]] | None,
-    order: StepOrder | None = None,
-    slots: int | None = None,
+    order: StepOrder | None,
+    slots: int | None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 

@@ -223,8 +223,8 @@ class PythonLayers:
         saved_fraction: SavedFraction,
         lock: Lock,
         num_parameters: int,
-        on_tangents: Callable[[Sequence[Tensor | None]], object] | None = None,
-        on_success: Callable[[], object] | None = None,
+        on_tangents: Callable[[Sequence[Tensor | None]], object] | None,
+        on_success: Callable[[], object] | None,
     ) -> None:
         """Makes a run of layers.
 

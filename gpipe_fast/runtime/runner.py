@@ -668,11 +668,6 @@ class Runner:
         """This runner and those with a loss, the latest last."""
         return [self, *(runner for runner, *_ in self.with_losses.values())]
 
-    def layers_in_python(self) -> set[int]:
-        """Returns the indices of the layers that run in Python, in calls or in steps."""
-        number = len(self.layers)
-        return {layer for each in self.runners for layer in each.planner.in_python if layer < number}
-
     def locks(self) -> list[Any]:
         """Returns the locks that are held while layers run in Python, in calls and in steps."""
         return list(dict.fromkeys(lock for each in self.runners for lock in each.planner.locks))

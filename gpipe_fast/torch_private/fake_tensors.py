@@ -94,5 +94,4 @@ set_stand_in_for_cuda = torch._C._ensureCUDADeviceGuardSet
 # Set whether a tensor's elements are conjugated, or negated, when they are read.
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 make_subclass = Tensor._make_subclass
-make_wrapper_subclass = Tensor._make_wrapper_subclass
 swap_tensor_impl = torch._C._swap_tensor_impl

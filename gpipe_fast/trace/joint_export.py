@@ -90,22 +90,21 @@ def _autocast_cache_disabled() -> Iterator[None]:
 def export_joint(
     module: nn.Module,
     inputs: tuple[Tensor, ...],
-    mode: RealLayouts | None = None,
-    attention: Callable[..., Tensor | None] | None = None,
+    mode: RealLayouts,
+    attention: Callable[..., Tensor | None] | None,
 ) -> fx.GraphModule:
     """Traces ``module(*inputs)`` and, if gradients are enabled and required, the backward.
 
     Args:
         module: called once, on fake tensors with the shapes, dtypes and strides of ``inputs``.
-        inputs: real tensors, whose contents are never read, or fake tensors of ``mode``.
-        mode: the fake mode; a new `RealLayouts` by default.
+        inputs: fake tensors of ``mode``.
+        mode: the fake mode.
         attention: replaces ``scaled_dot_product_attention``, unless it returns None.
 
     Returns:
         A flat functional ATen graph whose placeholders and results carry ``meta['desc']``. Its own ``meta``
         has the placements of gradients, under `PLACEMENTS`.
     """
-    mode = mode or RealLayouts()
     with (
         compile_lock,  # one trace at a time has its patches
         contextlib.ExitStack() as stack,

@@ -81,9 +81,9 @@ class LayerState:
             self._unguarded.append(unguarded_state(guards))
             self._facts.append(Facts(guards.reads, layer, captured.constants))
 
-    def holds(self, layer: nn.Module, num_guards: int | None = None) -> bool:
-        """Returns whether a layer is in this state, by its first guards or by all."""
-        return self.surroundings_hold(num_guards) and self.holds_for(layer, num_guards)
+    def holds(self, layer: nn.Module) -> bool:
+        """Returns whether a layer is in this state."""
+        return self.surroundings_hold() and self.holds_for(layer)
 
     def surroundings_hold(self, num_guards: int | None = None) -> bool:
         """Returns whether what is outside of layers is as in this state, by its first guards or by all."""

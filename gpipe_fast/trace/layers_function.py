@@ -81,7 +81,7 @@ class LayersFunction(nn.Module):
         trace_context: TraceContext,
         captures: Sequence[Captured],
         replace: ReplaceConstant,
-        copy_inputs: bool = False,
+        copy_inputs: bool,
     ) -> None:
         super().__init__()
         self.running_layer: int | None = None

@@ -72,7 +72,7 @@ class UnitGraph:
         """Returns a node's value; an input for what regions cannot compute."""
         if node not in self._values:
             tensor = node.meta["val"]
-            self._values[node] = Input(tuple(tensor.shape), tensor.dtype, node)
+            self._values[node] = Input(tuple(tensor.shape), tensor.dtype)
             self.node_of[self._values[node]] = node
         return self._values[node]
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 Shape = tuple[int, ...]
 
@@ -33,13 +32,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Input(Value):
-    """A tensor that a node outside of all regions computes, or a view that a region cannot express.
-
-    Attributes:
-        node: the node.
-    """
-
-    node: fx.Node
+    """A tensor that a node outside of all regions computes, or a view that a region cannot express."""
 
 
 @dataclass(frozen=True, eq=False)

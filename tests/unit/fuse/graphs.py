@@ -72,7 +72,7 @@ def stage_of(
     joint = trace_joint(layers, x.requires_grad_())
     parts = split(joint, fraction)
     assert parts.backward is not None
-    return joint, parts.forward_saving, parts.backward
+    return joint, parts.forward, parts.backward
 
 
 def calls(graph: fx.Graph, target: Any = None) -> list[fx.Node]:

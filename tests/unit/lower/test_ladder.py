@@ -25,7 +25,7 @@ from gpipe_fast.lower.ladder import (
 from gpipe_fast.lower.operator_times import nanoseconds
 from gpipe_fast.lower.split import JOINT_POSITION, split
 from gpipe_fast.trace.joint_graph import JointGraph
-from tests.stages import trace_joint
+from tests.stages import saved_nodes, trace_joint
 
 SHARES = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
 
@@ -63,7 +63,7 @@ every_model = pytest.mark.parametrize("make", [gpt, resnet])
 
 
 def kept(joint: JointGraph, share: float) -> int:
-    return sum(tensor.bytes for tensor in split(joint, share).saved)
+    return sum(bytes_of(node.meta["val"]) for node in saved_nodes(split(joint, share)))
 
 
 def recomputed(joint: JointGraph, share: float) -> int:

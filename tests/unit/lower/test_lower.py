@@ -71,7 +71,7 @@ def check_stage(layers: Sequence[nn.Module], x: Tensor) -> None:
     for fraction in FRACTIONS:
         parts = split(joint, fraction)
         assert parts.backward is not None
-        forward = Runner(parts.forward_saving, layers)
+        forward = Runner(parts.forward, layers)
         backward = Runner(parts.backward, layers)
         expected: Values = {}
         for number, ports in enumerate(values):

@@ -21,7 +21,6 @@ def value(name: str, storage: StorageKind, *sizes: int, index: int = 0, offset: 
 def program() -> ProgramIR:
     """Returns a program that computes sin(x) + w in scratch memory, and returns the exponential."""
     return ProgramIR(
-        "forward",
         inputs=(GraphPort(GraphRole.INPUT, 0),),
         outputs=(GraphPort(GraphRole.OUTPUT, 0),),
         values=[

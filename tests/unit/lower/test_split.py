@@ -12,11 +12,11 @@ from torch import nn
 from bench.models.gpt import blocks
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import SAVE_ATTENTION
-from gpipe_fast.lower.split import SavedTensor, StageGraph, split
+from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, dequantized
 from tests.quantized import HIDDEN, KINDS, WIDTH
 from tests.quantized import blocks as quantized_blocks
-from tests.stages import input_values, run_graph, saved, trace_joint
+from tests.stages import saved_nodes, saved_shapes, trace_joint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,8 +37,7 @@ def count_calls(graph: StageGraph | None) -> Counter[object]:
 def test_full_recompute_saves_nothing_and_omits_the_last_product() -> None:
     """No gradient needs the stage's own output."""
     parts = split(trace_joint(mlp(), INPUT.clone().requires_grad_()), 0.0)
-    assert parts.saved == ()
-    assert parts.forward_saving is parts.forward
+    assert saved_shapes(parts) == []
     assert count_calls(parts.forward)[aten.addmm.default] == 3
     backward = count_calls(parts.backward)
     assert backward[aten.addmm.default] == 2
@@ -52,9 +51,7 @@ def test_attention_is_saved_and_all_else_recomputed() -> None:
     joint = trace_joint([*blocks(2, 16, 2)], x)
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     everything, parts = split(joint, 0.0), split(joint, SAVE_ATTENTION)
-    assert [(tensor.shape, tensor.layer) for tensor in parts.saved] == [
-        shape_and_layer for layer in (0, 1) for shape_and_layer in (((2, 2, 8, 8), layer), ((2, 2, 8), layer))
-    ]
+    assert saved_shapes(parts) == 2 * [(2, 2, 8, 8), (2, 2, 8)]
     recomputed, without = count_calls(everything.backward), count_calls(parts.backward)
     assert recomputed.pop(attention) == 2
     assert attention not in without
@@ -69,13 +66,13 @@ def test_only_what_the_recompute_needs_of_attention_is_saved() -> None:
     layers = [*blocks(2, 16, 2)]
     layers[0].requires_grad_(False)
     parts = split(trace_joint(layers, torch.randn(2, 8, 16)), SAVE_ATTENTION)
-    assert [(tensor.layer, len(tensor.shape)) for tensor in parts.saved] == [(0, 4), (1, 4), (1, 3)]
+    assert [len(shape) for shape in saved_shapes(parts)] == [4, 4, 3]
 
 
 def test_without_attention_everything_is_recomputed() -> None:
     joint = trace_joint(mlp(), INPUT.clone().requires_grad_())
     parts = split(joint, SAVE_ATTENTION)
-    assert parts.saved == ()
+    assert saved_shapes(parts) == []
     assert parts.backward is not None
     assert parts.backward.name == "backward_recompute"
     assert count_calls(parts.backward) == count_calls(split(joint, 0.0).backward)
@@ -83,26 +80,10 @@ def test_without_attention_everything_is_recomputed() -> None:
 
 def test_no_recompute_saves_the_values_that_the_backward_reads() -> None:
     parts = split(trace_joint(mlp(), INPUT.clone().requires_grad_()), 1.0)
-    assert parts.saved == (
-        SavedTensor("relu", (4, 5), torch.float32, 80, 1),
-        SavedTensor("tanh", (4, 5), torch.float32, 80, 3),
-    )
+    assert [node.name for node in saved_nodes(parts)] == ["relu", "tanh"]
+    assert saved_shapes(parts) == [(4, 5), (4, 5)]
     assert count_calls(parts.backward)[aten.addmm.default] == 0
-    assert count_calls(parts.forward_saving) == count_calls(parts.forward)
-
-
-@pytest.mark.smoke
-def test_saved_describes_the_saved_outputs_of_the_forward() -> None:
-    x = torch.randn(2, 8, 16, requires_grad=True)
-    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)]
-    joint = trace_joint(layers, x)
-    parts = split(joint, 0.6)
-    kept = saved(run_graph(parts.forward_saving, input_values(layers, joint, x)))
-    assert [port.index for port in kept] == list(range(len(parts.saved))) != []
-    for description, value in zip(parts.saved, kept.values(), strict=True):
-        assert (description.shape, description.dtype) == (tuple(value.shape), value.dtype)
-        assert description.bytes == value.numel() * value.element_size()
-        assert description.layer == 0
+    assert count_calls(parts.forward)[aten.addmm.default] == 3
 
 
 def test_frozen_parameters_get_no_gradient_and_cost_no_product() -> None:
@@ -121,8 +102,7 @@ def test_without_gradients_there_is_no_backward() -> None:
     with torch.no_grad():
         parts = split(trace_joint(layers, INPUT), 0.0)
     assert parts.backward is None
-    assert parts.saved == ()
-    assert parts.forward_saving is parts.forward
+    assert saved_shapes(parts) == []
     nn.Sequential(*layers).requires_grad_(False)
     assert split(trace_joint(layers, INPUT), 1.0).backward is None
 
@@ -135,16 +115,16 @@ def test_weights_are_dequantized_just_before_each_use_and_never_saved(
     joint = trace_joint([*quantized_blocks(KINDS["own"], 2)], torch.randn(2, WIDTH, requires_grad=True))
     parts = split(joint, saved_fraction, defers_weights=defers_weights)
     shapes = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
-    assert shapes.isdisjoint(tensor.shape for tensor in parts.saved)
+    assert shapes.isdisjoint(saved_shapes(parts))
     names = {node.name for node in dequantized(joint)}
     assert names
-    graphs = [each for each in (parts.forward_saving, parts.backward, parts.weights) if each is not None]
+    graphs = [each for each in (parts.forward, parts.backward, parts.weights) if each is not None]
     for graph in graphs:
         assert not any(
             tuple(n.node.meta["val"].shape) in shapes and n.port.role is GraphRole.HELD for n in graph.outputs
         )
         assert most_weights(graph, shapes) <= 1
-    assert most_weights(parts.forward_saving, shapes) == 1
+    assert most_weights(parts.forward, shapes) == 1
 
 
 def most_weights(graph: StageGraph, shapes: set[tuple[int, int]]) -> int:

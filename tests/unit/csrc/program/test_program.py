@@ -43,7 +43,7 @@ def test_outputs_are_not_overwritten_by_the_next_run() -> None:
     layers, x = mlp(), torch.randn(4, 6, requires_grad=True)
     joint = trace_joint(layers, x)
     parts = split(joint, 1.0)
-    runner = Runner(parts.forward_saving, layers)
+    runner = Runner(parts.forward, layers)
     first = runner(input_values(layers, joint, torch.ones(4, 6)))
     kept = {port: value.clone() for port, value in first.items()}
     runner(input_values(layers, joint, torch.zeros(4, 6)))
@@ -62,7 +62,7 @@ def test_a_program_run_keeps_no_input_alive(fraction: float) -> None:
     joint = trace_joint(layers, x)
     parts = split(joint, fraction)
     assert parts.backward is not None
-    forward, backward = Runner(parts.forward_saving, layers), Runner(parts.backward, layers)
+    forward, backward = Runner(parts.forward, layers), Runner(parts.backward, layers)
     values = input_values(layers, joint, x)
     values |= saved(forward(values))
     roles = (GraphRole.INPUT, GraphRole.SAVED, GraphRole.TANGENT, GraphRole.KEY)
@@ -149,7 +149,7 @@ def test_saved_tensors_may_have_another_size_than_in_the_trace(fraction: float) 
     parts = split(joint, fraction)
     values = input_values(layers, joint, x)
     forward, backward = run_graphs(parts, values)
-    ours = Runner(parts.forward_saving, layers)(values)
+    ours = Runner(parts.forward, layers)(values)
     assert torch.equal(ours[OUTPUT], forward[OUTPUT])
     assert parts.backward is not None
     assert unequal(Runner(parts.backward, layers)(values | saved(ours)), backward) == []
