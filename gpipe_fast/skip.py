@@ -307,19 +307,18 @@ def verify_skippables(module: nn.Module) -> None:
     popped: set[Key] = set()
     mismatches: list[str] = []
     for name, layer in module.named_children():
-        stashes, pops = declared(layer)
+        stashes, pops = outer_skips(layer)
         # Submodules of a layer may pass tensors to each other; a single module cannot pass one to itself.
-        internal_keys = set(stashes) & set(pops)
         own = (layer.stashable_names, layer.poppable_names) if isinstance(layer, Skippable) else ((), ())
         for both in (each for each in own[0] if each in own[1]):
             mismatches.append(f"'{name}' declared '{both}' both as stashable and as poppable")
-        for key in (key for key in stashes if key not in internal_keys):
+        for key in stashes:
             if key in stashed:
                 mismatches.append(
                     f"'{name}' redeclared '{key.name}' as stashable but not isolated by namespace"
                 )
             stashed.add(key)
-        for key in (key for key in pops if key not in internal_keys):
+        for key in pops:
             if key in popped:
                 mismatches.append(
                     f"'{name}' redeclared '{key.name}' as poppable but not isolated by namespace"
@@ -375,12 +374,11 @@ def skips_of(layers: Iterable[nn.Module]) -> list[Skip]:
     found: list[Skip] = []
     order = itertools.count()
     for index, layer in enumerate(layers):
-        stashes, pops = declared(layer)
-        internal_keys = set(stashes) & set(pops)
-        for key in (key for key in pops if key not in internal_keys):
+        stashes, pops = outer_skips(layer)
+        for key in pops:
             source, stash_order = (-1, -1) if key.namespace == GIVEN else sources[key]
             found.append(Skip(key, source, index, stash_order))
-        sources |= {key: (index, next(order)) for key in stashes if key not in internal_keys}
+        sources |= {key: (index, next(order)) for key in stashes}
     return found
 
 

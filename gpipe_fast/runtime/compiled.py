@@ -350,7 +350,7 @@ class CompiledStage:
             input_form=form_of(self.inputs),
             output_form=form_of(self.outputs),
             first_random_layer=stage.first_layer if self.traced.ports.draws else None,
-            written_inputs=self.traced.ports.written_inputs,
+            written_inputs=self.traced.ports.joint.written_inputs,
             tangent_layouts=[
                 _layout(tangents[i]) if i in tangents else None for i in range(len(self.outputs.tensors))
             ],

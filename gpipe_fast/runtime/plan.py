@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_fast import _extension
 from gpipe_fast._extension import BoundaryForm
 from gpipe_fast.devices import devices_differ
-from gpipe_fast.layers.batchnorm import Statistics, statistics_indices
+from gpipe_fast.layers.batchnorm import statistics_indices
 from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
@@ -180,7 +180,7 @@ def make_plan(
     training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
     schedule = planned_schedule(stages, saved_fractions, training, order, slots)
-    actions = _schedule_parts(schedule, stages, training, order)
+    forward, backward, step = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
     native = _extension.Plan(
         stages=[
@@ -193,7 +193,9 @@ def make_plan(
             )
         ],
         num_skips=len(stages[-1].skips),
-        **actions,
+        forward=forward,
+        backward=backward,
+        step=step,
         defers_weights=defers,
         skip_ends=_skip_ends(stages),
         ties=[] if own_stages is None or known is None else _ties(stages, known, own_stages),
@@ -225,7 +227,7 @@ def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
     return [
         f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"
         for index, each in enumerate(compiled)
-        for layer in each.traced.ports.unfused_layers
+        for layer in each.traced.ports.joint.unfused_layers
     ]
 
 
@@ -287,27 +289,8 @@ def _check_no_replicas(stages: Sequence[Stage]) -> None:
             )
 
 
-class _Actions(TypedDict):
-    """The actions of the C++ Plan."""
-
-    forward: _extension.Actions | None
-    backward: _extension.Actions | None
-    step: _extension.Actions | None
-
-
-class _StageArguments(TypedDict):
-    """Arguments of the C++ StagePlan besides its segments; parameters and buffers by index in the model."""
-
-    num_layers: int
-    parameters: list[int]
-    buffers: list[int]
-    replicated_parameters: list[int]
-    gathered_parameters: list[int]
-    device: torch.device
-    statistics: list[Statistics]
-
-
-def _stage_arguments(stages: Sequence[Stage]) -> list[_StageArguments]:
+def _stage_arguments(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """Returns arguments of the C++ StagePlan, with parameters and buffers by index in the model."""
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _index_by_id(parameters_of(layers)), _index_by_id(buffers_of(layers))
     return [
@@ -441,14 +424,12 @@ def planned_schedule(
 
 def _schedule_parts(
     schedule: Schedule, stages: Sequence[Stage], training: bool, order: StepOrder | None
-) -> _Actions:
+) -> tuple[_extension.Actions | None, _extension.Actions | None, _extension.Actions | None]:
     """Returns the actions for C++: forwards and backwards apart, or those of a step."""
-    none: _Actions = {"forward": None, "backward": None, "step": None}
     if order is not None:
-        return {**none, "step": _extension_actions(schedule, stages)}
+        return None, None, _extension_actions(schedule, stages)
     forward = _extension_actions(schedule.forward_part() if training else schedule, stages)
-    backward = _extension_actions(schedule.backward_part(), stages) if training else None
-    return {**none, "forward": forward, "backward": backward}
+    return forward, _extension_actions(schedule.backward_part(), stages) if training else None, None
 
 
 def _used_tensors(

@@ -12,7 +12,7 @@ from gpipe_fast.runtime.module_warnings import log_graph
 from gpipe_fast.runtime.stage import BoundarySpec, Stage
 from gpipe_fast.trace.gradient_layouts import GradientLayouts, dim_order
 from gpipe_fast.trace.joint_graph import JointGraph
-from gpipe_fast.trace.symbolic import Instance, Template, TraceSample, equal
+from gpipe_fast.trace.symbolic import Instance, Template, equal
 from gpipe_fast.trace.symbols import CannotExpressError, SymbolicMode
 from gpipe_fast.trace.traceability import Untraceable
 
@@ -29,21 +29,19 @@ class ShapeFamily:
     """A stage for inputs that differ only in sizes.
 
     Attributes:
-        samples: the first two traces.
+        samples: the first two traces with fixed sizes: what they are for, and the graphs.
         template: a symbolic trace for all sizes; None if there is none yet.
         num_attempts: the number of attempts to make a template, each of which is one symbolic trace.
     """
 
-    samples: list[TraceSample] = field(default_factory=list)
+    samples: list[tuple[BoundarySpec, GradientLayouts, JointGraph]] = field(default_factory=list)
     template: Template | None = None
     num_attempts: int = 0
 
     def add_sample(self, inputs: BoundarySpec, gradient_layouts: GradientLayouts, joint: JointGraph) -> None:
         """Keeps a trace as a sample, if it is one of the first two."""
         if len(self.samples) < _NUM_SAMPLES:
-            shapes = tuple(spec.shape for spec in inputs.tensors)
-            strides = tuple(spec.strides for spec in inputs.tensors)
-            self.samples.append(TraceSample(shapes, strides, gradient_layouts, joint))
+            self.samples.append((inputs, gradient_layouts, joint))
 
     def num_sizes_to_trace(self) -> int | None:
         """Returns how many new sizes will be traced, until a template serves all; None for all."""
@@ -55,7 +53,7 @@ class ShapeFamily:
 
     def graphs(self) -> list[JointGraph]:
         """Returns the graphs that the family keeps."""
-        return [sample.joint for sample in self.samples] + ([self.template.joint] if self.template else [])
+        return [joint for *_, joint in self.samples] + ([self.template.joint] if self.template else [])
 
     def instantiate(
         self, stage: Stage, inputs: BoundarySpec, gradient_layouts: GradientLayouts
@@ -66,13 +64,13 @@ class ShapeFamily:
         """
         if switches.is_disabled("templates"):
             return None
-        shapes, strides = [s.shape for s in inputs.tensors], [s.strides for s in inputs.tensors]
         if self.template is not None:
-            instance = self.template.at(shapes, strides, gradient_layouts)
+            instance = _at(self.template, inputs, gradient_layouts)
             if instance is not None:
                 return instance
-        varying = _varying_dims([*(sample.shapes for sample in self.samples), tuple(shapes)])
-        sizes = [size for shape, dims in zip(shapes, varying, strict=True) for size in compress(shape, dims)]
+        every = (*(sample for sample, *_ in self.samples), inputs)
+        varying = _varying_dims([[spec.shape for spec in each.tensors] for each in every])
+        sizes = [n for s, dims in zip(inputs.tensors, varying, strict=True) for n in compress(s.shape, dims)]
         # PyTorch specializes symbolic traces on sizes of 0 and 1.
         if (
             len(self.samples) < _NUM_SAMPLES
@@ -93,7 +91,7 @@ class ShapeFamily:
         if symbols is None or joint is None:
             return None
         template = Template(joint, symbols)
-        instance = template.at(shapes, strides, gradient_layouts)
+        instance = _at(template, inputs, gradient_layouts)
         if instance is None or not _reproduces(template, self.samples):
             return None
         self.template = template
@@ -115,9 +113,16 @@ def _varying_dims(seen: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
     return [[len(set(sizes)) > 1 for sizes in zip(*each, strict=True)] for each in zip(*seen, strict=True)]
 
 
-def _reproduces(template: Template, samples: Sequence[TraceSample]) -> bool:
+def _at(template: Template, inputs: BoundarySpec, gradient_layouts: GradientLayouts) -> Instance | None:
+    tensors = inputs.tensors
+    return template.at([s.shape for s in tensors], [s.strides for s in tensors], gradient_layouts)
+
+
+def _reproduces(
+    template: Template, samples: Sequence[tuple[BoundarySpec, GradientLayouts, JointGraph]]
+) -> bool:
     """Returns whether a template reproduces the sample traces; at least one must be within its range."""
-    again = [(s.joint, template.at(s.shapes, s.strides, s.gradient_layouts)) for s in samples]
+    again = [(joint, _at(template, inputs, layouts)) for inputs, layouts, joint in samples]
     try:
         known = [equal(joint, instance.joint) for joint, instance in again if instance is not None]
     except CannotExpressError:

@@ -212,7 +212,7 @@ def outputs_of(ports: TracedPorts) -> BoundarySpec:
     """Returns the specs of a graph's outputs."""
     tensors, differentiable = ports.of(GraphRole.OUTPUT), ports.differentiable_outputs()
     specs = tuple(TensorSpec.of(tensors[i], i in differentiable) for i in range(len(tensors)))
-    return BoundarySpec(specs, ports.structure, ports.stashed)
+    return BoundarySpec(specs, ports.joint.structure, ports.joint.stashed)
 
 
 # A parameter that several stages share: for each of them, its number, and the index into its parameters.

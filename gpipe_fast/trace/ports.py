@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpipe_fast.layers.structure import Structure
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts, GradientLayout, GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -23,22 +22,14 @@ class TracedPorts:
     """The ports of a joint graph.
 
     Attributes:
+        joint: the graph; the template's, if they are those of an instance.
         inputs: every placeholder, in graph order.
         outputs: forward results, new values of written buffers, gradients.
-        structure: as for `JointGraph`.
-        stashed: as for `JointGraph`.
-        written_inputs: as for `JointGraph`.
-        unfused_layers: as for `JointGraph`.
-        draws: whether any operator draws random numbers.
     """
 
+    joint: JointGraph
     inputs: tuple[PortTensor, ...]
     outputs: tuple[PortTensor, ...]
-    structure: Structure
-    stashed: tuple[bool, ...]
-    written_inputs: tuple[int, ...]
-    unfused_layers: tuple[int, ...]
-    draws: bool
 
     @classmethod
     def of_graph(cls, joint: JointGraph) -> TracedPorts:
@@ -47,15 +38,12 @@ class TracedPorts:
             tuple(PortTensor(n.port, n.node.meta.get("val")) for n in nodes)
             for nodes in (joint.inputs, joint.outputs)
         )
-        return cls(
-            inputs,
-            outputs,
-            joint.structure,
-            joint.stashed,
-            joint.written_inputs,
-            joint.unfused_layers,
-            any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in joint.inputs),
-        )
+        return cls(joint, inputs, outputs)
+
+    @property
+    def draws(self) -> bool:
+        """Whether any operator draws random numbers."""
+        return any(n.port.role is GraphRole.KEY and bool(n.node.users) for n in self.joint.inputs)
 
     def of(self, role: GraphRole) -> dict[int, AnyTensor]:
         """Returns the results with this role by index, or the placeholders if no result has it."""

@@ -35,23 +35,6 @@ from gpipe_fast.trace.triton_calls import is_triton_call
 _Symbolic = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
-@dataclass(frozen=True)
-class TraceSample:
-    """A trace with fixed sizes, and its signature.
-
-    Attributes:
-        shapes: the shape of each input.
-        strides: the strides of each input.
-        gradient_layouts: the layouts of the gradients.
-        joint: the graph.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    gradient_layouts: GradientLayouts
-    joint: JointGraph
-
-
 @dataclass(frozen=True, eq=False)
 class Template:
     """A graph with symbolic sizes, to be instantiated.
