@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +13,10 @@ from torch import Tensor
 from gpipe_fast import _extension  # noqa: F401, registers torch.ops.gpipe_fast
 from gpipe_fast.torch_private.operators import OpOverload
 
+if TYPE_CHECKING:
+    from gpipe_fast.randomness.random import KeyedRandomMode as DrawSource
+
 _keyed = torch.ops.gpipe_fast
-
-
-class DrawSource(Protocol):
-    """Draws on behalf of a rule; knows the key, the layer and the ordinal."""
-
-    def draw(
-        self, op: Any, size: Sequence[int], *parameters: float, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Draws the layer's next random tensor with one of the ``keyed_*`` ops."""
-
-    def draw_like(
-        self, op: Any, like: Tensor, *parameters: float, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Draws a tensor with the shape and device of ``like``, and its dtype unless ``dtype`` is given."""
 
 
 Rule = Callable[..., Any]
@@ -41,7 +30,7 @@ def _overload(name: str) -> OpOverload[Any, Any] | None:
 
 
 def _rule(*names: str) -> Callable[[R], R]:
-    """Registers a rule for the ops ``names``; it is called with a `DrawSource` and the op's arguments."""
+    """Registers a rule for the ops ``names``; it is called with the mode and the arguments."""
 
     def register(rule: R) -> R:
         # Older releases of PyTorch lack some overloads.
@@ -210,7 +199,11 @@ def _normal_of_size(
     ["randint_like", "randint_like.generator", "randint_like.low_dtype", "randint_like.low_generator_dtype"],
 )
 def _randint(
-    source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, device: torch.device, *bounds: int
+    source: DrawSource,
+    size: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *bounds: int,
 ) -> Tensor:
     low, end = bounds if len(bounds) == 2 else (0, *bounds)
     return source.draw(_keyed.keyed_integer, size, low, end - 1, dtype=dtype or torch.int64, device=device)

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from gpipe_fast.schedule import Action, Kind, Schedule, ScheduleChoice, fill_dra
 from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
+
+if TYPE_CHECKING:
+    from gpipe_fast.runtime.segments import SegmentSearch
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
 _SLOTS_IN_INFERENCE = 4
@@ -124,21 +127,9 @@ class PlannedCall:
 Stashed = Sequence[tuple[Tensor | None, bool]]
 
 
-class SegmentFinder(Protocol):
-    """The interface by which C++ finds a stage's segments at run time."""
-
-    def find(
-        self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed
-    ) -> _extension.Segment:
-        """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
-
-    def fallback(self, origin: Any, tangents: Sequence[Tensor | None]) -> _extension.Segment:
-        """Returns a segment, which recomputes everything, for gradients that `origin`'s segment rejects."""
-
-
 def make_plan(
     stages: Sequence[Stage],
-    finders: Sequence[SegmentFinder],
+    finders: Sequence[SegmentSearch],
     microbatches: Sequence[BoundarySpec],
     saved_fractions: Sequence[Sequence[SavedFraction]],
     num_threads: int,
@@ -151,7 +142,7 @@ def make_plan(
 
     Args:
         stages: the stages of the pipeline.
-        finders: the segment finder of each stage.
+        finders: by which C++ finds the segments of each stage at run time.
         microbatches: for each micro-batch, the specs of the first stage's inputs, and of the skip tensors
             that the caller gives; only the last may differ.
         saved_fractions: for each stage, the fraction of activations that each micro-batch saves.

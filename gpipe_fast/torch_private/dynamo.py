@@ -28,44 +28,23 @@ import torch._dynamo.variables.dicts as dynamo_dicts
 import torch._dynamo.variables.torch as dynamo_torch
 import torch.utils._triton as torch_triton
 from torch._dynamo import convert_frame
+from torch._dynamo import source as sources
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError, Unsupported
 from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import (
-    AttrSource,
-    GlobalSource,
-    RandomValueSource,
-    TempLocalSource,
-    TensorPropertySource,
-    get_local_source_name,
-)
+from torch._dynamo.source import get_local_source_name
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
+from torch._dynamo.variables import functions, misc, torch_function
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.functions import (
-    BaseUserFunctionVariable,
-    LocalGeneratorObjectVariable,
-    SkipFunctionVariable,
-    UserFunctionVariable,
-    WrapperUserFunctionVariable,
-)
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
-from torch._dynamo.variables.misc import (
-    AutogradFunctionVariable,
-    LoggingLoggerVariable,
-    PythonModuleVariable,
-)
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._dynamo.variables.torch_function import (
-    TorchFunctionModeStackVariable,
-    torch_function_mode_stack_state_mgr,
-)
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import Guard, GuardsSet, Source
@@ -105,7 +84,7 @@ def sent_values_replace_yields() -> contextlib.AbstractContextManager[Any]:
     """
     if TorchVersion(torch.__version__) >= "2.13":
         return contextlib.nullcontext()
-    original = LocalGeneratorObjectVariable.call_method
+    original = functions.LocalGeneratorObjectVariable.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.inline_tracer
@@ -113,20 +92,20 @@ def sent_values_replace_yields() -> contextlib.AbstractContextManager[Any]:
             tracer.pop()
         return original(self, tx, name, args, kwargs)
 
-    return mock.patch.object(LocalGeneratorObjectVariable, "call_method", call_method)
+    return mock.patch.object(functions.LocalGeneratorObjectVariable, "call_method", call_method)
 
 
 def stream_questions_answered() -> contextlib.AbstractContextManager[Any]:
     """Lets captured code ask whether a stream is being captured, in a block; Dynamo refuses it for XPUs."""
     questions = [getattr(of, "is_current_stream_capturing", None) for of in (torch.cuda, torch.xpu)]
-    original = SkipFunctionVariable.call_function
+    original = functions.SkipFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if any(self.value is question for question in questions):
             return SourcelessBuilder.create(tx, False)
         return original(self, tx, args, kwargs)
 
-    return mock.patch.object(SkipFunctionVariable, "call_function", call_function)
+    return mock.patch.object(functions.SkipFunctionVariable, "call_function", call_function)
 
 
 def messages_of_checks_left_out() -> contextlib.AbstractContextManager[Any]:
@@ -138,7 +117,9 @@ def messages_of_checks_left_out() -> contextlib.AbstractContextManager[Any]:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(self.value, "__name__", "").startswith("_check") and self.value.__module__ == "torch":
-            args = [each for each in args if not isinstance(each.realize(), BaseUserFunctionVariable)]
+            args = [
+                each for each in args if not isinstance(each.realize(), functions.BaseUserFunctionVariable)
+            ]
             kwargs = {name: each for name, each in kwargs.items() if name != "message"}
         return original(self, tx, args, kwargs)
 
@@ -197,7 +178,7 @@ def function_modes_cleared() -> Iterator[None]:
     """Clears the stack of function modes in a block, such as a default device's."""
     modes = function_modes()
     try:
-        with torch_function_mode_stack_state_mgr:
+        with torch_function.torch_function_mode_stack_state_mgr:
             yield
     finally:
         # In PyTorch 2.11 a capture enters the manager, too, which then forgets what to restore.
@@ -228,15 +209,17 @@ def settings(wanted: Mapping[str, Any], ignored_logging: set[Any]) -> Iterator[N
 
 def _loggers_found() -> contextlib.AbstractContextManager[Any]:
     """Lets captured code ask for a logger by name, which is always the same one, in a block."""
-    original = UserFunctionVariable.call_function
+    original = functions.UserFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         is_named = self.fn is logging.getLogger and not kwargs
         if is_named and all(each.is_python_constant() for each in args):
-            return LoggingLoggerVariable(logging.getLogger(*(each.as_python_constant() for each in args)))
+            return misc.LoggingLoggerVariable(
+                logging.getLogger(*(each.as_python_constant() for each in args))
+            )
         return original(self, tx, args, kwargs)
 
-    return mock.patch.object(UserFunctionVariable, "call_function", call_function)
+    return mock.patch.object(functions.UserFunctionVariable, "call_function", call_function)
 
 
 @contextlib.contextmanager
@@ -326,7 +309,7 @@ def calls_as_nodes(
         _, kwargs = TagActivationCheckpoint.divide_kwargs(kwargs)
         return args[0].call_function(tx, args[1:], kwargs)
 
-    module, apply = UnspecializedNNModuleVariable, AutogradFunctionVariable
+    module, apply = UnspecializedNNModuleVariable, misc.AutogradFunctionVariable
     call_checkpoint = CheckpointHigherOrderVariable._call_function
     call_module = as_node(module.call_function, lambda variable: variable.value)
     call_apply = as_node(apply.call_apply, lambda variable: variable.fn_cls)
@@ -383,7 +366,7 @@ def _variable(tx: Any, value: Any, tensors: Iterator[Any]) -> Any:
         # A global variable of the captured function has the class, so that guards can name it.
         name = f"class_{id(type(value))}"
         tx.output.global_scope[name] = type(value)
-        return VariableTracker.build(tx, type(value), GlobalSource(name)).call_function(tx, [], named)
+        return VariableTracker.build(tx, type(value), sources.GlobalSource(name)).call_function(tx, [], named)
     return SourcelessBuilder.create(tx, value)
 
 
@@ -533,7 +516,7 @@ def _is_from_getattr(owner: Any, name: str) -> bool:
 def asked_attributes_guarded() -> Iterator[None]:
     """Makes Dynamo guard whether Python modules and functions have an attribute, if asked, in a block."""
     with contextlib.ExitStack() as stack:
-        for kind in (PythonModuleVariable, BaseUserFunctionVariable):
+        for kind in (misc.PythonModuleVariable, functions.BaseUserFunctionVariable):
             original = kind.call_obj_hasattr
 
             def call_obj_hasattr(self: Any, tx: Any, name: str, original: Any = original) -> Any:
@@ -559,7 +542,7 @@ def cached_calls_answered(
             arguments, or None if some argument is no constant, and its keyword arguments; `NotImplemented` if
             the function below the cache shall be traced.
     """
-    original = WrapperUserFunctionVariable.call_function
+    original = functions.WrapperUserFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         found = NotImplemented
@@ -574,7 +557,7 @@ def cached_calls_answered(
             original(self, tx, args, kwargs) if found is NotImplemented else VariableTracker.build(tx, found)
         )
 
-    return mock.patch.object(WrapperUserFunctionVariable, "call_function", call_function)
+    return mock.patch.object(functions.WrapperUserFunctionVariable, "call_function", call_function)
 
 
 @contextlib.contextmanager
@@ -621,7 +604,7 @@ def effective_changes_only(names: list[str]) -> Iterator[None]:
             f"{source.name}.{attribute}" if attribute else source.name
             for variable in found
             if (source := getattr(variable, "source", None)) is not None
-            and not isinstance(source, TempLocalSource)  # an object that the captured code makes
+            and not isinstance(source, sources.TempLocalSource)  # an object that the captured code makes
             for attribute in side_effects.store_attr_mutations.get(variable) or [""]
         ]
         return found
@@ -633,14 +616,14 @@ def effective_changes_only(names: list[str]) -> Iterator[None]:
 def _is_empty_again(variable: Any) -> bool:
     if getattr(variable, "source", None) is None:
         return False
-    if isinstance(variable, TorchFunctionModeStackVariable):  # captures begin without modes
+    if isinstance(variable, torch_function.TorchFunctionModeStackVariable):  # captures begin without modes
         return not variable.symbolic_stack
     return getattr(variable, "original_items", None) == {} and getattr(variable, "items", None) == {}
 
 
 def _stores_same_buffers(variable: Any) -> bool:
     source = getattr(variable, "source", None)
-    if not isinstance(source, AttrSource) or source.member != "_buffers":
+    if not isinstance(source, sources.AttrSource) or source.member != "_buffers":
         return False
     before, now = getattr(variable, "original_items", None), getattr(variable, "items", None)
     if before is None or now is None or len(before) != len(now):
@@ -679,12 +662,12 @@ def sources_of(graph: Any) -> dict[Any, Source]:
 
 def is_random_value(source: Source) -> bool:
     """Returns whether a source is a number drawn from Python's `random`."""
-    return isinstance(source, RandomValueSource)
+    return isinstance(source, sources.RandomValueSource)
 
 
 def is_size(source: Source) -> bool:
     """Returns whether a source is a symbol for a size of another input."""
-    return isinstance(source, TensorPropertySource)
+    return isinstance(source, sources.TensorPropertySource)
 
 
 class _Checks(CheckFunctionManager):
