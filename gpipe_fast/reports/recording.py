@@ -16,7 +16,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from gpipe_fast._extension import Pipeline
 from gpipe_fast.layers.quantized import stored_bytes
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.reports.blame import Phase
@@ -24,7 +23,8 @@ from gpipe_fast.reports.events import Event, PythonTime
 from gpipe_fast.reports.report import Report, StageSizes
 from gpipe_fast.reports.timeline import sender_of
 from gpipe_fast.runtime.compiled import CompiledStage
-from gpipe_fast.runtime.python_layers import LayerTime, timing_layers
+from gpipe_fast.runtime.python_layers import timing_layers
+from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.runtime.stage import Stage
 from gpipe_fast.schedule import BACKWARD, TRANSFERS, Action, Schedule
 from gpipe_fast.trace.joint_graph import parameters_of
@@ -203,32 +203,42 @@ def stage_sizes(stages: Sequence[Stage]) -> tuple[StageSizes, ...]:
     return tuple(sizes)
 
 
-@contextlib.contextmanager
-def record(
-    pipeline: Pipeline, complete: Callable[[Recording, Sequence[LayerTime]], None] = lambda *_: None
-) -> Iterator[Recording]:
-    """Records the actions that ``pipeline`` runs inside the block.
+def _rank_of(runner: Runner) -> tuple[int, ...]:
+    """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
+    plan = runner.runners[-1].planner.latest
+    if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
+        return ()
+    return tuple(plan.schedule.rank_of[stage] for stage in range(plan.schedule.num_stages))
 
-    Args:
-        pipeline: the pipeline.
-        complete: sets what else the recording holds; called after the block, with the times of Python layers
-            in this process.
-    """
-    if pipeline.recorded():
-        raise RuntimeError(
-            "this module is being recorded already; recordings cannot be nested: leave the first "
-            "model.recording() block before you begin another"
-        )
-    recording = Recording()
-    pipeline.record(MAX_EVENTS)
-    with timing_layers() as times:
-        try:
-            yield recording
-        finally:
-            events = pipeline.events()
-            pipeline.record(0)
-            complete(recording, times)
-            recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
+
+@contextlib.contextmanager
+def record(runner: Runner) -> Iterator[Recording]:
+    """Records the actions that the pipeline of a runner runs inside the block; see `GPipe.recording`."""
+    pipeline, processes, recording = runner.pipeline, runner.processes, Recording()
+    with processes.reporting():
+        if pipeline.recorded():
+            raise RuntimeError(
+                "this module is being recorded already; recordings cannot be nested: leave the first "
+                "model.recording() block before you begin another"
+            )
+        pipeline.record(MAX_EVENTS)
+        with timing_layers() as times:
+            try:
+                yield recording
+            finally:
+                events = pipeline.events()
+                pipeline.record(0)
+                recording.stages = tuple(tuple(_event(*values) for values in stage) for stage in events)
+                own_stages = {stage for each in runner.runners for stage in each.stages}
+                latest = {(t.action, t.layer): t for t in times if t.stage in own_stages}
+                recording.python = tuple(PythonTime(Action.parse(t.action), *t[2:]) for t in latest.values())
+                recording.kernels = kernel_names(runner.stages, runner.planner.compiler.lowered())
+                recording.rank_of = _rank_of(runner)
+                recording.sizes = stage_sizes(runner.stages)
+        if processes.is_mesh:
+            exchange_stages(
+                recording, runner.own_stages, processes.exchange, receives_in_recv=processes.by_nccl
+            )
 
 
 def _event(name: str, is_wait: bool, begin: int, end: int, *others: int) -> Event:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -17,18 +16,15 @@ from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.layers.structure import Inputs, call_unpacked
 from gpipe_fast.profile import profile_layers
 from gpipe_fast.reports.advice import LayerCosts, Measurements
-from gpipe_fast.reports.events import PythonTime
 from gpipe_fast.reports.explanation import Explanation, explain_call, on_absent_device
 from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
-from gpipe_fast.reports.recording import Recording, exchange_stages, kernel_names, record, stage_sizes
+from gpipe_fast.reports.recording import Recording, record
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum
 from gpipe_fast.runtime.planner import failure_message
-from gpipe_fast.runtime.python_layers import LayerTime
 from gpipe_fast.runtime.runner import Runner, StepInputs
 from gpipe_fast.runtime.stage import TRACING_LOCK
 from gpipe_fast.runtime.stage_memory import StageBytes, stage_bytes
-from gpipe_fast.schedule import Action
 from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.traceability import Untraceable
 from gpipe_fast.training.losses import check_target, loss_of
@@ -206,18 +202,7 @@ class Reporting(Container):
         RuntimeError if a rank has failed or does not answer within ``timeout``. If an exception leaves the
         block, the recording has only what ran in this process.
         """
-        runner = self._runner
-
-        def complete(recording: Recording, times: Sequence[LayerTime]) -> None:
-            own_stages = {stage for each in runner.runners for stage in each.stages}
-            latest = {(t.action, t.layer): t for t in times if t.stage in own_stages}
-            recording.python = tuple(PythonTime(Action.parse(t.action), *t[2:]) for t in latest.values())
-            recording.kernels = kernel_names(runner.stages, runner.planner.compiler.lowered())
-            recording.rank_of = _rank_of(runner)
-            recording.sizes = stage_sizes(runner.stages)
-
-        own = record(runner.pipeline, complete)
-        return own if not runner.processes.is_mesh else _recording_of_all(own, runner)
+        return record(self._runner)
 
 
 def steps_of(
@@ -343,20 +328,3 @@ def _parameters_by_stage(runner: Runner) -> list[list[Tensor]]:
         seen.update(own)
         found.append(own)
     return found
-
-
-def _rank_of(runner: Runner) -> tuple[int, ...]:
-    """Returns the ranks of the stages in the latest step, if several stages form one; else nothing."""
-    plan = runner.runners[-1].planner.latest
-    if plan is None or not plan.is_step or plan.schedule.ranks == plan.schedule.stages:
-        return ()
-    return tuple(plan.schedule.rank_of[stage] for stage in range(plan.schedule.num_stages))
-
-
-@contextlib.contextmanager
-def _recording_of_all(recording: AbstractContextManager[Recording], runner: Runner) -> Iterator[Recording]:
-    processes = runner.processes
-    with processes.reporting():
-        with recording as found:
-            yield found
-        exchange_stages(found, runner.own_stages, processes.exchange, receives_in_recv=processes.by_nccl)
