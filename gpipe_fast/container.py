@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
@@ -25,15 +25,93 @@ from gpipe_fast.weights.source import Source
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_DEVICES_ARE_MANAGED = (
-    "GPipe should manage device placement; pass devices=[...] to GPipe, or set model.devices"
-)
+
+class Placed(nn.Module):
+    """A module with tensors on the devices of stages, of which some may be in other processes."""
+
+    _move_by: ClassVar[str]  # what users do instead of moving the module
+
+    def _runners(self) -> Sequence[Runner]:
+        """Returns the runners of the layers; the last one has the present placement."""
+        raise NotImplementedError
+
+    def _move_assigned(self) -> None:
+        """Moves what was assigned to the devices of the stages, and gives memory to meta tensors."""
+        for runner in self._runners():
+            runner.move_layers()
+
+    def _own_devices(self) -> set[torch.device]:
+        """Returns the devices of the stages of this process."""
+        return {device for _, device in self._runners()[-1].placed() if device.type != "meta"}
+
+    def _state_elsewhere(self) -> dict[str, Any]:
+        """Returns what a state dict has of stages in other processes alone."""
+        runners = [runner for runner in self._runners() if runner.processes.is_mesh]
+        if not runners:
+            return {}
+        own = {id(tensor) for runner in runners for tensor in runner.own_tensors()}
+        parts = [part for runner in runners for part, _ in runner.placed()]
+        elsewhere = {id(x) for part in parts for x in (*part.parameters(), *part.buffers())} - own
+        state = super().state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if id(value) in elsewhere}
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Raises TypeError, unless all stages are on that GPU; they stay on the devices of the pipeline."""
+        return self.to("cuda" if device is None else device)
+
+    def cpu(self) -> Self:
+        """Raises TypeError, unless all stages are on the CPU; they stay on the devices of the pipeline."""
+        return self.to("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Casts parameters and buffers to a dtype or a memory format.
+
+        Raises:
+            TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
+        """
+        return super().to(**casts_of(args, kwargs, self._own_devices(), self._move_by))
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Returns a state dict as PyTorch does. With a mesh, it has no tensors of other processes."""
+        found = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._state_elsewhere():
+            found.pop(prefix + name, None)
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict as PyTorch does, and gives memory to tensors on the meta device.
+
+        With ``assign=True``, the assigned tensors are moved to the devices of their stages. With a mesh, the
+        state dict need not have the tensors of other processes, which are not loaded.
+        """
+        found = super().load_state_dict(state_dict, strict, assign)
+        self._move_assigned()
+        return found
+
+    def _load_from_state_dict(
+        self,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Completes a copy of the user's dict, before PyTorch visits the modules inside."""
+        runners = self._runners()
+        if runners and has_meta_tensors(self) and not local_metadata.get("assign_to_params_buffers"):
+            make_lazy(state_dict, prefix, runners[-1].placed())
+        for name, value in self._state_elsewhere().items():
+            state_dict.setdefault(prefix + name, value)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
-class Container(LayerSequence):
+class Container(Placed, LayerSequence):
     """A module whose direct children are the layers of a ``Sequential``, under the same names."""
 
     _runner: Runner
+    _move_by = "GPipe should manage device placement; pass devices=[...] to GPipe, or set model.devices"
 
     def _register_layers(self, module: nn.Sequential) -> None:
         """Registers the layers of a ``Sequential`` as children, uncopied.
@@ -52,14 +130,8 @@ class Container(LayerSequence):
         """Returns the dictionary of the layers, which changes when a layer is replaced."""
         return cast(dict[str, nn.Module], self._modules)
 
-    def _state_elsewhere(self) -> dict[str, Any]:
-        """Returns what a state dict has of stages in other processes alone."""
-        if not self._runner.processes.is_mesh:
-            return {}
-        own = set(map(id, self._runner.own_tensors()))
-        others = (partition for partition, device in self._runner.placed() if device.type == "meta")
-        states = (partition.state_dict(keep_vars=True) for partition in others)
-        return {name: value for state in states for name, value in state.items() if id(value) not in own}
+    def _runners(self) -> Sequence[Runner]:
+        return (self._runner,)
 
     def __getitem__(self, index: int) -> nn.Module:
         """Returns a layer by position. Negative positions count from the end."""
@@ -105,23 +177,6 @@ class Container(LayerSequence):
         if name == "memory":
             raise AttributeError(f"memory is a method, got {value!r}; set memory_limit instead")
         super().__setattr__(name, value)
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Raises TypeError, unless all stages are on that GPU. Set `devices` instead."""
-        return self.to("cuda" if device is None else device)
-
-    def cpu(self) -> Self:
-        """Raises TypeError, unless all stages are on the CPU. Set `devices` instead."""
-        return self.to("cpu")
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Casts parameters and buffers to a dtype or a memory format.
-
-        Raises:
-            TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
-        """
-        own = (device for _, device in self._runner.placed() if device.type != "meta")
-        return super().to(**casts_of(args, kwargs, own, _DEVICES_ARE_MANAGED))
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises RuntimeError. ``torch.jit.script`` calls this method."""
@@ -176,25 +231,6 @@ class Container(LayerSequence):
         self._runner.move_layers()
         return found
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """Returns a state dict as PyTorch does. With a mesh, it has the tensors of the own stage alone."""
-        found = super().state_dict(*args, prefix=prefix, **kwargs)
-        for name in self._state_elsewhere():
-            found.pop(prefix + name, None)
-        return found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state dict as PyTorch does, and gives memory to tensors on the meta device.
-
-        With ``assign=True``, the assigned tensors are moved to the devices of their stages. With a mesh, the
-        state dict need not have the tensors of other stages, which are not loaded.
-        """
-        found = super().load_state_dict(state_dict, strict, assign)
-        self._runner.move_layers()
-        return found
-
     def _load_from_state_dict(
         self,
         state_dict: MutableMapping[str, Any],
@@ -203,12 +239,8 @@ class Container(LayerSequence):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Converts torchgpipe's keys, in a copy of the user's dict; PyTorch visits the layers afterwards."""
+        """Converts torchgpipe's keys, in a copy of the user's dict."""
         torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
-        if has_meta_tensors(self) and not local_metadata.get("assign_to_params_buffers"):
-            make_lazy(state_dict, prefix, self._runner.placed())
-        for name, value in self._state_elsewhere().items():
-            state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 

@@ -224,21 +224,16 @@ class Calls:
             self._warned_of_numbers = True
             warn_user(changing_number_text(number))
 
-    def elsewhere(self) -> set[int]:
-        """Returns the ``id`` of each tensor that only stages in other processes have."""
-        own, others = set[int](), set[int]()
-        for program in self._programs if self.processes.is_mesh else ():
+    def runners(self) -> list[Runner]:
+        """Returns the runners of all programs, with the tensors that the user's modules have now."""
+        for program in self._programs:
             program.take()
-            for partition, device in program.runner.placed():
-                found = others if device.type == "meta" else own
-                found.update(map(id, (*partition.parameters(), *partition.buffers())))
-        return others - own
+        return [program.runner for program in self._programs]
 
     def move_to_devices(self) -> None:
         """Moves what was assigned to the devices of the stages."""
-        for program in self._programs:
-            program.take()
-            program.runner.move_layers()
+        for runner, program in zip(self.runners(), self._programs, strict=True):
+            runner.move_layers()
             program.give_back()
 
     def begin(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gpipe_fast.devices import casts_of
+from gpipe_fast.container import Placed
 from gpipe_fast.distributed.mesh import refuse_ddp
 from gpipe_fast.from_model.calls import Calls, Making, page, wants_cache
 from gpipe_fast.from_model.program import Program, SplitInputs
@@ -31,6 +31,7 @@ from gpipe_fast.from_model.trl import in_place_of_fused_head
 from gpipe_fast.lower.checkpoint import CheckpointChoice, CheckpointSetting
 from gpipe_fast.reports.report import Report
 from gpipe_fast.reports.steps import Steps, backward_of_sum, unchanged
+from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.runtime.settings import Setting, Settings
 from gpipe_fast.schedule import ScheduleChoice
 from gpipe_fast.streaming import CallStream, arguments_in, results
@@ -39,7 +40,7 @@ from gpipe_fast.training.step import check_list, result_of
 from gpipe_fast.training.update import checked_update
 from gpipe_fast.unsupported import uncompiled
 from gpipe_fast.user_warning import warn_user
-from gpipe_fast.weights.load import Initialize, load_weights, make_lazy
+from gpipe_fast.weights.load import Initialize, load_weights
 from gpipe_fast.weights.source import Source
 
 
@@ -145,7 +146,6 @@ class ModelStream:
             self._stream.close()
 
 
-_STAGES_HAVE_DEVICES = "every stage has its own device; pass devices=[...] to GPipe.from_model"
 # Settings of a `GPipe` that only another pipeline has another value of.
 _FIXED = ("backend", "balance", "capture", "devices", "fuse", "grad_dtype", "memory_limit", "transport")
 
@@ -154,7 +154,7 @@ STATE = "_gpipe_fast"
 _WRAPPER = "_gpipe_fast_wrapper"
 
 
-class Pipelined(nn.Module):
+class Pipelined(Placed):
     """Base of the classes of pipelined models, which `gpipe_fast.GPipe.from_model` makes."""
 
     # Not in `__dict__`, which the user's model and other pipelines of it have, too.
@@ -162,6 +162,7 @@ class Pipelined(nn.Module):
     _calls: Calls
     _wrapper: Any  # around forward; None if there is none
     _plain_class: type[nn.Module]
+    _move_by = "every stage has its own device; pass devices=[...] to GPipe.from_model"
 
     def plain(self) -> Any:
         """Returns the plain model: another object with the same attributes, whose forward is the model's own.
@@ -366,62 +367,12 @@ class Pipelined(nn.Module):
         how = strict, init, quantization_config
         return load_weights(self, source, self._calls.program.runner.placed, *how)
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """Returns a state dict as the model does. With a mesh, it has no tensors of other processes."""
-        found = super().state_dict(*args, prefix=prefix, **kwargs)
-        for name in self._state_elsewhere():
-            found.pop(prefix + name, None)
-        return found
+    def _runners(self) -> Sequence[Runner]:
+        return self._calls.runners()
 
-    def _state_elsewhere(self) -> dict[str, Any]:
-        """Returns what a state dict has of stages in other processes alone."""
-        elsewhere = self._calls.elsewhere()
-        state = super().state_dict(keep_vars=True) if elsewhere else {}
-        return {name: value for name, value in state.items() if id(value) in elsewhere}
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state dict as the model does. With a mesh, it need not have tensors of other processes.
-
-        Then tensors of the own stages on the meta device get memory.
-        """
-        found = super().load_state_dict(state_dict, strict, assign)
+    def _move_assigned(self) -> None:
         if self._calls.processes.is_mesh:
             self._calls.move_to_devices()
-        return found
-
-    def _load_from_state_dict(
-        self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Completes the state dict by the tensors of other processes, in a copy of the user's dict."""
-        elsewhere = self._state_elsewhere()
-        if elsewhere and not local_metadata.get("assign_to_params_buffers"):
-            make_lazy(state_dict, prefix, self._calls.program.runner.placed())
-        for name, value in elsewhere.items():
-            state_dict.setdefault(prefix + name, value)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-
-    def cuda(self, device: Any = None) -> Any:
-        """Raises TypeError, unless all stages are on that GPU. Pass ``devices`` to `GPipe.from_model`."""
-        return self.to("cuda" if device is None else device)
-
-    def cpu(self) -> Any:
-        """Raises TypeError, unless all stages are on the CPU. Pass ``devices`` to `GPipe.from_model`."""
-        return self.to("cpu")
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts parameters and buffers to a dtype or a memory format.
-
-        Raises:
-            TypeError: a device, or a tensor that implies one, was passed, and a stage has another device.
-        """
-        return super().to(**casts_of(args, kwargs, self._own_devices(), _STAGES_HAVE_DEVICES))
 
     @property
     def hf_device_map(self) -> dict[str, str]:
@@ -456,10 +407,6 @@ class Pipelined(nn.Module):
                 f"(see 'Generate text', {page('guide/generation.md')})"
             )
         return self.plain().forward(*args, **kwargs)
-
-    def _own_devices(self) -> set[torch.device]:
-        """Returns the devices of the stages of this process."""
-        return {device for _, device in self._calls.program.runner.placed() if device.type != "meta"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, (self._plain_class,), {**vars(self), STATE: self._calls, _WRAPPER: self._wrapper}

@@ -22,7 +22,7 @@ from gpipe_fast.container import runner_of
 from gpipe_fast.distributed import ranks
 from gpipe_fast.runtime.compile import Compiler
 from tests.contracts.contract_1_same_bits.test_skip_connections import make_model as skipping
-from tests.contracts.contract_1_same_bits.test_values import PairToPair, PairToTensor, TensorToPair
+from tests.contracts.contract_1_same_bits.test_values import TensorToPair
 from tests.models import batch_normed, features, gpt, noisy, tokens
 from tests.quantized import WIDTH, blocks, packed
 from tests.reference import SEED, Result, loop_step, pipeline_step, restored, unequal
@@ -33,6 +33,21 @@ TIMEOUT = 20.0
 LOST = 10.0
 # Seconds that ranks wait for one that compiles, in the tests in which that takes longer.
 SHORT = 4.0
+
+
+class PairToPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = pair
+        return self.norm(self.a(x) + y), torch.tanh(self.b(y))
+
+
+class PairToTensor(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * 2 + pair[1]
 
 
 def tuples() -> nn.Sequential:
