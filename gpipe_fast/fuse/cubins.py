@@ -77,7 +77,7 @@ def cubins(sources: Sequence[KernelSource], capability: tuple[int, int]) -> list
     """
     architecture = 10 * capability[0] + capability[1]
     with _lock:
-        keys = [_key(source, architecture) for source in sources]
+        keys = [(source.identity, architecture) for source in sources]
         missing = {}
         for key, source in zip(keys, sources, strict=True):
             if key in _memory or key in missing:
@@ -97,12 +97,6 @@ def forget() -> None:
     """Forgets what this process has compiled or read; the disk keeps its entries."""
     with _lock:
         _memory.clear()
-
-
-def _key(source: KernelSource, architecture: int) -> Hashable:
-    # Texts, because 1, 1.0 and True are equal.
-    others = {name: value for name, value in vars(source).items() if name != "kernel"}
-    return source.kernel.fn, repr(others), architecture
 
 
 def _compile(missing: dict[Hashable, KernelSource], architecture: int) -> None:

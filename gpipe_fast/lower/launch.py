@@ -63,6 +63,12 @@ class KernelSource:
     num_stages: int
     contracts: bool = True
 
+    @property
+    def identity(self) -> Hashable:
+        """What differs between kernels that are compiled to different code."""
+        others = self.signature, self.constants, self.divisible, self.num_warps, self.num_stages, self.contracts
+        return self.kernel.fn, repr(others)  # a text, because 1, 1.0 and True are equal
+
 
 @dataclass(frozen=True)
 class KernelLaunch(KernelSource):
@@ -88,8 +94,7 @@ class KernelLaunch(KernelSource):
     @property
     def specialization(self) -> Hashable:
         """Everything that a kernel is compiled for, but not its numbers and its grid."""
-        types = self.signature, self.constants, self.divisible, self.aligned
-        return self.name, *types, self.num_warps, self.num_stages, self.contracts
+        return self.identity, self.aligned
 
     def pack(self, position: int, number: float) -> bytes:
         """Returns a number's bytes as the kernel's argument at this position."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,11 +162,16 @@ def test_launches_that_differ_in_numbers_and_grid_share_a_kernel() -> None:
     one, other, not_divisible = found
     assert one.specialization == other.specialization != not_divisible.specialization
     assert dataclasses.replace(one, grid=(7, 1, 1)).specialization == one.specialization
+    namesake = Mock(fn=FunctionType(double.fn.__code__, {}, "double"))
+    namesake.fn.__module__ = "another.triton_kernels"
+    assert dataclasses.replace(one, kernel=namesake).name == one.name
     for change in (
         {"num_warps": 4},
         {"constants": ()},
         {"signature": ()},
         {"divisible": ()},
         {"aligned": ()},
+        {"constants": (("BLOCK", 32.0),)},  # equal, but another constant
+        {"kernel": namesake},
     ):
         assert dataclasses.replace(one, **change).specialization != one.specialization
