@@ -350,7 +350,7 @@ class GPipe(Reporting):
                 ``requires_grad`` are read. Meta tensors stand for tensors on the first stage's device; a
                 balance is measured on zeros in their place.
             also: Further mini-batches, of other shapes. A tuple contains the positional arguments of a call;
-                any other value is the only argument. Programs of up to 32 kinds of calls are kept.
+                any other value is the only argument. Programs of up to 256 kinds of calls are kept.
             kwargs: The keyword arguments of each call.
 
         Raises:

@@ -132,7 +132,7 @@ class CallStream:
             inputs = runner.checked_inputs(args, kwargs)
             training = self._is_training()
             runner.choose_balance(inputs, training)
-            call = runner.prepare(inputs, training)._replace(wait=self.wait_for_all)
+            call = runner.prepared_call(inputs, training)._replace(wait=self.wait_for_all)
             if self._native is None:
                 self._pipeline = call.pipeline
                 self._native = InferenceStream(call.pipeline)

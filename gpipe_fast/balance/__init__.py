@@ -2,7 +2,7 @@
 
 The input is layers, or a cost per layer; the output is a balance, the number of layers of each partition. The
 partitioning algorithm (`partition`) imports nothing from gpipe_fast. `automatic` measures layers by the
-module `profile`. Only `gpipe`, `reports` and `stages` import the package.
+module `profile`.
 """
 
 from gpipe_fast.balance.automatic import balance_by_size, balance_by_time

@@ -1,5 +1,4 @@
 """Compatibility with checkpoints of other libraries.
 
-Its input is a state dict that torchgpipe saved; its output is one with the keys of the plain Sequential. The
-package imports nothing of gpipe_fast, and only `container` imports it.
+Its input is a state dict that torchgpipe saved; its output is one with the keys of the plain Sequential.
 """

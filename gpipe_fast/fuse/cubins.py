@@ -78,7 +78,7 @@ def cubins(sources: Sequence[KernelSource], capability: tuple[int, int]) -> list
     architecture = 10 * capability[0] + capability[1]
     with _lock:
         keys = [(source.identity, architecture) for source in sources]
-        missing = {}
+        missing: dict[Hashable, KernelSource] = {}
         for key, source in zip(keys, sources, strict=True):
             if key in _memory or key in missing:
                 continue

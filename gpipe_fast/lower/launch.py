@@ -66,8 +66,9 @@ class KernelSource:
     @property
     def identity(self) -> Hashable:
         """What differs between kernels that are compiled to different code."""
-        others = self.signature, self.constants, self.divisible, self.num_warps, self.num_stages, self.contracts
-        return self.kernel.fn, repr(others)  # a text, because 1, 1.0 and True are equal
+        types = self.signature, self.constants, self.divisible
+        # A text, because 1, 1.0 and True are equal.
+        return self.kernel.fn, repr((*types, self.num_warps, self.num_stages, self.contracts))
 
 
 @dataclass(frozen=True)

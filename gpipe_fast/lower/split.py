@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,7 +20,7 @@ from gpipe_fast.lower.checkpoint import (
 from gpipe_fast.lower.ladder import Ladder, bytes_of, is_backward, producer_of, read_by_backward
 from gpipe_fast.lower.work import is_attention
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, dequantized
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, dequantized, needed_nodes
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 # The key in a node's meta for its position in the joint graph, which is autograd's order.
@@ -125,8 +125,8 @@ def _values_to_hold(
     in another way, and a comparison, such as that of ReLU, might then decide differently.
     """
     given = {n.node: n.port for n in inputs}
-    before = _needed_nodes(given, (n.node for n in of_inputs))
-    needed = _needed_nodes(given, (n.node for n in of_weights))
+    before = needed_nodes((n.node for n in of_inputs), given)
+    needed = needed_nodes((n.node for n in of_weights), given)
     after_tangents = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
     nodes = [n for n in joint.module.graph.nodes if n in needed and n not in given]
     for node in nodes:
@@ -163,7 +163,7 @@ def _attention_results(joint: JointGraph) -> list[fx.Node]:
     """Returns the results of fused attention that the backward needs, in graph order."""
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and not is_backward(n)]
     results = [n for n in nodes if isinstance(n.meta.get("val"), AnyTensor) and is_attention(producer_of(n))]
-    needed = _needed_nodes({n.node for n in joint.inputs} | {*results}, (n.node for n in _gradients(joint)))
+    needed = needed_nodes((n.node for n in _gradients(joint)), {n.node for n in joint.inputs} | {*results})
     return [n for n in results if n in needed]
 
 
@@ -176,7 +176,7 @@ def _extract(
     """
     inputs, outputs = list(inputs), list(outputs)
     given = {n.node: n.port for n in inputs}
-    needed = _needed_nodes(given, (n.node for n in outputs))
+    needed = needed_nodes((n.node for n in outputs), given)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, port in given.items():
@@ -213,7 +213,7 @@ def _order_by_part(nodes: Iterable[fx.Node], joint: JointGraph) -> list[fx.Node]
     rest.
     """
     given = {n.node: n.port for n in joint.inputs}
-    early = _needed_nodes(given, (n.node for n in joint.outputs if n.port.role is GraphRole.INPUT_GRADIENT))
+    early = needed_nodes((n.node for n in joint.outputs if n.port.role is GraphRole.INPUT_GRADIENT), given)
     after_tangents = {node for node, port in given.items() if port.role is GraphRole.TANGENT}
     parts: tuple[list[fx.Node], ...] = ([], [], [])
     for node in nodes:
@@ -234,18 +234,6 @@ def parameter_uses(joint: JointGraph) -> Mapping[int, int]:
         if port.role is GraphRole.PARAMETER:
             uses[port.index] += sum(count_reads(user, node) for user in node.users if not is_backward(user))
     return dict(uses)
-
-
-def _needed_nodes(given: Collection[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    pending = list(results)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            if node not in given:
-                pending.extend(node.all_input_nodes)
-    return needed
 
 
 __all__ = ["JOINT_POSITION", "SplitGraphs", "StageGraph", "parameter_uses", "split"]

@@ -296,7 +296,7 @@ def _predicted(
     """
     runner.choose_balance(inputs, training)
     with TRACING_LOCK:
-        call = runner.describe(inputs, training, given)
+        call = runner.updated_call(inputs, training, given)
         call = runner.within_memory(runner.planner, call, training)
         if devices is None:
             planner = runner.planner

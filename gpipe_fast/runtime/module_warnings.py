@@ -65,7 +65,10 @@ class ModuleWarnings:
             text = str(found)
         else:
             found = InPython.of(index, stage, layer, reason)
-            text = f"{found}; other layers are unaffected"
+            text = (
+                f"{found}; other layers compute the same, but run in Python in the first call of each "
+                "new shape"
+            )
         log.debug(text)
         self.pending.append(text)
         self.python_layers[index, layer] = found

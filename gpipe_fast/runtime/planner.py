@@ -109,7 +109,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Signature:
-    """A cache key: everything that the programs of a mini-batch depend on.
+    """A cache key: what the programs of a mini-batch depend on, but the checkpoint policy and the layouts of
+    gradients, which the keys of plans add.
 
     Attributes:
         inputs: the specs of the module's inputs.

@@ -14,9 +14,12 @@ The path of a call, from top to bottom::
     call(args, kwargs)
       checked_inputs     errors about the arguments
       choose_balance     in the first call, if the user has given none
-      prepare
-        describe         detects changes of the layers
+      prepared_call
+        _observed        without the modes and hooks around the call
+        updated_call     detects changes of the layers
+        within_memory    with a limit, what to save; the first time, it may trace and lower ten plans
         Planner.plan     the programs, from the cache or newly made (gpipe_fast/runtime/planner.py)
+      processes.begin    with a mesh, an agreement of all processes
       Pipeline.forward or Pipeline.step, in C++
       finish             warnings, and the nesting of the outputs
 
@@ -458,7 +461,7 @@ class Runner:
     def run(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Any:
         """Runs the forward of a mini-batch; with ``given``, a step, or without gradients its forward."""
         with naming_edges(inputs):
-            call = self.prepare(inputs, training, given)
+            call = self.prepared_call(inputs, training, given)
             plan, key = call.plan, call.key()
             seed, asked = key if isinstance(key, int) else 0, {} if given is None else given.asked
             self.processes.begin(call.pipeline, call.call, plan, self.stages, asked, seed)
@@ -483,7 +486,7 @@ class Runner:
                 )
             return self.finish(call, outputs, structure)
 
-    def prepare(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
+    def prepared_call(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
             is_changed = True
@@ -522,7 +525,7 @@ class Runner:
         """Returns the description of a call, and its plan. The caller holds the tracing lock."""
 
         def plan(hook: str | None) -> tuple[Call, PlannedCall]:
-            call = self.describe(inputs, training, given)
+            call = self.updated_call(inputs, training, given)
             planner = self.planner if hook is None else self._planner_for_hook(hook)
             call = self.within_memory(planner, call, training)
             return call, planner.plan(call)
@@ -535,8 +538,8 @@ class Runner:
             return function(None)
         return without_observers(function, global_hook())
 
-    def describe(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
-        """Returns the description of a call, for the present layers and settings.
+    def updated_call(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
+        """Returns the description of a call, after an update to the present layers, maybe with new stages.
 
         Args:
             inputs: the inputs.
@@ -568,7 +571,7 @@ class Runner:
         return (partition for partition, device in self.placed() if device.type != "meta")
 
     def call_of(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
-        """As for `describe`, if nothing has changed since."""
+        """As for `updated_call`, if nothing has changed since."""
         chunks, number = self.chunks_of(inputs.batch_size), len(self.stages)
         is_training = training and torch.is_grad_enabled()
         checkpoint = checkpoint_policy(self.settings.checkpoint, number, is_training)

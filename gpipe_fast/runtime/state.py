@@ -24,7 +24,7 @@ class ModuleState:
         parameters: the parameters of all layers; a shared parameter once.
         buffers: the buffers of all layers; a shared buffer once.
         is_sharded: whether a parameter is sharded.
-        devices: the devices of these tensors, on which no program depends.
+        devices: the devices of these tensors; a move needs a new plan, where `check_placed` raises.
     """
 
     def __init__(self, states: LayerStates, in_python: Set[int] = frozenset()) -> None:
@@ -88,7 +88,7 @@ class ModuleState:
             for state, layer in zip(key.states, self.layers, strict=True)
             if not state.guards
         )
-        return are_new and key.hold(self.layers, range(len(self.layers)), True)
+        return are_new and key.guards_hold(self.layers, range(len(self.layers)), True)
 
     def follow_captures(self) -> None:
         """Updates the key after captures that may have added guards."""
@@ -123,4 +123,4 @@ class ModuleState:
         others = {index for index in self._watched if index not in in_python}
         if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
             return True
-        return key is not None and not key.hold(self.layers, others, True)
+        return key is not None and not key.guards_hold(self.layers, others, True)

@@ -44,7 +44,7 @@ BACKWARD = (Kind.R, Kind.RECV_B, Kind.B, Kind.I, Kind.SEND_B, Kind.W)
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds of actions that a schedule puts in order; the others follow from them."""
 
-_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIWU])([0-9]+)")
+_ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|[FRBIW])([0-9]+)")
 
 
 # The micro-batches that recompute in all stages, or pairs of a stage and a micro-batch.

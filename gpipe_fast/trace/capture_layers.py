@@ -84,7 +84,7 @@ def _captured(
     except TypeError as error:
         raise Refused(f"its argument is not made of tensors and constants: {error}") from None
     key = (structure, *((key_of_fake(tensor), tensor.is_leaf) for tensor in tensors))
-    found = None if switches.is_disabled("equal-layers") else state.find(key)
+    found = None if switches.is_disabled("equal-layers") else state.reuse(key)
     if found is None:
         args, kwargs, popped = structure.build([_without_conjugated_base(tensor) for tensor in tensors])
         found = capture(layer, args, kwargs, popped)

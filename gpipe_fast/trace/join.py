@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, copy_node
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, copy_node, needed_nodes
 
 _KEYED_LAYER = 1  # the position of the layer among the arguments of a keyed random operator
 
@@ -36,7 +36,7 @@ class _Part:
             GraphRole.PARAMETER_GRADIENT: num_parameters,
             GraphRole.BUFFER: num_buffers,
         }
-        self._needed = _needed_nodes(joint)
+        self._needed = needed_nodes(node for _, node in joint.outputs)
 
     def port(self, port: GraphPort) -> GraphPort:
         """Returns a port with its index in the joined graph."""
@@ -171,18 +171,6 @@ def _placeholders(graph: fx.Graph, parts: Sequence[_Part]) -> list[PortNode]:
 
 def _by_index(nodes: Sequence[PortNode]) -> Mapping[int, fx.Node]:
     return {port.index: node for port, node in nodes}
-
-
-def _needed_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Returns the nodes that the results depend on; the clones of a part's outputs are not among them."""
-    needed: set[fx.Node] = set()
-    pending = [node for _, node in joint.outputs]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    return needed
 
 
 def _is_keyed(node: fx.Node) -> bool:

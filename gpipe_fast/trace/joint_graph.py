@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -156,6 +156,19 @@ def named_buffers_of(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
                 known.add(id(parameter))
                 found.update((f"{index}.{name}{path}", part) for path, part in parts_of(parameter).items())
     return found
+
+
+def needed_nodes(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Returns the results and the nodes that they depend on, up to the given nodes and with these."""
+    needed: set[fx.Node] = set()
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in given:
+                pending.extend(node.all_input_nodes)
+    return needed
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

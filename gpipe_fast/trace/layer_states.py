@@ -55,8 +55,8 @@ class LayerState:
         self._unguarded: list[Callable[[], bool]] = []
         self._states = states
 
-    def find(self, key: Hashable) -> Captured | None:
-        """Returns the capture for the arguments' key, or None."""
+    def reuse(self, key: Hashable) -> Captured | None:
+        """Returns the capture for the arguments' key, or None. Raises the version."""
         found = self.captures.get(key)
         if found is not None:
             self._states.version += 1  # another layer, or this layer again, turns out to be in this state
@@ -118,7 +118,7 @@ class LayerStates:
     """The states of layers, by description and by the modes of a call.
 
     Attributes:
-        version: changes whenever a guard is added.
+        version: changes whenever a guard is added, and when a layer turns out to be in a known state.
     """
 
     def __init__(self) -> None:
@@ -297,9 +297,9 @@ class StateKey:
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Returns whether layers are in the states in which the key was made."""
-        return tuple(describe(layers)) == self.descriptions and self.hold(layers, range(len(layers)))
+        return tuple(describe(layers)) == self.descriptions and self.guards_hold(layers, range(len(layers)))
 
-    def hold(
+    def guards_hold(
         self, layers: Sequence[nn.Module], indices: Iterable[int], same_attributes: bool = False
     ) -> bool:
         """Returns whether the layers with these indices are in these states; as `LayerState.holds_for`."""

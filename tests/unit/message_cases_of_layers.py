@@ -379,7 +379,9 @@ def keep_kernels_where_a_file_is() -> None:
 
 
 WARNINGS_OF_LAYERS = [
-    case("stage 0, layer 0 (FunctionLayer) runs in Python: ", "other layers are unaffected", of, branch),
+    case(
+        "stage 0, layer 0 (FunctionLayer) runs in Python: ", "in the first call of each new shape", of, branch
+    ),
     case("2 micro-batches on 2 stages", "chunks=8 or chunks='auto'", call_with_idle_stages, 8),
     case("9 devices were passed for 5 layers", "pass 5 devices", pipe, balance=None, devices=["cpu"] * 9),
     case("a mini-batch of 2 samples", "pass more samples", call_with_idle_stages, 2),

@@ -127,7 +127,7 @@ def other_arguments() -> None:
         for chunks, own in zip((2, 4), ranks(), strict=True):
             each = pipe(mesh=own, chunks=chunks)
             runner = runner_of(each)
-            call = runner.prepare(runner.checked_inputs((features(),), {}), training=True)
+            call = runner.prepared_call(runner.checked_inputs((features(),), {}), training=True)
             own.begin(call.pipeline, call.call, call.plan, runner.stages)
 
 

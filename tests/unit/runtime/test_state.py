@@ -133,5 +133,5 @@ def test_a_capture_of_one_layer_does_not_change_the_key_of_an_equal_one() -> Non
     first, second = key.states
     assert first is second
     first.add(layers[0], "key", capture(layers[0], (x,), {}))
-    assert key.hold(layers, [0, 1])
+    assert key.guards_hold(layers, [0, 1])
     assert StateKey.of(states, layers, None).states[1] is not first
