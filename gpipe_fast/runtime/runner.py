@@ -17,7 +17,7 @@ The path of a call, from top to bottom::
       prepared_call
         _observed        without the modes and hooks around the call
         updated_call     detects changes of the layers
-        within_memory    with a limit, what to save; the first time, it may trace and lower ten plans
+        within_memory    with a limit, what to save; the first time, it may trace and lower up to 10 plans
         Planner.plan     the programs, from the cache or newly made (gpipe_fast/runtime/planner.py)
       processes.begin    with a mesh, an agreement of all processes
       Pipeline.forward or Pipeline.step, in C++

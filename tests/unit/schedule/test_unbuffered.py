@@ -66,7 +66,7 @@ def chain(num_stages: int, ahead: dict[int, int], num_microbatches: int = 12) ->
 def test_schedules_that_deadlock_are_rejected(schedule: Schedule, skips: list[tuple[int, int]]) -> None:
     """A stage receives more micro-batches, before it passes on the first, than skips may be under way."""
     check_unbuffered(schedule)
-    with pytest.raises(ValueError, match="^deadlock between processes with 12 slots") as error:
+    with pytest.raises(ValueError, match=r"^deadlock between processes with 12 slots") as error:
         check_unbuffered(schedule, skips)
     _, _, actions = str(error.value).partition(": ")
     named = [Action.parse(each) for each in actions.partition(";")[0].split(" waits for ")]
