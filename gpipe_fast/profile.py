@@ -139,18 +139,7 @@ def profile_layers(
         expected = len(layers) * (1 if timeout is None else 1 + TARGET_ROUNDS)
 
         def measured(measure: Callable[[_LayerCopy], _T]) -> list[_T]:
-            """Measures each layer on the output of the one before."""
-            found: list[_T] = []
-            given = first
-            for name, layer in layers:
-                try:
-                    own = _LayerCopy(layer, given, target)
-                    found.append(measure(own))
-                except Exception as error:
-                    raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
-                given = own.output
-                work.count(next(number), expected)
-            return found
+            return _measured(layers, first, target, measure, lambda: work.count(next(number), expected))
 
         sizes = measured(_LayerCopy.sizes)
         if timeout is not None and layers:
@@ -237,6 +226,30 @@ def _isolated_random_state(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _measured(
+    layers: Sequence[tuple[str, nn.Module]],
+    given: _Values,
+    device: torch.device,
+    measure: Callable[[_LayerCopy], _T],
+    count: Callable[[], object],
+) -> list[_T]:
+    """Measures a copy of each layer on the output of the one before; calls ``count`` after each.
+
+    Raises:
+        RuntimeError: a layer fails; the message names the layer.
+    """
+    found: list[_T] = []
+    for name, layer in layers:
+        try:
+            own = _LayerCopy(layer, given, device)
+            found.append(measure(own))
+        except Exception as error:
+            raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+        given = own.output
+        count()
+    return found
 
 
 class _Values(NamedTuple):
