@@ -158,16 +158,11 @@ def _rms_norm_backward(arguments: Arguments, results: Sequence[Tensor | None]) -
     return found
 
 
-def _shifted(x: Value, dims: Sequence[int]) -> tuple[Value, Value]:
-    """Returns x less its maximum, and the sum of its exponentials."""
-    shifted = _map("{0} - {1}", x, _reduce("max", x, dims))
-    return shifted, _reduce("sum", _map("tl.exp({0})", shifted), dims)
-
-
 def _softmax(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
     x = arguments["self"]
-    shifted, total = _shifted(x, _dims(arguments, x))
-    return [_as(results[0], _map("tl.div_rn(tl.exp({0}), {1})", shifted, total))]
+    dims = _dims(arguments, x)
+    exponential = _map("tl.exp({0} - {1})", x, _reduce("max", x, dims))
+    return [_as(results[0], _map("tl.div_rn({0}, {1})", exponential, _reduce("sum", exponential, dims)))]
 
 
 def _safe_softmax(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
@@ -181,23 +176,11 @@ def _safe_softmax(arguments: Arguments, results: Sequence[Tensor | None]) -> Res
     return [_as(results[0], y)]
 
 
-def _log_softmax(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
-    x = arguments["self"]
-    shifted, total = _shifted(x, _dims(arguments, x))
-    return [_as(results[0], _map("{0} - tl.log({1})", shifted, total))]
-
-
 def _softmax_backward(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
     g, y = arguments["grad_output"], arguments["output"]
     product = _map("{0} * {1}", g, y)
     total = _reduce("sum", product, _dims(arguments, y))
     return [_as(results[0], _map("{0} - {1} * {2}", product, y, total))]
-
-
-def _log_softmax_backward(arguments: Arguments, results: Sequence[Tensor | None]) -> Results:
-    g, y = arguments["grad_output"], arguments["output"]
-    total = _reduce("sum", g, _dims(arguments, y))
-    return [_as(results[0], _map("{0} - tl.exp({1}) * {2}", g, y, total))]
 
 
 def _operator(name: str) -> Any:
@@ -216,7 +199,5 @@ _COMPOSITES: dict[Any, Callable[[Arguments, Sequence[Tensor | None]], Results]] 
     _operator("_fused_rms_norm_backward"): _rms_norm_backward,
     aten._softmax.default: _softmax,
     aten._safe_softmax.default: _safe_softmax,
-    aten._log_softmax.default: _log_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
 }

@@ -24,7 +24,8 @@ _RESHAPES = frozenset(
         aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default, aten.alias.default,
     }
 )  # fmt: skip
-_MAX_ELEMENTS = 2**31 - 1
+# So that the columns of the last block, which are int32, do not overflow.
+_MAX_ELEMENTS = 2**31 - 2**11
 
 
 @dataclass(eq=False)

@@ -245,7 +245,7 @@ class _Search:
         if cols is None and sets:
             cols = every - next(iter(sets))
         if cols is None:
-            return *self._by_memory(every, main), {}, False
+            return frozenset(), every, {}, False
         rows = every - cols
         sums: dict[Value, Value] = {v: v for v, axes in reduced.items() if axes and axes != cols}
         if any(reduced[v] != rows or not isinstance(v, Reduced) or v.operation != "sum" for v in sums):
@@ -256,19 +256,6 @@ class _Search:
         if not used.isdisjoint(sums) or any(v not in sums for v, source in casts.items() if source in sums):
             raise Conflict("a sum over rows is used again")
         return rows, cols, sums, whole
-
-    def _by_memory(self, every: AxisSet, main: Sequence[int]) -> tuple[AxisSet, AxisSet]:
-        """Without reductions, columns are the innermost axes over which the same tensors vary."""
-        kinds = [frozenset(axes) for v, t in self.tensor_of.items() if (axes := self._flat(v)) is not None]
-        cols: list[int] = []
-        for axis in reversed(main):
-            if cols and any((axis in own) != (cols[0] in own) for own in kinds):
-                break
-            cols.append(axis)
-        return every - frozenset(cols), frozenset(cols)
-
-    def _flat(self, value: Value) -> tuple[int, ...] | None:
-        return tuple(a for axes in self._resolved(value) for a in axes) if value in self._dims else None
 
     def _varies(
         self, shaped: Mapping[Value, tuple[int, ...]], reduced: Mapping[Value, AxisSet]

@@ -17,8 +17,7 @@ Arguments = Mapping[str, Any]
 
 # Float dtypes that kernels compute in fp32.
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-DTYPES = FLOATS | INTEGERS | {torch.bool}
+DTYPES = FLOATS | {torch.bool}
 
 
 class Unsupported(Exception):
@@ -57,8 +56,8 @@ def map_operator(target: Any, arguments: Arguments, result: Tensor) -> Value:
         return Mapped(shape, torch.bool, _LOGICAL[target], operands, None)
     if target in _SELECTS:
         return _select(_SELECTS[target](arguments), shape, dtype)
-    if dtype not in FLOATS and not (target in _OF_INTEGERS and dtype != torch.bool):
-        raise Unsupported  # the others have numbers with a point in their expressions
+    if dtype not in FLOATS:
+        raise Unsupported
     template, operands = _EXPRESSIONS[target](arguments)
     return Mapped(shape, dtype, template, operands, dtype)
 
@@ -86,13 +85,7 @@ def _constant(number: float) -> Constant:
 
 def _comparison(symbol: str, arguments: Arguments, shape: tuple[int, ...]) -> Mapped:
     operands = _tensors(arguments, "self", "other")
-    dtypes = {o.dtype for o in operands}
-    if any(d.is_floating_point for d in dtypes):
-        common = torch.float32
-    elif dtypes == {torch.bool}:
-        common = torch.int32
-    else:
-        common = torch.int64
+    common = torch.float32 if any(o.dtype in FLOATS for o in operands) else torch.int64
     # A number is rounded to the tensor's dtype, as PyTorch does.
     tensors = [o for o in operands if o.shape or not isinstance(o, Constant)]
     if len(tensors) == 1 and tensors[0].dtype in FLOATS:
@@ -262,13 +255,6 @@ _EXPRESSIONS: dict[Any, Callable[[Arguments], Expression]] = {
     aten.gelu_backward.default: _gelu('{0} * activation_derivative({1}, "KIND")', "grad_output", "self"),
     aten.native_dropout_backward.default: _dropout_backward,
 }
-_OF_INTEGERS = frozenset(
-    {
-        aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor,
-        aten.rsub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten.abs.default,
-        aten.square.default, aten.maximum.default, aten.minimum.default,
-    }
-)  # fmt: skip
 _COMPARISONS = {
     getattr(getattr(aten, name), overload): symbol
     for name, symbol in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()

@@ -32,8 +32,7 @@ from gpipe_fast.kernels.activations import activate, activation_derivative, hype
 """
 _TYPES = {
     torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
-    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64",
+    torch.bool: "tl.int1", torch.int64: "tl.int64",
 }  # fmt: skip
 # What a reduction of no elements gives.
 _NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}

@@ -58,12 +58,6 @@ def test_products_and_sums_are_not_element_wise() -> None:
     assert not any(map(is_element_wise, (aten.mm.default, aten.sum.default, aten.cumsum.default)))
 
 
-def test_sums_of_integers_are_refused() -> None:
-    for result in (torch.empty(2, dtype=I64), torch.empty(2)):
-        with pytest.raises(Unsupported):
-            expand(aten.sum.dim_IntList, {"self": value(I64), "dim": [1]}, [result])
-
-
 def test_results_that_are_not_needed_are_not_computed() -> None:
     x, statistics = value(), value(F32, 2, 1)
     given = {"grad_out": x, "input": x, "normalized_shape": [3], "mean": statistics, "rstd": statistics}

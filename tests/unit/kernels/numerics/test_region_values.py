@@ -84,7 +84,6 @@ def test_activations_and_their_gradients_of_large_values_are_accurate(name: str)
 
 REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "softmax": lambda x: torch.softmax(0.5 * x, -1),
-    "log softmax": lambda x: torch.log_softmax(0.5 * x, -1),
     "safe softmax": lambda x: torch.ops.aten._safe_softmax(0.5 * x, -1),  # row 4 is masked completely
     "sum": lambda x: x - x.sum(-1, keepdim=True),
     "layer norm": lambda x: F.layer_norm(0.5 * x, x.shape[-1:]),
@@ -141,38 +140,12 @@ def test_repeated_tensors_are_reduced(over: tuple[int, ...], shape: tuple[int, .
             compare(trace(function, inputs, gradients), inputs)
 
 
-INTEGERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "sums": lambda n, m: (n + m * 3, (n - 1) * m, 2 - n, torch.add(n, m, alpha=3)),
-    "limits": lambda n, m: (n.clamp(-3, 5), torch.maximum(n, m), torch.minimum(n, m), n.relu(), m.sign()),
-    "comparisons": lambda n, m: (n == m, n > 3, (n > 3) & (m > 2), torch.where(n <= m, n, 7)),
-    "masks": lambda n, m: ((n > 0) + (m > 0), (n > 0) * (m > 0), torch.maximum(n > 0, m > 0), (n > 0) * 3),
-    "constants": lambda n, m: (n + torch.full_like(n, 100), torch.where(n > 0, torch.ones_like(n), n)),
-    "floats": lambda n, m: (
-        n / m.abs().clamp(min=1),
-        n * 0.5,
-        n.sum(-1),
-        n.float().mean(-1),
-        n.clamp(0, 9).exp(),
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integers_are_computed_exactly(name: str, dtype: torch.dtype) -> None:
-    limit = 2 ** (torch.iinfo(dtype).bits - 4)
-    n, m = (
-        torch.randint(-limit, limit, (2, 3, 40)) if dtype.is_signed else torch.randint(0, 256, (2, 3, 40))
-    ).to(dtype)
-    compare(trace(INTEGERS[name], [n, m], False), [n, m])
-
-
 def test_constants_have_the_values_of_their_dtype() -> None:
-    def function(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-        return x == torch.full_like(x, 0.1), n + torch.full_like(n, 2**60 + 1), x > 0.1, x <= 0.2
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return x == torch.full_like(x, 0.1), x > 0.1, x <= 0.2, (x > 0.1) == (x > 0.2), (x > 0.1) != 0
 
-    x, n = torch.tensor([0.1, 0.2] * 20).to(FP16), torch.arange(40)
-    compare(fused(function, x, n), [x, n])
+    x = torch.tensor([0.1, 0.2] * 20).to(FP16)
+    compare(fused(function, x), [x])
 
 
 def test_sums_of_half_precision_are_added_in_single_precision() -> None:
