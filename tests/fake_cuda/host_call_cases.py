@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from tests.fake_cuda.fake_devices import mark, run_cases
-from tests.fake_cuda.train_models import layers_of
+from tests.fake_cuda.fake_devices import run_cases
 
 CHUNKS, WIDTH, MIB = 2, 8, 1 << 20
 INVALID_DEVICE = 101
@@ -61,27 +60,9 @@ def a_mini_batch_keeps_the_errors_of_earlier_calls() -> None:
         assert runtime().cudaGetLastError() == INVALID_DEVICE
 
 
-def a_large_tensor_crosses_pinned_memory() -> None:
-    model = GPipe(
-        nn.Sequential(*layers_of("large")),
-        [2] * 4,
-        devices=["cuda:0"] * 4,
-        chunks=2,
-        transport="pinned",
-        capture=False,
-    )
-    x = torch.randn(4, 12, device="cuda:0")
-    for _ in range(2):
-        mark("begin")
-        with torch.no_grad():
-            model(x)
-        mark("end")
-
-
 CASES = (
     a_mini_batch_creates_no_events,
     a_mini_batch_keeps_the_errors_of_earlier_calls,
-    a_large_tensor_crosses_pinned_memory,
 )
 
 if __name__ == "__main__":

@@ -196,27 +196,6 @@ def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
     return lines
 
 
-def tight(name: str, stages: str, microbatches: str, share: str) -> list[str]:
-    """Trains within a share of what recomputing everything needs without a limit, delayed or not. Returns a
-    line for the limit, and one for each stage: what is predicted without the limit, without what waits, and
-    within the limit, and what is counted.
-    """
-    before = empty(int(stages))
-    pipe, x = made(name, int(stages), int(microbatches), checkpoint="always")
-    every = pipe.memory(x).stages
-    limit = int(float(share) * max(own.total for own in every))  # type: ignore[union-attr]
-    pipe, x = made(name, int(stages), int(microbatches), memory=limit)
-    found = [counted(pipe, x, "", before)]
-    for seed in range(3):
-        inject_delays(pipe, seed, MAX_DELAY_US)
-        found.append(peaks(pipe, x, "", before))
-    rows = zip(every, pipe.memory(x).stages, map(max, zip(*found, strict=True)), strict=True)
-    return [
-        str(limit),
-        *(f"{a.total} {a.total - a.waiting} {b.total} {size}" for a, b, size in rows),  # type: ignore[union-attr]
-    ]
-
-
 def main() -> None:
     _, operators, case, *words = sys.argv
     torch.ops.load_library(operators)
@@ -229,7 +208,6 @@ def main() -> None:
         "predicted": predicted,
         "delayed": delayed,
         "within": within,
-        "tight": tight,
     }
     for line in cases[case](*words):
         print(line, flush=True)

@@ -12,7 +12,6 @@ import ctypes
 import gc
 import sys
 import warnings
-import zlib
 from datetime import timedelta
 from unittest import mock
 
@@ -71,20 +70,6 @@ def steps(name: str, schedule: str, device: str) -> str:
                     parameter.mul_(0.5)
                     parameter.grad = None
     return str(pipe.devices[0])
-
-
-def recorded(name: str, schedule: str, device: str) -> str:
-    """Returns how many actions of each stage were recorded, and what tells recordings apart."""
-    pipe, x = pipeline(name, 4, device, schedule=schedule)
-    target = torch.zeros(8, 2, device=x.device)
-    for _ in range(2):
-        with pipe.recording() as recording:
-            whole_step(pipe, x, target)
-    report = recording.report()
-    assert abs(sum(report.blame.values()) - 1) < 1e-6
-    assert all(abs(sum(stage) - report.step) < 1e-6 for stage in report.stages)
-    digest = zlib.crc32(repr(recording.stages).encode())
-    return f"{[len(stage) for stage in recording.phases()[0].stages]} {digest}"
 
 
 def failing(action: str, num_stages: str = "2") -> str:

@@ -84,15 +84,6 @@ def test_changes_and_several_plans_keep_the_bits_without_races(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("cases", "devices"), [(SEVERAL_PLANS, ONE_DEVICE), (CASES, FOUR_DEVICES)])
-def test_changes_and_several_plans_keep_the_bits_when_work_is_deferred(
-    cases: tuple[str, ...], devices: str, run: Run
-) -> None:
-    found = run("graph_cases.py", "/".join(cases), devices, "never", defer=1)
-    assert found == [f"{case}: equal" for case in cases]
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("case", "variables", "environment"),
     [

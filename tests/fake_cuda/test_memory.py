@@ -73,17 +73,6 @@ def test_memory_is_predicted_whatever_order_stages_run_in(
     assert check_predictions(libraries, "unet", schedule, "2", "4", "0.5", "12", case="delayed") == 24
 
 
-@pytest.mark.extended
-def test_few_tensors_wait_within_a_limit(libraries: tuple[Path, Path]) -> None:
-    """Without one, a stage of a U-Net may run ahead so far that what it stashes exceeds all that it needs."""
-    limit, *rows = run("memory_cases.py", libraries, "tight", "unet", "2", "16", "0.7", limit=600)
-    for row in rows:
-        unlimited, without_waiting, within, size = map(int, row.split())
-        assert without_waiting < within <= int(limit) < unlimited or unlimited <= int(limit)
-        assert size <= within
-    assert any(int(row.split()[0]) > int(limit) for row in rows)
-
-
 @pytest.mark.parametrize(
     ("model", "count"),
     [

@@ -70,29 +70,6 @@ def test_models_equal_the_plain_loop_without_races(
     assert check(train(words[0], devices, *words[1:])) == []
 
 
-@pytest.mark.parametrize(
-    ("models", "devices", "words"),
-    [
-        ("skips/dropout", ONE_DEVICE, ("captured", "except_last")),
-        *(
-            pytest.param(models, devices, words, marks=pytest.mark.extended)
-            for models, devices, words in (
-                ("skips/dropout", FOUR_DEVICES, ("captured", "except_last")),
-                *(("skips/batch norm/python", each, ("never",)) for each in (FOUR_DEVICES, WITH_CPU)),
-                ("several", FOUR_DEVICES, ("own_streams", "except_last")),
-                ("several", FOUR_DEVICES, ("failures", "except_last")),
-                ("several/large", FOUR_DEVICES, ("pinned", "except_last")),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_deferred_work_keeps_the_bits(
-    models: str, devices: str, words: tuple[str, ...], run: Callable[..., list[str]]
-) -> None:
-    assert run("train_models.py", models, devices, *words, defer=2, late=1) == ["equal"]
-
-
 @pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.extended)])
 def test_random_pipelines_keep_the_bits_when_work_is_deferred(
     count: int, run: Callable[..., list[str]]

@@ -6,33 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast import GPipe
 from tests.reference import check_step
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 MATRIX = (torch.eye(8) + torch.ones(8, 8).triu(5)).requires_grad_(False)
-SPARSE = {
-    "coo": lambda: MATRIX.to_sparse(),
-    "csr": lambda: MATRIX.to_sparse_csr(),
-    "csc": lambda: MATRIX.to_sparse_csc(),
-    "bsr": lambda: MATRIX.to_sparse_bsr((2, 2)),
-    "bsc": lambda: MATRIX.to_sparse_bsc((2, 2)),
-}
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("is_parameter", [False, True])
-@pytest.mark.parametrize("layout", SPARSE)
-def test_a_sparse_parameter_or_buffer_is_refused(layout: str, is_parameter: bool, is_nested: bool) -> None:
-    layer = nn.Identity()
-    if is_parameter:
-        layer.register_parameter("table", nn.Parameter(SPARSE[layout](), requires_grad=False))
-    else:
-        layer.register_buffer("table", SPARSE[layout]())
-    name = "0.table" if is_nested else "table"
-    wanted = rf"layer 1 \(.*\) has '{name}' of layout torch.sparse_{layout}, but .* must be dense; register"
-    with pytest.raises(ValueError, match=wanted):
-        GPipe(nn.Sequential(nn.Linear(8, 8), nn.Sequential(layer) if is_nested else layer), [1, 1])
 
 
 class Product(nn.Module):

@@ -45,12 +45,6 @@ def check(layers: nn.Sequential, x: Tensor, loss: Loss) -> None:
     assert unequal(ours, {"output": output} | {name: p.grad for name, p in plain.named_parameters()}) == []
 
 
-def sinkhorn(x: Tensor) -> Tensor:
-    for _ in range(3):
-        x = x.log_softmax(1).t().log_softmax(1).t()
-    return x.exp()
-
-
 LOSSES: dict[str, Loss] = {
     "squares": lambda y: y.square().sum(),
     "expanded": lambda y: y.sum(),
@@ -58,19 +52,7 @@ LOSSES: dict[str, Loss] = {
     "transposed": lambda y: (y.transpose(0, -1).contiguous() * torch.arange(len(y))).sin().sum(),
 }
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "log_softmax": lambda x: x.log_softmax(-1),
-    "log_softmax of columns": lambda x: x.t().log_softmax(0).t(),
-    "softmax": lambda x: x.softmax(-1),
     "einsum in the layer": lambda x: torch.einsum("bd,dk->kb", x.log_softmax(-1), WEIGHT).t(),
-    "transposed copy": lambda x: x.log_softmax(-1).t().contiguous().t() * 1.5,
-    "Sinkhorn": sinkhorn,
-    "logsigmoid": lambda x: F.logsigmoid(x.t()).t(),
-    "pairs of losses": lambda x: F.mse_loss(x.t(), x.sin().t().contiguous(), reduction="none").t(),
-    # The fake view has other strides, of a dimension of size one, with which it would be channels_last.
-    "view of averages": lambda x: F.group_norm(pooled(x).transpose(1, 2).view(len(x), 1, 2, 4), 1),
-    "convolved view": lambda x: F.conv2d(
-        pooled(x).transpose(1, 3).view(len(x), 1, 4, 2), WEIGHT[:3].view(1, 1, 3, 3), padding=1
-    ),
     # Kernels for complex numbers round rows one by one in another way than all at once.
     "complex rows": lambda x: real(complex_of(x[:, 2:]) * complex_of(x[:, :6])),
     "complex columns": lambda x: real((complex_of(x).t() * complex_of(x[:, 2:]).t()[:1]).t()),
@@ -78,9 +60,7 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.view_as_real(complex_of(x)[:, 1:]).norm(dim=0).expand(len(x), 3, 2)
     ),
     # The layer reads strides, which become numbers in its graph.
-    "stride as a number": lambda x: (x.t().sigmoid() * F.logsigmoid(x.t()).stride(0)).t(),
     "stride of a norm": lambda x: (y := F.group_norm(images(x), 2)) * y.stride(1),
-    "stride of a view": lambda x: (y := pooled(x).transpose(1, 2).view(len(x), 1, 2, 4)) * y.stride(1),
     "own strides": lambda x: (y := F.pad(images(x), (1, 1))).as_strided(
         (len(x), 8), (y.stride(0), y.stride(1))
     ),
@@ -97,10 +77,6 @@ def real(x: Tensor) -> Tensor:
 
 def images(x: Tensor) -> Tensor:
     return x.view(len(x), 4, 2, 1).expand(-1, -1, -1, 3).contiguous(memory_format=torch.channels_last)
-
-
-def pooled(x: Tensor) -> Tensor:
-    return x.view(len(x), WIDTH, 1, 1)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -72,15 +72,6 @@ class LateBuffer(Cached):
         return self.kept
 
 
-class Pair(Cached):
-    longest, kept = 0, (torch.ones(0), 0)
-
-    def table(self, length: int) -> Tensor:
-        if length > self.longest:
-            self.longest, self.kept = length, (table(length), length)
-        return self.kept[0]
-
-
 class Dictionary(Cached):
     def __init__(self) -> None:
         super().__init__()
@@ -90,17 +81,6 @@ class Dictionary(Cached):
         if length not in self.kept:
             self.kept[length] = table(length)
         return self.kept[length]
-
-
-class Listed(Cached):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def table(self, length: int) -> Tensor:
-        if not self.kept or len(self.kept[-1]) < length:
-            self.kept.append(table(length))
-        return self.kept[-1]
 
 
 class Memoized(Cached):
@@ -189,9 +169,7 @@ KINDS: dict[str, Callable[[], list[Cached]]] = {
             Attribute,
             Buffer,
             LateBuffer,
-            Pair,
             Dictionary,
-            Listed,
             Memoized,
             Shrinking,
             Replaced,

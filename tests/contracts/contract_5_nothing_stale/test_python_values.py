@@ -53,21 +53,6 @@ def in_dict(read: Read, value: Any) -> Made:
     return layer_of(lambda layer: layer.held["key"], read, table), functools.partial(table.__setitem__, "key")
 
 
-def in_list(read: Read, value: Any) -> Made:
-    values = [value]
-    return layer_of(lambda layer: layer.held[0], read, values), functools.partial(values.__setitem__, 0)
-
-
-def in_tuple(read: Read, value: Any) -> Made:
-    layer = layer_of(lambda layer: layer.held[0], read, (value,))
-    return layer, lambda value: setattr(layer, "held", (value,))
-
-
-def in_namespace(read: Read, value: Any) -> Made:
-    held = types.SimpleNamespace(value=value)
-    return layer_of(lambda layer: layer.held.value, read, held), functools.partial(setattr, held, "value")
-
-
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -136,7 +121,7 @@ def in_other_module(read: Read, value: Any) -> Made:
 PLACES: dict[str, Callable[[Read, Any], Made]] = {
     make.__name__: make
     for make in (
-        *(in_attribute, in_dict, in_list, in_tuple, in_namespace, in_object, in_class, in_property),
+        *(in_attribute, in_dict, in_object, in_class, in_property),
         *(in_closure, in_default, in_partial, in_global, in_other_module),
     )
 }

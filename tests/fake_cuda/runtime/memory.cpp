@@ -5,8 +5,6 @@
 #include "log.h"
 #include "streams.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -37,31 +35,9 @@ size_t free_bytes(int device) {
   return memory_bytes() - used;
 }
 
-// Returns whether device memory is shared memory, which RLIMIT_DATA, the limit of the host's memory, does not count.
-bool shares_memory() {
-  static const bool shares = std::getenv("FAKE_CUDA_SHARED") != nullptr;
-  return shares;
-}
-
 bool is_scarce() {
   static const bool found = std::getenv("FAKE_CUDA_SCARCE") != nullptr;
   return found;
-}
-
-void* host_address(size_t bytes, size_t alignment, int device) {
-  if (device < 0 || !shares_memory()) {
-    return std::aligned_alloc(alignment, bytes);
-  }
-  void* const found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  return found == MAP_FAILED ? nullptr : found;
-}
-
-void release(void* pointer, const Block& block) {
-  if (block.device < 0 || !shares_memory()) {
-    std::free(pointer);
-  } else {
-    munmap(pointer, block.bytes);
-  }
 }
 
 cudaError_t allocate(void** pointer, size_t bytes, int device) {
@@ -70,7 +46,7 @@ cudaError_t allocate(void** pointer, size_t bytes, int device) {
   if (device >= 0 && rounded > free_bytes(device)) {
     return fail(cudaErrorMemoryAllocation);
   }
-  *pointer = host_address(rounded == 0 ? kAlignment : rounded, kAlignment, device);
+  *pointer = std::aligned_alloc(kAlignment, rounded == 0 ? kAlignment : rounded);
   if (*pointer == nullptr) {
     return fail(cudaErrorMemoryAllocation);
   }
@@ -103,7 +79,7 @@ cudaError_t deallocate(void* pointer) {
     blocks().erase(found);
   }
   write("free\t%p", pointer);
-  release(pointer, block);
+  std::free(pointer);
   return cudaSuccess;
 }
 

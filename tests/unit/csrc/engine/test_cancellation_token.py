@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -204,16 +203,6 @@ def test_sigint_ends_a_backward(slow: SlowPipeline) -> None:
 
     assert fastest_interrupt(slow, attempt) < MAX_SECONDS
     assert slow.next_step_is_correct()
-
-
-def test_an_interrupted_backward_with_retain_graph_can_be_repeated(slow: SlowPipeline) -> None:
-    step = Step(slow)
-    step.forward()
-    repeatable = functools.partial(step.output.backward, step.gradient, retain_graph=True)
-    assert not InterruptedCall(repeatable, slow.signal_delay).finished
-    assert step.x.grad is None
-    step.backward()
-    assert unequal(collect(slow.pipe, step.x, step.output.detach()), slow.expected) == []
 
 
 @in_both_halves

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpipe_fast import GPipe
 from gpipe_fast._extension import Arena, Kernel, Layout, Program, Value
-from gpipe_fast.lower import program as program_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,29 +79,6 @@ def test_a_check_is_released(is_run: bool) -> None:
         program = None
     gc.collect()
     assert released() is None
-
-
-def test_workers_check_while_the_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-
-    class CheckedProgram(Program):
-        """Checks its outputs in its last step."""
-
-        def set_outputs(self, outputs: Sequence[int]) -> None:
-            if outputs:
-                check = lambda *_: threads.append(threading.get_ident()) is None  # noqa: E731
-                self.add_check(check, [], [Value(slot) for slot in outputs])
-            super().set_outputs(list(outputs))
-
-    monkeypatch.setattr(program_module, "NativeProgram", CheckedProgram)
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), [2, 1], chunks=4)
-    counts = []
-    for _ in range(3):
-        pipe(torch.randn(8, 4, requires_grad=True)).sum().backward()
-        counts.append(len(threads))
-    assert counts[0] >= 3, "a forward of each stage, and a backward that returns a boundary gradient"
-    assert counts[1] == counts[2], "each program once; the second step compiles for the gradients' layout"
-    assert threading.get_ident() not in threads
 
 
 def test_kernels_are_not_loaded_on_the_cpu() -> None:
