@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
 from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import SplitGraphs
-from gpipe_fast.runtime import compiled, exit_and_fork, segments
+from gpipe_fast.runtime import compiled, exit_and_fork, planner, segments
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.eviction import Eviction
@@ -133,6 +133,14 @@ def owned_objects(model: GPipe) -> list[object]:
     return [runner, runner.planner, *runner.planner._segments, *runner.stages]
 
 
+def cache_sizes(model: GPipe) -> tuple[list[tuple[int, int]], int]:
+    """Returns the sizes of the caches: Python and lowered segments by stage, and gradient layouts."""
+    planner = runner_of(model).planner
+    return [(len(s._python_segments), len(s._lowered)) for s in planner._segments], len(
+        planner._layout_history
+    )
+
+
 def template_of(compiler: Compiler) -> Template | None:
     """Returns the template of a compiler that has traced a single kind of input."""
     (kind,) = compiler._families.values()
@@ -145,6 +153,19 @@ def native_call(model: GPipe, x: Tensor) -> mock._Call:
         fallback.forward.return_value = ([x], ONE_TENSOR)
         model(x)
     return fallback.forward.call_args
+
+
+@contextmanager
+def limited_caches(count: int) -> Iterator[None]:
+    """Limits the caches of pipelines created inside the block to ``count`` entries per stage.
+
+    The limit applies to Python segments, to lowered segments and to gradient layouts.
+    """
+    with (
+        mock.patch.object(segments, "CACHE_LIMIT", count),
+        mock.patch.object(planner, "_MAX_PLANS", count // 2),  # two micro-batches of a plan may differ
+    ):
+        yield
 
 
 @contextmanager

@@ -170,16 +170,6 @@ def test_a_forced_transport_carries_all_copies(devices: str, transport: str, tra
 
 
 @pytest.mark.extended
-def test_small_tensors_are_coalesced_into_one_copy(train: Train) -> None:
-    """Two connections carry six tensors each, one of them empty, and the gradients of four."""
-    lines = train("several", FOUR_DEVICES, "peer", "except_last")
-    steps = sum(line.kind == "mark" and line.words[0] == "begin" for line in lines)
-    copies_per_microbatch, microbatches = 6, 8
-    crossing = [p for p in device_copies(lines) if lines[p].words[0] in copy_streams(lines)]
-    assert len(crossing) == copies_per_microbatch * microbatches * steps
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("peers", "peer_pairs"), [("0", set()), ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)})], ids=["none", "some"]
 )

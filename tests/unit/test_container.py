@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gpipe_fast import GPipe
-from gpipe_fast.balance import balance_by_size, profile_layers
 from tests.models import features, mlp, noisy
 from tests.reference import loop_step, pipeline_step, unequal
 
@@ -106,12 +105,3 @@ def test_changing_layers_by_position_is_refused() -> None:
         with pytest.raises(TypeError, match=r"create a new GPipe from .*GPipe\(nn.Sequential\(\*layers\)"):
             change()
     assert list(pipe) == before
-
-
-def test_profiling_a_pipeline_equals_profiling_its_sequential() -> None:
-    pipe, x = GPipe(mlp(), [2, 3], chunks=4), features()
-    profiles = profile_layers(pipe, x, timeout=None)
-    expected = profile_layers(nn.Sequential(*pipe), x, timeout=None)
-    assert [(p.name, p.kind, p.flops) for p in profiles] == [(p.name, p.kind, p.flops) for p in expected]
-    pipe.balance = balance_by_size(3, pipe, x)
-    assert len(pipe.devices) == 3

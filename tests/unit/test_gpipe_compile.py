@@ -38,10 +38,6 @@ def frames() -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-def own_frames(frames: list[str]) -> list[str]:
-    return [name for name in frames if "gpipe_fast" in name.rsplit("site-packages", 1)[-1]]
-
-
 def assert_opaque(frames: list[str]) -> None:
     assert [name for name in frames if "gpipe_fast" in name.rsplit("site-packages", 1)[-1]] == []
 

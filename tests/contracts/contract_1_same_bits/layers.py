@@ -106,21 +106,6 @@ def list_in(f: nn.Module, value: Any) -> Tensor:
     return torch.tanh(a * b) + c.transpose(1, 2) - f(d) + e
 
 
-def in_lists(f: nn.Module, x: Tensor) -> Any:
-    h = f(x)
-    return [h, (h.detach(), h > 0, True), h.detach().float().mean()]
-
-
-def through_lists(f: nn.Module, value: Any) -> Any:
-    h, (constant, mask, flag), mean = value
-    return [torch.tanh(f(h)), (constant, mask, flag), mean, "more"]
-
-
-def out_of_lists(f: nn.Module, value: Any) -> Tensor:
-    h, (constant, mask, flag), mean, _ = value
-    return torch.where(mask, h, f(constant).to(h.dtype)) + mean.to(h.dtype) * flag
-
-
 def in_dicts(f: nn.Module, x: Tensor) -> Any:
     h = f(x)
     rest = {"which": h.argmax(-1), "same": h, "no": None, "size": len(x)}
@@ -191,8 +176,6 @@ LOWERED: dict[str, Callable[[], Layers]] = {
         lambda f, x: (f(x), f.bias.expand(x.shape)), lambda f, pair: f(pair[0]) * torch.tanh(pair[1])
     ),
     "list of five": of(list_out, list_in),
-    "nested lists": of(in_lists, through_lists, out_of_lists),
-    "nested dicts": of(in_dicts, out_of_dicts),
     "nested dicts over three layers": of(in_dicts, through_dicts, out_of_dicts),
 }
 

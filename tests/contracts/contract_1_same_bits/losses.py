@@ -343,61 +343,15 @@ def clip(y: Any) -> Tensor:
     return (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.T, labels)) / 2
 
 
-def supervised_contrastive(y: Tensor, t: Tensor) -> Tensor:
-    is_self = torch.eye(len(y), dtype=torch.bool)
-    log_probabilities = (y @ y.T).masked_fill(is_self, -1e9).log_softmax(1)
-    positives = (t[:, None] == t) & ~is_self
-    return -((log_probabilities * positives).sum(1) / positives.sum(1).clamp(min=1)).mean()
-
-
-def batch_hard(y: Tensor, t: Tensor) -> Tensor:
-    distances, same = (y[:, None] - y).abs().sum(-1), t[:, None] == t
-    furthest = distances.where(same, 0).amax(1)
-    return F.relu(furthest - distances.where(~same, math.inf).amin(1) + 1).mean()
-
-
 def correlation(y: Tensor, t: Tensor) -> Tensor:
     y, t = y - y.mean(), t - t.mean()
     return 1 - (y * t).sum() / (y.norm() * t.norm())
-
-
-def concordance(y: Tensor, t: Tensor) -> Tensor:
-    covariance = ((y - y.mean()) * (t - t.mean())).mean()
-    return 1 - 2 * covariance / (y.var() + t.var() + (y.mean() - t.mean()) ** 2)
-
-
-def barlow(y: Any) -> Tensor:
-    a, b = ((z - z.mean(0)) / z.std(0) for z in y)
-    return (a.T @ b / len(a) - torch.eye(a.shape[1], dtype=a.dtype)).square().sum()
-
-
-def focal_of_mean(y: Tensor, t: Tensor) -> Tensor:
-    """Focal, applied to the mean by mistake."""
-    loss = F.cross_entropy(y, t)
-    return (1 - torch.exp(-loss)) ** 2 * loss
-
-
-def load_balance(y: Tensor) -> Tensor:
-    """The load-balancing loss of a mixture of experts (Switch Transformer)."""
-    p = y.softmax(-1)
-    share = F.one_hot(p.argmax(-1), CLASSES).to(p.dtype).mean(0)
-    return CLASSES * (share * p.mean(0)).sum()
 
 
 def halves(y: Tensor) -> Tensor:
     """DPO's pairs, chosen ones in the first half of the mini-batch."""
     chosen, rejected = y[: len(y) // 2], y[len(y) // 2 : len(y) // 2 * 2]
     return -F.logsigmoid(chosen - rejected).mean()
-
-
-def counted_classes(y: Tensor, t: Tensor) -> Tensor:
-    weight = 1 / torch.bincount(t, minlength=CLASSES).clamp(min=1).to(y.dtype)
-    return F.cross_entropy(y, t, weight=weight)
-
-
-def ranked(y: Tensor, t: Tensor) -> Tensor:
-    """All pairs of samples (RankNet)."""
-    return F.softplus(-(y[:, None] - y) * (t[:, None] - t).sign()).mean()
 
 
 # The table.
@@ -740,48 +694,23 @@ def add_refused() -> None:
     five = normal(CLASSES)
     refuse("InfoNCE over the batch", lambda: contrastive, five)
     refuse("CLIP", lambda: clip, None, TWO_OF_FIVE)
-    refuse("supervised contrastive", lambda: supervised_contrastive, classes(num=2))
-    refuse("batch-hard triplets", lambda: batch_hard, classes(num=2))
     refuse("log of a mean", lambda: lambda y: torch.log(torch.mean(torch.exp(y))), None)
-    refuse(
-        "logsumexp over samples",
-        lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").logsumexp(0),
-        classes(),
-    )
     refuse("perplexity", lambda: lambda y, t: torch.exp(F.cross_entropy(y, t)), classes())
     refuse("RMSE", lambda: lambda y, t: torch.sqrt(F.mse_loss(y, t)), five)
-    refuse("norm", lambda: lambda y, t: torch.norm(y - t), five)
     refuse("dice of the batch", lambda: dice(None), binary(CLASSES, 3, 2), IMAGE, OF_IMAGE)
     refuse(
         "weights of the output",
         lambda: lambda y, t: (y.sigmoid() * (y - t).square()).sum() / y.sigmoid().sum(),
         five,
     )
-    refuse("mask of the output", lambda: lambda y, t: (y - t).square()[y > 0].mean(), five)
     refuse("variance over the batch", lambda: lambda y: F.relu(1 - y.var(0)).mean(), None)
     refuse("softmax over the batch", lambda: lambda y, t: -(y.log_softmax(0) * t).mean(), uniform(CLASSES))
     refuse("sort over the batch", lambda: lambda y, t: F.l1_loss(y.sort(0).values, t.sort(0).values), five)
-    refuse("standardised outputs", lambda: lambda y, t: F.mse_loss((y - y.mean(0)) / y.std(0), t), five)
-    refuse("standardised targets", lambda: lambda y, t: F.mse_loss(y, (t - t.mean(0)) / t.std(0)), five)
     refuse("correlation", lambda: correlation, normal(), ONE)
-    refuse("concordance", lambda: concordance, normal(), ONE)
-    refuse("Barlow twins", lambda: barlow, None, TWO_OF_FIVE)
     refuse("maximum over the batch", lambda: lambda y: y.max(), None)
-    refuse("median over the batch", lambda: lambda y, t: (y - t).abs().median(), five)
-    refuse(
-        "hardest samples",
-        lambda: lambda y, t: F.cross_entropy(y, t, reduction="none").topk(max(1, len(y) // 2)).values.mean(),
-        classes(),
-    )
-    refuse("focal of a mean", lambda: focal_of_mean, classes())
     refuse("product of means", lambda: lambda y, t: F.mse_loss(y, t) * y.abs().mean(), five)
-    refuse("square of a sum", lambda: lambda y: y.sum() ** 2, None)
-    refuse("load balance of experts", lambda: load_balance, None)
     refuse("pairs in two halves", lambda: halves, None, ONE)
-    refuse("pairs of neighbours", lambda: lambda y: (y[1:] - y[:-1]).square().mean(), None)
-    refuse("all pairs", lambda: ranked, normal(), ONE)
     refuse("targets of other samples", lambda: lambda y, t: F.mse_loss(y, t.roll(1, 0)), five)
-    refuse("weights counted in the batch", lambda: counted_classes, classes())
     refuse("the first sample", lambda: lambda y: y[0].square().sum(), None)
     refuse(
         "weights of positions",

@@ -30,8 +30,6 @@ import os
 import random
 import warnings
 import weakref
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -42,31 +40,18 @@ from gpipe_fast.gpipe import CHECKPOINT_MODES
 from tests import models
 from tests.contracts.contract_1_same_bits.census import thorough_run
 from tests.contracts.contract_1_same_bits.equality import (
-    AUTOCAST,
-    BACKENDS,
-    CHANGES,
-    DTYPES,
-    HOOKS,
-    LAYOUTS,
-    LOSSES,
     MODES,
     OTHERS,
-    STEP_LOSSES,
-    WAYS,
     Run,
     Step,
     differences,
     train_both,
 )
 from tests.contracts.contract_1_same_bits.layers import (
-    INPUTS,
-    MENU,
-    OUTPUTS,
     DataDependentBranch,
     return_input,
 )
 from tests.contracts.contract_1_same_bits.random_runs import (
-    CHECKPOINTS,
     RUNS_PER_MINUTE,
     draw,
     draw_of,
@@ -149,30 +134,6 @@ def test_many_random_sequences_of_layers(first: int) -> None:
     failures = {name: failure(draw(name)) for name in names(NUM_AT_ONCE, first)}
     failed = [name for name, found in failures.items() if found]
     assert not failed, f"python -m tests.contracts.contract_1_same_bits.random_runs {' '.join(failed)}"
-
-
-def test_every_option_is_drawn_several_times() -> None:
-    runs = [draw(f"options/{number}") for number in range(1000)]
-    steps = [step for run in runs for step in run.steps]
-    tables: dict[str, Any] = {
-        **{"inputs": INPUTS, "outputs": OUTPUTS, "dtype": DTYPES, "backend": BACKENDS, "autocast": AUTOCAST},
-        **{"way": WAYS, "layout": LAYOUTS, "loss": ("noise", *LOSSES, *STEP_LOSSES), "hooks": HOOKS},
-        **{"mode": MODES, "change": CHANGES, "layers": MENU},
-    }
-    for field, table in tables.items():
-        drawn = [getattr(each, field) for each in (steps if hasattr(steps[0], field) else runs)]
-        counts = Counter(name for found in drawn for name in ({found} if type(found) is str else set(found)))
-        # A layer of `torch.nn` is one of more than 200.
-        assert counts.keys() >= {name for name in table if field != "layers" or not name.startswith("nn.")}
-        assert min(counts.values()) >= (1 if field == "layers" else 5), counts
-    assert {step.checkpoint for step in steps} > set(CHECKPOINTS)
-    assert {len(run.balance) for run in runs} == {1, 2, 3, 4}
-    flags = [[len(run.skips) > 0 for run in runs], [step.batch % step.chunks > 0 for step in steps]]
-    flags += [
-        [getattr(run, n) for run in runs] for n in ("batch_dim", "input_gradient", "accumulate", "delays")
-    ]
-    flags += [[step.training for step in steps]]
-    assert all(15 <= sum(seen) <= len(seen) - 15 for seen in flags)
 
 
 _RENORMALISED = [

@@ -297,34 +297,3 @@ def test_the_balance_is_measured_by_the_first_step() -> None:
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
     assert not balance_is_pending(pipe)
     assert sum(pipe.balance) == 8
-
-
-class Count(torch.autograd.Function):
-    """Counts the micro-batches whose backward is still to come."""
-
-    live = 0
-    most = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Count.live += 1
-        Count.most = max(Count.most, Count.live)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Count.live -= 1
-        return gradient * 1
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_but_gpipe_keep_no_more_micro_batches_than_stages(schedule: str) -> None:
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Count.apply(x)
-
-    Count.most = 0
-    model = nn.Sequential(nn.Linear(WIDTH, 8), Counts(), nn.Linear(8, CLASSES))
-    pipe = GPipe(model, [2, 1], chunks=8, checkpoint="never", backend="eager", schedule=schedule)
-    pipe.step(X.repeat(2, 1)[:16], target=Y.repeat(2)[:16], loss_fn=F.cross_entropy)
-    assert (Count.live, Count.most) == (0, 8 if schedule == "gpipe" else 2)

@@ -114,15 +114,6 @@ def test_a_long_stream_equals_calls(pipe: GPipe) -> None:
     assert equal(streamed(pipe, items), called(pipe, items))
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.extended) for n in (1, 2))])
-def test_results_do_not_depend_on_timing(number: int, pipe: GPipe) -> None:
-    items = batches([6, 6, 4, 6, 4] * 4)
-    expected = called(pipe, items)
-    for depth in (1, 3, 9):
-        inject_delays(pipe, number, 2000)
-        assert equal(streamed(pipe, items, depth), expected)
-
-
 # Layers in Python
 
 

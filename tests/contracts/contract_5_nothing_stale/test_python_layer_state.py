@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.gpipe import CHECKPOINT_MODES
 from gpipe_fast.runtime.stage import TRACING_LOCK
-from tests.internals import compiler_of, owned_objects
+from tests.internals import cache_sizes, compiler_of, limited_caches, owned_objects
 from tests.reference import (
     collect,
     gradient_like,
@@ -28,6 +28,7 @@ from tests.reference import (
     unequal,
 )
 from tests.untraceable import (
+    WIDTH,
     FunctionLayer,
     M,
     StatefulLayer,
@@ -67,21 +68,6 @@ def test_a_second_backward_gives_the_same_gradients_and_buffers(checkpoint: str)
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, first[name])
         assert all(map(torch.equal, layers.buffers(), buffers))
-
-
-def test_interleaved_mini_batches_do_not_interfere() -> None:
-    with_batch_norm = model(FunctionLayer(branch_on_data)).eval()
-    layers = nn.Sequential(*(layer for layer in with_batch_norm if not isinstance(layer, nn.BatchNorm1d)))
-    inputs = [features(8), features(6, 3), features(8) * 2]
-    with without_warnings():
-        for checkpoint in ("always", "never"):
-            pipe = GPipe(layers, [2, 4], chunks=2, checkpoint=checkpoint)
-            expected = [pipeline_step(pipe, x) for x in inputs]
-            leaves = [leaf(x) for x in inputs]
-            outputs = [pipe(x) for x in leaves]
-            for x, y, alone in zip(leaves, outputs, expected, strict=True):
-                assert unequal(collect(pipe, x, y), alone) == []
-                pipe.zero_grad()
 
 
 def test_a_trace_by_another_thread_is_no_change() -> None:
@@ -162,3 +148,15 @@ def test_a_deleted_pipeline_is_freed_by_reference_counts_alone(backend: str) -> 
         assert [ref() for ref in references] == [None] * len(references)
     finally:
         gc.enable()
+
+
+def test_the_segment_caches_keep_the_latest_shapes() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionLayer(branch_on_data), nn.Linear(WIDTH, WIDTH))
+    with without_warnings(), limited_caches(4):
+        pipe = GPipe(layers, [1, 2], chunks=2, checkpoint="always")
+        for length in [*range(2, 9)] * 2:
+            x = features(4, length)
+            assert unequal(pipeline_step(pipe, x), loop_step(layers, x, 2)) == [], length
+    by_stage, gradients = cache_sizes(pipe)
+    assert gradients <= 4 * len(by_stage)
+    assert all(0 < interpreted <= 4 and lowered <= 4 for interpreted, lowered in by_stage)
