@@ -225,13 +225,6 @@ def fuse_may_be_set_between_calls() -> None:
         assert bool(case.step()) == fuse
 
 
-def the_variable_turns_fused_kernels_off() -> None:
-    for fuse in (None, True):
-        for value, expected in (("fuse", False), ("", True)):
-            with mock.patch.dict(os.environ, GPIPE_FAST_DISABLE=value):
-                assert bool(Case(fuse=fuse).step()) == expected
-
-
 # Inputs
 
 
@@ -263,15 +256,6 @@ def two_steps_may_be_in_flight() -> None:
     for ours, theirs in zip(case.model.parameters(), case.exact.parameters(), strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad.cpu().double(), theirs.grad, rtol=1e-4, atol=1e-4)
-
-
-def parameters_may_be_replaced() -> None:
-    case = Case()
-    case.step()
-    for ours, theirs in zip(case.model.parameters(), case.exact.parameters(), strict=True):
-        values = torch.randn(ours.shape)
-        ours.data, theirs.data = values.to(DEVICE), values.double()
-    assert case.step()
 
 
 def checkpoint_modes() -> None:

@@ -22,10 +22,8 @@ CASES = [
 LONGER_CASES = [
     "kernels_that_one_device_does_not_load_are_left_out",
     "a_wrong_kernel_in_a_captured_step",
-    "the_variable_turns_fused_kernels_off",
     "unaligned_inputs_take_the_other_form",
     "two_steps_may_be_in_flight",
-    "parameters_may_be_replaced",
     "batches_without_rows",
     "recordings_name_the_kernels",
     "the_self_test_of_doctor",

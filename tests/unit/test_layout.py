@@ -17,7 +17,6 @@ OF_THE_TREE = {
     Path(f"tests/unit/{name}.py")
     for name in (
         "csrc/test_no_interpreter",
-        "kernels/test_cuda",
         "kernels/test_numerics",
         "test_architecture",
         "test_build",

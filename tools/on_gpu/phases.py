@@ -109,7 +109,6 @@ def correctness() -> Phase:
     files = {
         "first": ["tests/unit/test_smoke.py", f"{contract}/test_cuda_steps.py"],
         "pipelines": [f"{contract}/test_cuda.py"],
-        "kernel-tests": ["tests/unit/kernels/test_cuda.py"],
     }
     numerics = "tests/unit/kernels/test_numerics.py"
     known = {numerics, *itertools.chain(*files.values())}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_fast.fuse.rewriter import Rewriter, moved_bytes
-from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph, split
-from tests.stages import input_values, run_graph, saved, trace_joint
+from tests.stages import trace_joint
 from tests.unit.fuse.graphs import Function, calls, fragment_of, graph_of, stage_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,28 +122,3 @@ def test_the_reference_computes_the_replaced_nodes_from_what_else_they_read() ->
     assert [*map(torch.equal, found, [expected, expected.sin()])] == [True] * 2
     every, _ = rewriter.reference([exp], [sine])
     assert len(calls(every, aten.cosh.default)) == 1
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_the_parts_of_a_backward_are_kept(fraction: float) -> None:
-    """What needs no boundary gradient still runs before it arrives, and results still come first."""
-    x = torch.randn(ROWS, COLS)
-    joint, forward, graph = stage_of(LAYERS, x, fraction)
-    rewriter = Rewriter(graph)
-    recomputed = calls(rewriter.graph, aten.tanh.default)
-    for node in recomputed:
-        replace(rewriter, [node.args[0]], [node], lambda h: [(2 * h).sigmoid() * 2 - 1])  # type: ignore[list-item]
-    (gradient,) = calls(rewriter.graph, aten.tanh_backward.default)
-    inputs = gradient.all_input_nodes
-    replace(rewriter, inputs, [gradient], lambda g, y: [g - g * y * y])
-    found = rewriter.finish()
-    found.module.graph.lint()
-    before, after = lower(graph), lower(found)
-    assert len(recomputed) == (fraction == 0.0)
-    assert after.parts[0] == before.parts[0] + 3 * len(recomputed)
-    assert after.parts[1] - after.parts[0] == before.parts[1] - before.parts[0] + 2
-    assert len(after.steps) - after.parts[1] == len(before.steps) - before.parts[1]
-    values = input_values(LAYERS, joint, x)
-    values |= saved(run_graph(forward, values))
-    for port, value in run_graph(graph, values).items():
-        torch.testing.assert_close(run_graph(found, values)[port], value)

@@ -104,14 +104,6 @@ def test_a_chain_of_in_place_values_takes_one_block() -> None:
     assert total == aligned(100)
 
 
-@pytest.mark.parametrize(
-    ("size", "end", "why"), [(64, 2, "is read later"), (32, 1, "is smaller"), (128, 1, "is larger")]
-)
-def test_memory_is_not_reused_in_place_if_it_does_not_fit(size: int, end: int, why: str) -> None:
-    offsets, _ = assign_offsets({0: LiveRange(size, 0, end), 1: LiveRange(64, 1, 3, (0,))})
-    assert offsets[0] != offsets[1], why
-
-
 def test_gpu_offsets_are_aligned_like_the_allocators_blocks() -> None:
     alignment = alignment_of(torch.device("cuda"))
     offsets, total = assign_offsets({i: LiveRange(100 + i, 0, 1) for i in range(4)}, alignment)

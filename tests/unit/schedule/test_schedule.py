@@ -185,20 +185,6 @@ def test_one_forward_one_backward_cannot_be_split() -> None:
             part()
 
 
-def test_times_of_actions_with_unequal_durations() -> None:
-    longer = {"0F0": 2, "1RECV_F0": 2, "1F0": 5, "1RECV_F1": 2, "1F1": 4}
-
-    def times(schedule: Schedule) -> list[list[float]]:
-        ends = schedule.times(lambda action: longer.get(str(action), 1))
-        return [[ends[action] for action in row] for row in schedule.stages]
-
-    schedule = fill_drain(2, 2, backward=False)
-    assert times(schedule) == [[2, 3, 4, 5], [5, 10, 12, 16]]
-    assert schedule.critical_path(lambda action: longer.get(str(action), 1)) == 16
-    # 0SEND_F1 waits from 4 to 5, until 1RECV_F0 frees the only slot.
-    assert times(replace(schedule, slots=1)) == [[2, 3, 4, 6], [5, 10, 12, 16]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_actions_begin_when_their_last_dependency_ends(seed: int) -> None:
     generator = random.Random(seed)
@@ -240,14 +226,6 @@ def test_fewer_slots_never_make_a_step_longer_whose_actions_take_equally_long(na
         assert fewer.ranks == schedule.ranks
         assert fewer.critical_path() == schedule.critical_path()
         assert fewer.with_fewer_slots(3) == fewer
-
-
-def test_a_schedule_keeps_the_slots_without_which_a_send_would_wait() -> None:
-    generator = random.Random(0)
-    schedules = [random_schedule(generator)[0] for _ in range(50)]
-    found = [schedule.with_fewer_slots(1).slots for schedule in schedules]
-    assert found == [min(schedule.slots, schedule.slots_needed()) for schedule in schedules]
-    assert {1, 2} <= set(found)
 
 
 @pytest.mark.parametrize("seed", range(20))

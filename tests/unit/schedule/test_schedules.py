@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_fast.schedule import Action, Kind, Schedule, bubble, fill_drain, interleaved, one_f_one_b, zb_h1
+from gpipe_fast.schedule import Action, Kind, Schedule, fill_drain, interleaved, one_f_one_b, zb_h1
 from gpipe_fast.schedule.schedules import SCHEDULES, schedule_for
 
 
@@ -115,12 +115,6 @@ def test_fill_drain_splits_into_forward_and_backward_parts() -> None:
         backward.forward_part()
 
 
-@pytest.mark.parametrize(("k", "m"), [(1, 1), (3, 4), (4, 32)])
-def test_bubble_equals_the_idle_fraction_of_fill_drain(k: int, m: int) -> None:
-    length = fill_drain(k, m).critical_path(lambda a: {Kind.F: 1, Kind.B: 3}.get(a.kind, 0))
-    assert 1 - m * 4 / length == pytest.approx(bubble(k, m)) == pytest.approx((k - 1) / (m + k - 1))
-
-
 NUMBERS = [(1, 4), (2, 1), (3, 2), (3, 7), (4, 8)]
 
 
@@ -139,16 +133,6 @@ def test_a_stage_of_1f1b_keeps_one_micro_batch_for_itself_and_each_later_stage(
         assert [a.microbatch for a in actions if a.kind in (Kind.B, Kind.I)] == list(range(num_microbatches))
         assert kept == 0
         assert most == min(num_stages - stage, num_microbatches)
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), NUMBERS)
-def test_1f1b_takes_as_long_as_fill_drain(num_stages: int, num_microbatches: int) -> None:
-    def seconds(action: Action) -> float:
-        return {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 2.0}.get(action.kind, 0.0)
-
-    ours = one_f_one_b(num_stages, num_microbatches).critical_path(seconds)
-    assert ours == fill_drain(num_stages, num_microbatches).critical_path(seconds)
-    assert ours == 3 * (num_microbatches + num_stages - 1)
 
 
 def seconds(action: Action) -> float:

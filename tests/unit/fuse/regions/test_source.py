@@ -46,14 +46,6 @@ def source(
     return source_of(region, block)
 
 
-def test_a_kernel_is_named_after_its_operators_and_its_source() -> None:
-    found, other = (source(lambda x, n=n: torch.tanh(x) * n, (4, 96)) for n in (2.0, 2.5))
-    assert found == source(lambda x: torch.tanh(x) * 2.0, (4, 96))
-    assert found.name.startswith("tanh_")
-    assert found.name != other.name
-    assert f"def {found.name}(p_in0, p_out0, " in found.text
-
-
 def test_every_program_stores_a_partial_sum_and_one_that_has_all_rows_the_sum() -> None:
     for rows, offset in ((300, "program.to(tl.int64) * 96 + col"), (3, "col")):
         found = source(lambda x, g: (g * x, (g * x).sum(0)), (rows, 96), (rows, 96))

@@ -117,6 +117,31 @@ def test_cross_entropy_of_the_widest_rows_matches_pytorch(cols: int, dtype: torc
     compare_with_pytorch(logits, target, label_smoothing=0.1)
 
 
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="takes too long in the interpreter")
+
+
+@needs_gpu
+@every_dtype
+@pytest.mark.parametrize(("rows", "cols"), [(38, 32000), (512, 32768), (130, 128256), (1 << 18, 63)])
+def test_cross_entropy_of_many_logits_matches_pytorch(rows: int, cols: int, dtype: torch.dtype) -> None:
+    compare_with_pytorch(*logits_and_targets(cols, dtype, rows))
+
+
+@needs_gpu
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_cross_entropy_compiled_by_inductor_equals_the_eager_one(inplace: bool) -> None:
+    logits, target = logits_and_targets(32000, torch.bfloat16, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return cross_entropy(x * 1.0, target, label_smoothing=0.1, inplace=inplace)
+
+    results = [
+        outputs_and_gradients(function, [logits], [torch.ones(())])
+        for function in (loss, torch.compile(loss, fullgraph=True))
+    ]
+    assert all(map(torch.equal, *results))
+
+
 @every_dtype
 def test_cross_entropy_of_noncontiguous_logits_matches_pytorch(dtype: torch.dtype) -> None:
     logits, target = logits_and_targets(100, dtype, 4, 5)

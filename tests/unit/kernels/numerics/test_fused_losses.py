@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpipe_fast.kernels.cross_entropy import launch_gradient, launch_losses
+from gpipe_fast.kernels.mean_loss import launch_loss
 from tests.unit.kernels.numerics.comparison import DEVICE, needs_kernels
 from tests.unit.kernels.numerics.fused_graphs import Compared, compare, trace
 
@@ -113,3 +114,15 @@ def test_an_empty_loss_launches_nothing() -> None:
     target = torch.empty(0, dtype=torch.int64)
     assert launch_losses(torch.empty(0, 10), target).shape == (0,)
     assert launch_gradient(torch.empty(0, 10), target, torch.ones(())).shape == (0, 10)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("rows", [2047, 5000])
+def test_one_program_adds_the_losses_of_all_rows(rows: int, mean: bool) -> None:
+    ignored = torch.arange(rows, device=DEVICE) % 8 == 0
+    losses = torch.rand(rows, device=DEVICE).masked_fill(ignored, 0.0)
+    target = torch.randint(100, (rows,), device=DEVICE).masked_fill(ignored, -7)
+    expected = losses.double().sum() / (int((~ignored).sum()) if mean else 1)
+    torch.testing.assert_close(
+        launch_loss(losses, target, -7, mean, FP32).double(), expected, rtol=1e-6, atol=0
+    )
