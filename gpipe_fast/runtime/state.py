@@ -86,7 +86,7 @@ class ModuleState:
         are_new = all(
             self._states.of(layer, describe([layer])[0], modes) is state
             for state, layer in zip(key.states, self.layers, strict=True)
-            if not state.guards
+            if not state.conditions
         )
         return are_new and key.guards_hold(self.layers, range(len(self.layers)), True)
 

@@ -286,11 +286,6 @@ def _annotated(module: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def scope_of(layer: nn.Module) -> Scope:
-    """Returns the variables to which guards refer."""
-    return {"layer": layer, "args": (), "kwargs": {}, "popped": ()}
-
-
 def _new_entry(layer: nn.Module) -> types.FunctionType:
     """Returns a function that calls a layer, with a code object and globals of its own.
 

@@ -14,7 +14,7 @@ Equal layers are therefore in one state, and share all graphs, unless a guard te
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,8 +27,8 @@ from gpipe_fast.layers.batchnorm import deferred_momentum
 from gpipe_fast.layers.quantized import owners_of, parts_of
 from gpipe_fast.layers.sharded import is_sharded, local_tensor
 from gpipe_fast.strides import bits_of
-from gpipe_fast.trace.dynamo import Captured, Guards, Refused, asks_for_device, scope_of
-from gpipe_fast.trace.unguarded import IMMUTABLE, Facts, unguarded_state
+from gpipe_fast.trace.dynamo import Captured, Refused, asks_for_device
+from gpipe_fast.trace.unguarded import IMMUTABLE, Conditions, scope_of
 
 # The maximum number of states of layers with the same description.
 _MAX_STATES = 64
@@ -44,15 +44,13 @@ class LayerState:
     Attributes:
         captures: the latest captures in this state, by the arguments' key.
         has_constants: whether graphs contain tensors beside arguments, parameters and buffers.
-        guards: the guards of all captures, without those that say nothing new. They are only ever added to.
+        conditions: those of all captures, without those that say nothing new. They are only ever added to.
     """
 
     def __init__(self, states: LayerStates) -> None:
         self.captures: dict[Hashable, Captured] = {}
-        self.guards: list[Guards] = []
+        self.conditions: list[Conditions] = []
         self.has_constants = False
-        self._facts: list[Facts] = []
-        self._unguarded: list[Callable[[], bool]] = []
         self._states = states
 
     def reuse(self, key: Hashable) -> Captured | None:
@@ -75,43 +73,34 @@ class LayerState:
             del self.captures[next(iter(self.captures))]
         self.captures[key] = captured
         guards = captured.guards
-        if captured.constants or not any(guards.follows_from(known) for known in self.guards):
+        if captured.constants or not any(guards.follows_from(known.guards) for known in self.conditions):
             self._states.version += 1
-            self.guards.append(guards)
-            self._unguarded.append(unguarded_state(guards))
-            self._facts.append(Facts(guards.reads, layer, captured.constants))
+            self.conditions.append(Conditions(guards, layer, captured.constants))
 
     def holds(self, layer: nn.Module) -> bool:
         """Returns whether a layer is in this state."""
         return self.surroundings_hold() and self.holds_for(layer)
 
-    def surroundings_hold(self, num_guards: int | None = None) -> bool:
-        """Returns whether what is outside of layers is as in this state, by its first guards or by all."""
-        return all(each.ambient(_NO_LAYER) for each in self.guards[:num_guards]) and all(
-            is_unchanged() for is_unchanged in self._unguarded[:num_guards]
-        )
-
-    def holds_for(
-        self, layer: nn.Module, num_guards: int | None = None, same_attributes: bool = False
-    ) -> bool:
-        """Returns whether a layer itself is in this state, by its first guards or by all.
-
-        Args:
-            layer: the layer.
-            num_guards: the number of the guards; None for all.
-            same_attributes: whether it was in this state, and its modules have the same attributes since.
-        """
-        scope = scope_of(layer)
-        for guards, facts in zip(self.guards[:num_guards], self._facts, strict=False):
-            if not (same_attributes and guards.layer_follows) and not guards.layer(scope):
-                return False
-            if not facts.hold(scope, same_attributes):
+    def surroundings_hold(self, count: int | None = None) -> bool:
+        """Returns whether what is outside of layers is as in this state, by its first conditions."""
+        for each in self.conditions[:count]:  # faster than `all`, and each call runs it
+            if not each.surroundings_hold():
                 return False
         return True
 
+    def holds_for(self, layer: nn.Module, count: int | None = None, same_attributes: bool = False) -> bool:
+        """Returns whether a layer itself is in this state, by its first conditions or by all.
 
-# What conditions that are not on a layer are checked with.
-_NO_LAYER = scope_of(nn.Identity())
+        Args:
+            layer: the layer.
+            count: the number of the conditions; None for all.
+            same_attributes: whether it was in this state, and its modules have the same attributes since.
+        """
+        scope = scope_of(layer)
+        for each in self.conditions[:count]:
+            if not each.hold_for(scope, same_attributes):
+                return False
+        return True
 
 
 class LayerStates:
@@ -264,7 +253,7 @@ class StateKey:
     def __init__(self, descriptions: Sequence[Hashable], states: Sequence[LayerState]) -> None:
         self.descriptions = tuple(descriptions)
         self.states = tuple(states)
-        self._counts = tuple(len(state.guards) for state in states)
+        self._counts = tuple(len(state.conditions) for state in states)
         self._hash = hash((self.descriptions, self.states))
 
     def __hash__(self) -> int:
@@ -281,12 +270,15 @@ class StateKey:
     @property
     def is_guarded(self) -> bool:
         """Whether there was a capture in the state of each layer."""
-        return all(state.guards for state in self.states)
+        return all(state.conditions for state in self.states)
 
     @property
     def depends_on_device(self) -> bool:
         """Whether a graph captured in these states holds only on the device of its capture."""
-        return any(state.has_constants or any(map(asks_for_device, state.guards)) for state in self.states)
+        return any(
+            state.has_constants or any(asks_for_device(each.guards) for each in state.conditions)
+            for state in self.states
+        )
 
     def changed_since(self, before: StateKey) -> list[int]:
         """Returns the indices of the layers whose state is another in an earlier key."""

@@ -1,8 +1,8 @@
-"""What Dynamo's guards miss: facts about the values that a forward has read, and other state.
+"""The conditions under which a captured graph holds: Dynamo's guards, and what they miss.
 
 The guards compare numbers by ``==`` and other objects by their class. But ``1 == 1.0``, and a forward may ask
-which object it has got (``self.mode is AUTO``), or iterate over a set: `Facts`. Nor do they notice patched
-classes, functions with new code, and changes of the environment: `unguarded_state`.
+which object it has got (``self.mode is AUTO``), or iterate over a set. Nor do they notice patched classes,
+functions with new code, and changes of the environment.
 """
 
 from __future__ import annotations
@@ -58,23 +58,29 @@ class Read(NamedTuple):
         return eval(self.code, {"L": {"layer": layer}, "G": self.scope})
 
 
-class Facts:
-    """Facts about what a forward has read from a layer."""
+class Conditions:
+    """The conditions under which a captured graph holds: Dynamo's guards, and what they miss.
+
+    Attributes:
+        guards: the guards.
+    """
 
     def __init__(
-        self, reads: Sequence[Read], layer: nn.Module, constants: Sequence[Callable[[nn.Module], Any]] = ()
+        self, guards: Guards, layer: nn.Module, constants: Sequence[Callable[[nn.Module], Any]] = ()
     ) -> None:
-        """Notes the facts.
+        """Notes what the guards miss.
 
         Args:
-            reads: the places that the forward has read.
-            layer: the layer.
+            guards: the guards.
+            layer: the layer whose forward was captured.
             constants: functions that return the tensors that the graph contains, of a layer; no other tensor
                 may take their place. They are kept: weak references make `torch.utils.swap_tensors` fail.
         """
+        self.guards = guards
+        self._is_unchanged = _unguarded_state(guards)
         values = [
             (read, value)
-            for read in reads
+            for read in guards.reads
             if not _TABLE.search(read.name)
             # Some expressions make a new object, such as a copy of a class's ``__dict__``.
             and (value := read.value(layer)) is read.value(layer)
@@ -91,13 +97,19 @@ class Facts:
         self._constants = constants
         self._known = [self._of(reads, layer) for reads in (self._reads, self._volatile)]
 
-    def hold(self, scope: Mapping[str, Any], same_attributes: bool = False) -> bool:
-        """Returns whether the facts are the same for ``scope["layer"]``.
+    def surroundings_hold(self) -> bool:
+        """Returns whether what is outside of layers is as it was."""
+        return self.guards.ambient(_NO_LAYER) and self._is_unchanged()
+
+    def hold_for(self, scope: Mapping[str, Any], same_attributes: bool = False) -> bool:
+        """Returns whether ``scope["layer"]`` itself passes.
 
         Args:
             scope: the variables of the guards.
-            same_attributes: whether the facts held before, and modules have the same attributes since.
+            same_attributes: whether it passed before, and its modules have the same attributes since.
         """
+        if not (same_attributes and self.guards.layer_follows) and not self.guards.layer(scope):
+            return False
         reads = self._volatile if same_attributes else self._reads
         if not reads and not self._constants:
             return True
@@ -118,6 +130,15 @@ class Facts:
             tensor = constant(layer)
             found.append((_Same(tensor), getattr(tensor, "_cdata", None)))
         return found
+
+
+def scope_of(layer: nn.Module) -> Mapping[str, Any]:
+    """Returns the variables to which guards refer."""
+    return {"layer": layer, "args": (), "kwargs": {}, "popped": ()}
+
+
+# What conditions that are not on a layer are checked with.
+_NO_LAYER = scope_of(nn.Identity())
 
 
 class _Same:
@@ -195,8 +216,8 @@ def is_immutable(value: Any) -> bool:
     return type(value) in IMMUTABLE
 
 
-def unguarded_state(guards: Guards) -> Callable[[], bool]:
-    """Returns a function that returns whether the state that a graph's guards miss is as it is now."""
+def _unguarded_state(guards: Guards) -> Callable[[], bool]:
+    """Returns a function that tells whether the state outside of layers that guards miss is as it is now."""
     snapshot = Snapshot()
     functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
     called = set(guards.functions)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gpipe_fast.trace.dynamo import capture
-from gpipe_fast.trace.unguarded import Facts, Read, unguarded_state
+from gpipe_fast.trace.unguarded import Conditions, Read
 
 X = torch.ones(2, 3)
 VARIABLE = "GPIPE_FAST_TEST_FACTOR"
@@ -30,7 +31,7 @@ class ReadsEnvironment(nn.Module):
 
 
 def state_of(layer: nn.Module) -> Callable[[], bool]:
-    return unguarded_state(capture(layer, (X,), {}).guards)
+    return Conditions(capture(layer, (X,), {}).guards, layer).surroundings_hold
 
 
 def test_the_environment_matters_to_those_who_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,8 @@ def holds_after(before: Any, after: Any) -> bool:
     layers = [Scaled(), Scaled()]
     for layer, values in zip(layers, (before, after), strict=True):
         vars(layer).update(zip(names, values, strict=True))
-    return Facts(reads, layers[0]).hold({"layer": layers[1]})
+    guards = mock.Mock(reads=reads, functions=(), code=(), classes=(), reads_environment=False)
+    return Conditions(guards, layers[0]).hold_for({"layer": layers[1]})
 
 
 ONE, OTHER, AUTO = [1], [1], object()
