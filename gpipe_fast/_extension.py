@@ -23,44 +23,8 @@ if _C.build_info()["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
         f"but this is torch {torch.__version__}; {_HOW_TO_BUILD}"
     )
 
-Actions = _C.Actions
-Arena = _C.Arena
-Boundary = _C.Boundary
-BoundaryForm = _C.BoundaryForm
-PythonWorkers = _C.PythonWorkers
-Kernel = _C.Kernel
-Layout = _C.Layout
-LoweredSegment = _C.LoweredSegment
-ProgramPair = _C.ProgramPair
-Pipeline = _C.Pipeline
-Channels = _C.Channels
-Plan = _C.Plan
-Port = _C.Port
-ProgramWithPorts = _C.ProgramWithPorts
-Program = _C.Program
-Resizing = _C.Resizing
-PythonSegment = _C.PythonSegment
-GraphReport = _C.GraphReport
-InferenceStream = _C.InferenceStream
-Role = _C.Role
-Segment = _C.Segment
-Snapshot = _C.Snapshot
-StagePlan = _C.StagePlan
-Value = _C.Value
-ActiveRuns = _C.ActiveRuns
-Capture = _C.Capture
-build_info = _C.build_info
-"""``build_info() -> dict[str, str]`` returns the torch, CUDA, GPU architectures and compiler of the build."""
+# Its names are those of gpipe_fast/_C.pyi.
+from gpipe_fast._C import *  # noqa: E402, F403
 
-run_backward = _C.run_backward
-built_with_cuda = _C.built_with_cuda
-"""``built_with_cuda() -> bool`` returns whether the extension contains its GPU code."""
-
-operator_settings = _C.operator_settings
-restore_operator_settings = _C.restore_operator_settings
-kept_bytes = _C.kept_bytes
-alignment_of = _C.alignment_of
-place = _C.place
-route = _C.route
-make_channels = getattr(_C, "make_channels", None)  # None without torch.distributed
-all_settings = _C.all_settings
+if not hasattr(_C, "make_channels"):  # without torch.distributed
+    make_channels = None  # type: ignore[assignment]

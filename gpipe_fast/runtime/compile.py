@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from gpipe_fast.trace.layer_states import LayerState, StateKey
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.traceability import Untraceable
 
+_Spec = TypeVar("_Spec", TensorSpec, TensorSpec | None)
 # The maximum number of kinds of equal layers whose graphs are kept for other stages.
 _MAX_PARTS = 32
 # The maximum number of traces that are kept; the least recently used are dropped.
@@ -419,15 +420,7 @@ def _received(compiled: CompiledStage, receiver: Stage) -> BoundarySpec:
     return replace(plain, tensors=tensors)
 
 
-@overload
-def at_receiver(spec: TensorSpec, sender: Stage, receiver: Stage) -> TensorSpec: ...
-
-
-@overload
-def at_receiver(spec: TensorSpec | None, sender: Stage, receiver: Stage) -> TensorSpec | None: ...
-
-
-def at_receiver(spec: TensorSpec | None, sender: Stage, receiver: Stage) -> TensorSpec | None:
+def at_receiver(spec: _Spec, sender: Stage, receiver: Stage) -> _Spec:
     """Returns a tensor's spec at the receiver: a transfer between devices changes the device alone."""
     if spec is None or sender.device == receiver.device:
         return spec

@@ -159,13 +159,11 @@ class Segments:
 
     def find(
         self,
+        search: SegmentSearch,
         layer: int,
+        saved_fraction: SavedFraction,
         boundary: _extension.Boundary,
         stashed: Stashed,
-        saved_fraction: SavedFraction,
-        modes: TorchModes,
-        suspects: Mapping[int, str],
-        known: StageTensors,
     ) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors.
 
@@ -173,21 +171,22 @@ class Segments:
         layers with the reason why a trace failed, run in Python. A suspect that has run without an error is
         reported, and runs in Python from then on.
         """
-        first = self.stage.first_layer
+        run_in_python = functools.partial(self._run_in_python, search, saved_fraction, layer)
+        first, end, suspects = self.stage.first_layer, len(self.stage.layers), search.suspects
+        if search.all_in_python:
+            return run_in_python(end)
         in_python = {*(index - first for index in tuple(self._in_python)), *suspects}  # other threads add
-        end = min([len(self.stage.layers), *(p for p in in_python if p >= layer)])
+        end = min([end, *(p for p in in_python if p >= layer)])
         if end == layer:
-            return self.run_in_python(
-                layer, layer + 1, saved_fraction, modes, known, reason=suspects.get(layer)
-            )
+            return run_in_python(layer + 1, reason=suspects.get(layer))
         part = self.stage.part(layer, end)
         input_specs = _boundary_spec(boundary, [stashed[number] for number in part.pops])
         if input_specs is None:
-            return self.run_in_python(layer, layer + 1, saved_fraction, modes, known)
-        segment_key = SegmentKey.of(part, input_specs, modes)
+            return run_in_python(layer + 1)
+        segment_key = SegmentKey.of(part, input_specs, search.modes)
         found = self._lowered.lookup((segment_key, saved_fraction))
-        if found is None or known != StageTensors.of(self.stage):
-            return self.run_in_python(layer, end, saved_fraction, modes, known, segment_key)
+        if found is None or search.known != StageTensors.of(self.stage):
+            return run_in_python(end, segment_key)
         return found
 
     def try_lock(self, held: contextlib.ExitStack) -> bool:
@@ -296,31 +295,27 @@ class Segments:
                     "backend='eager' to GPipe to run all layers in Python"
                 ) from None
 
-    def run_in_python(
+    def _run_in_python(
         self,
+        search: SegmentSearch,
+        saved_fraction: SavedFraction,
         begin: int,
         end: int,
-        saved_fraction: SavedFraction,
-        modes: TorchModes,
-        known: StageTensors,
         segment_key: SegmentKey | None = None,
         reason: str | None = None,
-        on_success: Callable[[], object] | None = None,
     ) -> Segment:
         """Returns the segment that runs layers in Python.
 
         Args:
+            search: the search.
+            saved_fraction: the fraction of activations to save.
             begin: index of the first layer in the stage.
             end: index after the last layer.
-            saved_fraction: the fraction of activations to save.
-            modes: PyTorch's modes.
-            known: the stage's tensors when the plan was made.
             segment_key: the segment key to lower the layers for, after they have run.
             reason: the reason why the single layer is untraceable, reported after the layer has run.
-            on_success: called after the layers have run, unless `segment_key` or `reason` is given.
         """
-        part = self.stage.part(begin, end)
-        parameters, buffers = known.indices(part)
+        part, modes, on_success = self.stage.part(begin, end), search.modes, search.on_success
+        parameters, buffers = search.known.indices(part)
         tensors = tuple(parameters), tuple(buffers)
         key = (begin, end, saved_fraction, modes, tensors, segment_key, reason, on_success)
         found = self._python_segments.lookup(key)
@@ -387,14 +382,7 @@ class SegmentSearch:
 
     def find(self, layer: int, microbatch: int, boundary: _extension.Boundary, stashed: Stashed) -> Segment:
         """Returns the segment that runs `layer` for these boundary tensors and stashed skip tensors."""
-        saved_fraction, end = self.saved_fractions[microbatch], len(self.segments.stage.layers)
-        if self.all_in_python:
-            return self.segments.run_in_python(
-                layer, end, saved_fraction, self.modes, self.known, on_success=self.on_success
-            )
-        return self.segments.find(
-            layer, boundary, stashed, saved_fraction, self.modes, self.suspects, self.known
-        )
+        return self.segments.find(self, layer, self.saved_fractions[microbatch], boundary, stashed)
 
     # A backward inside a function under torch.compile calls this, and Dynamo would trace the compiler's code.
     @uncompiled

@@ -83,7 +83,7 @@ class LayerState:
 
     def surroundings_hold(self, count: int | None = None) -> bool:
         """Returns whether what is outside of layers is as in this state, by its first conditions."""
-        for each in self.conditions[:count]:  # faster than `all`, and each call runs it
+        for each in self.conditions[:count]:  # noqa: SIM110, each call runs it
             if not each.surroundings_hold():
                 return False
         return True
@@ -97,7 +97,7 @@ class LayerState:
             same_attributes: whether it was in this state, and its modules have the same attributes since.
         """
         scope = scope_of(layer)
-        for each in self.conditions[:count]:
+        for each in self.conditions[:count]:  # noqa: SIM110
             if not each.hold_for(scope, same_attributes):
                 return False
         return True
