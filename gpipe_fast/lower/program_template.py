@@ -32,10 +32,11 @@ from gpipe_fast.lower.placement import MemoryPlan
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call
-from gpipe_fast.trace.formulas import CannotExpressError, Evaluator, has_formula, substitute
+from gpipe_fast.trace.formulas import Evaluator, has_formula, substitute
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.symbolic import Instance, Template
+from gpipe_fast.trace.symbols import CannotExpressError
 
 # The maximum number of sets of decisions for which programs are kept, per template and saved fraction; the
 # least recently used are dropped.

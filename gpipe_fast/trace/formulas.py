@@ -216,14 +216,3 @@ def _evaluated(argument: Any, value_of: Callable[[Formula], int]) -> Any:
 
 def _value(number: int | Formula) -> int:
     return number.value if isinstance(number, Formula) else number
-
-
-__all__ = [
-    "CannotExpressError",
-    "Evaluator",
-    "Formula",
-    "Formulas",
-    "decide",
-    "has_formula",
-    "substitute",
-]

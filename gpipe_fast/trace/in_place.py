@@ -46,6 +46,3 @@ def exact_changes(mode: RealLayouts) -> Iterator[None]:
 
     with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
         yield
-
-
-__all__ = ["exact_changes"]

@@ -73,6 +73,3 @@ class TracedPorts:
     def differentiable_outputs(self) -> frozenset[int]:
         """Returns the indices of the outputs that take a gradient."""
         return frozenset(port.index for port, _ in self.inputs if port.role is GraphRole.TANGENT)
-
-
-__all__ = ["PortTensor", "TracedPorts"]

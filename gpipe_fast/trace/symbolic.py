@@ -24,11 +24,11 @@ from torch import Tensor, fx
 from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
 from gpipe_fast.torch_private.graphs import graph_module
-from gpipe_fast.trace.formulas import CannotExpressError, Formulas
+from gpipe_fast.trace.formulas import Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
 from gpipe_fast.trace.ports import PortTensor, TracedPorts
-from gpipe_fast.trace.symbols import Symbols, evaluated
+from gpipe_fast.trace.symbols import CannotExpressError, Symbols, evaluated
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.triton_calls import is_triton_call
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast.strides import NO_BITS, Bits, bits_of
-from gpipe_fast.trace.formulas import CannotExpressError
+from gpipe_fast.trace.symbols import CannotExpressError
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,5 +77,3 @@ class TensorMetadata:
 
 # A tensor or its metadata; ``isinstance`` accepts it.
 AnyTensor = Tensor | TensorMetadata
-
-__all__ = ["AnyTensor", "TensorMetadata"]

@@ -161,13 +161,3 @@ def _fake_launch(mode: RealLayouts, **given: Any) -> dict[str, Tensor]:
         return {
             name: empty_like(t) for name, t in given["kwargs"].items() if name in given["tensors_to_clone"]
         }
-
-
-__all__ = [
-    "TritonCall",
-    "call_triton_kernel",
-    "default_arguments_known",
-    "is_triton_call",
-    "pass_launches_through",
-    "read_triton_calls",
-]

@@ -10,13 +10,8 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, ModularIndexing, PythonMod
 
-from gpipe_fast.trace.formulas import (
-    CannotExpressError,
-    Formula,
-    Formulas,
-    decide,
-    substitute,
-)
+from gpipe_fast.trace.formulas import Formula, Formulas, decide, substitute
+from gpipe_fast.trace.symbols import CannotExpressError
 
 S, T = sympy.symbols("s0 s1", positive=True, integer=True)
 
