@@ -20,8 +20,8 @@ ranks that have one part each of all stages: there is one for each replica and s
                 runs of new plans, for which some ranks compile longer than others
     n/count/c   the divisor of the loss of a step of column c, from its last stage
     n/loss/c    the losses of a step of column c, from its last stage
-    n/update/r  what the update of the step before needs from rank r
-    n/share/r   what rank r shares with the others of its replica, in pieces: r/0, r/1 ...
+    n/update/r  what the update of the step before needs from rank r, and
+    n/share/r   what it shares of a recording with the others of its replica: in pieces, r/0, r/1 ...
     n/here/r    set by rank r after another rank was lost
     n/work/r    counts while rank r compiles for long: ranks that wait for it go on waiting
     ended/r     the latest run for whose end rank r has waited, for error messages
@@ -246,7 +246,6 @@ class Ranks(Processes):
         self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._clock_group: Any = None  # of the ranks of the replica, to compare their clocks
         self._replica_group: Any = None  # of the ranks with these stages in all replicas
-        self._exchanged: list[str] = []  # the keys of the latest exchange that this rank has set
         self._number = 0  # of the next run
         self._has_reported = False  # whether the error that is under way was reported
         # The channels, if any, and the pipeline that has them. It refers to this object, in C++.
@@ -594,32 +593,26 @@ class Ranks(Processes):
 
     def gather(self, name: str, own: Any) -> list[Any]:
         """As for `Processes`."""
-        self._share(f"{name}/{self.rank}", json.dumps(own))
-        members = self._own_column()
-        return [json.loads(self._wait(f"{name}/{rank}", partial(list, (rank,)))) for rank in members]
+        text = base64.b64encode(zlib.compress(json.dumps(own, separators=(",", ":")).encode(), 1)).decode()
+        number = -(-len(text) // _MAX_LENGTH)
+        for i in range(number):
+            piece = text[i * _MAX_LENGTH : (i + 1) * _MAX_LENGTH]
+            self._share(f"{name}/{self.rank}/{i}", f"{number} {piece}")
+        return [self._gathered_from(rank, name) for rank in self._own_column()]
+
+    def _gathered_from(self, rank: int, name: str) -> Any:
+        text, number, i = "", 1, 0
+        while i < number:
+            count, _, piece = self._wait(f"{name}/{rank}/{i}", partial(list, (rank,))).partition(" ")
+            text, number, i = text + piece, int(count), i + 1
+        return json.loads(zlib.decompress(base64.b64decode(text)))
 
     def exchange(self, own: Any) -> list[tuple[Offset, Any]]:
         """As for `Processes`."""
         self._begin(_EXCHANGE)
-        text = json.dumps([self._offset(), own], separators=(",", ":"))
-        text = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-        pieces = [text[i : i + _MAX_LENGTH] for i in range(0, len(text), _MAX_LENGTH)]
-        for i, piece in enumerate(pieces):
-            self._store.set(self._key(f"share/{self.rank}/{i}"), f"{len(pieces)} {piece}")
-        for key in self._exchanged:  # before, which all ranks have read
-            self._store.delete_key(key)
-        self._exchanged = [self._key(f"share/{self.rank}/{i}") for i in range(len(pieces))]
-        found = [self._received(rank) for rank in self._own_column()]
+        found = self.gather("share", [self._offset(), own])
         self.succeed()
-        return found
-
-    def _received(self, rank: int) -> tuple[Offset, Any]:
-        text, number, i = "", 1, 0
-        while i < number:
-            count, _, piece = self._wait(f"share/{rank}/{i}", partial(list, (rank,))).partition(" ")
-            text, number, i = text + piece, int(count), i + 1
-        offset, value = json.loads(zlib.decompress(base64.b64decode(text)))
-        return Offset(*offset), value
+        return [(Offset(*offset), value) for offset, value in found]
 
     def _offset(self) -> Offset:
         """Returns the offset of this process's clock to that of the first rank of its replica."""
