@@ -26,6 +26,7 @@ from gpipe_fast.fuse.replacement_check import ReplacementCheck, has_passed
 from gpipe_fast.fuse.rewriter import Rewriter, moved_bytes
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
+from gpipe_fast.lower.work import is_attention
 
 aten = torch.ops.aten
 # Gradients that compare an input with a number themselves.
@@ -37,23 +38,6 @@ _COMPARE = frozenset(
         aten.hardswish_backward.default,
         aten.hardsigmoid_backward.default,
         aten.elu_backward.default,
-    }
-)
-# Operators that also return indices.
-_CHOOSE = frozenset(
-    {
-        aten.max.dim,
-        aten.min.dim,
-        aten.median.dim,
-        aten.kthvalue.default,
-        aten.topk.default,
-        aten.sort.default,
-        aten.sort.stable,
-        aten.max_pool2d_with_indices.default,
-        aten.max_pool3d_with_indices.default,
-        aten.adaptive_max_pool2d.default,
-        aten.adaptive_max_pool3d.default,
-        aten.fractional_max_pool2d.default,
     }
 )
 
@@ -279,17 +263,20 @@ def decisive_positions(graph: StageGraph) -> frozenset[int]:
             if node not in found:
                 found.add(node)
                 pending.append(node)
-    return frozenset(n.meta[JOINT_POSITION] for n in found if JOINT_POSITION in n.meta)
+    return _positions(found)
 
 
 def _decides(node: fx.Node) -> bool:
-    if node.op != "call_function":
+    if node.op != "call_function" or is_attention(node):  # whose seeds are integers
         return False
-    if node.target in _COMPARE or node.target in _CHOOSE:
+    if node.target in _COMPARE:
         return True
-    value = node.meta.get("val")
-    read = (n.meta.get("val") for n in node.all_input_nodes)
-    return isinstance(value, Tensor) and not _is_float(value) and any(map(_is_float, read))
+    value, read = node.meta.get("val"), (n.meta.get("val") for n in node.all_input_nodes)
+    if isinstance(value, (list, tuple)):  # perhaps with the indices of chosen elements
+        chooses = any(isinstance(each, Tensor) and each.dtype == torch.int64 for each in value)
+    else:
+        chooses = isinstance(value, Tensor) and not _is_float(value)
+    return chooses and any(map(_is_float, read))
 
 
 def _is_float(value: Any) -> bool:

@@ -60,6 +60,7 @@ DECISIONS: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "comparison": (lambda x: torch.where(x.sin() > 0, x.cos(), x.exp()), {"sin"}),
     "cast to integers": (lambda x: x.exp() * x.sin().long(), {"sin"}),
     "choice of elements": (lambda x: x.exp() + x.sin().topk(1).values, {"sin"}),
+    "running choice": (lambda x: x.exp() + x.sin().cummax(1).values, {"sin"}),
     "chain": (lambda x: x.cos() * (x.sin().tanh() > 0), {"sin", "tanh"}),
     "rounding alone": (lambda x: x.sin().exp() + x.cos(), set()),
     "gradient of relu": (lambda x: F.relu(x.sin()), {"sin"}),
