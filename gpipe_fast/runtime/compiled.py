@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe_fast import _extension, progress, switches
 from gpipe_fast._extension import Layout, LoweredSegment, ProgramPair, ProgramWithPorts, Segment
@@ -75,10 +75,6 @@ class SegmentKey:
         layers = layers or part.state_key(modes)
         parameters, buffers = tuple(part.parameters()), tuple(part.buffers())
         return cls(part.first_layer, len(part.layers), input_specs, modes, layers, parameters, buffers)
-
-    def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        """Returns whether the layers are in the state of the key."""
-        return self.layers.holds(layers)
 
 
 class GradientLayoutHistory(Cache[SegmentKey, ArrivingLayouts]):

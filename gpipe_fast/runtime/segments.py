@@ -235,7 +235,7 @@ class Segments:
             _with_modes(segment_key.modes, part),
             progress.first_call([len(part.layers)], part.first_layer, new),
         ):
-            if not segment_key.is_current(part.layers):  # some guards depend on modes, such as autocast
+            if not segment_key.layers.holds(part.layers):  # some guards depend on modes, such as autocast
                 return
             compiler = self._shared.compiler
             try:
@@ -280,7 +280,7 @@ class Segments:
             _with_modes(segment_key.modes, part),
             progress.first_call([len(part.layers)], part.first_layer, new),
         ):
-            if not segment_key.is_current(part.layers):
+            if not segment_key.layers.holds(part.layers):
                 raise RuntimeError(
                     f"the module was changed between forward and backward, and {self.name} received "
                     "gradients in a new layout; call the module again"

@@ -145,19 +145,18 @@ def results_given(
     Args:
         result: returns the fake result of a function for arguments; None if it has none.
     """
-    original = dynamo_utils.run_node
 
-    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+    def watch(tracer: Any, node: Any, arguments: Any, run: Callable[[], Any]) -> Any:
         try:
-            return original(tracer, node, args, kwargs, nnmodule)
+            return run()
         except Exception:
-            found = result(node.target, args, kwargs)
+            found = result(node.target, *arguments)
             if found is None:
                 raise
             found.fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
             return found
 
-    return mock.patch.object(dynamo_utils, "run_node", run_node)
+    return nodes_watched(watch)
 
 
 def shown_keys_guarded() -> contextlib.AbstractContextManager[Any]:
