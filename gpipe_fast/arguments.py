@@ -237,6 +237,11 @@ def pass_through(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: Batch
     return inputs.structure.build(inputs.tensors) if None in inputs.dims.inputs else args[0]
 
 
+def enough_chunks(num_stages: int, batch_size: int) -> int:
+    """Returns the number of micro-batches with which stages are seldom idle, if there are enough samples."""
+    return max(1, min(4 * num_stages, batch_size))
+
+
 @functools.cache
 def warn_idle_stages(num_stages: int, chunks: int, num_samples: int, batch_norm: bool = False) -> None:
     """Warns of too few micro-batches, once per process and set of numbers.
@@ -252,7 +257,7 @@ def warn_idle_stages(num_stages: int, chunks: int, num_samples: int, batch_norm:
     stages = f"{num_stages} stages"
     few = f"1 micro-batch on {stages} leaves" if chunks == 1 else f"{chunks} micro-batches on {stages} leave"
     idle = f"{few} the stages idle for up to {bubble(num_stages, chunks):.0%} of a step"
-    enough = min(4 * num_stages, num_samples)
+    enough = enough_chunks(num_stages, num_samples)
     if enough <= chunks:
         samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
         warn_user(

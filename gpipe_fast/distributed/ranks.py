@@ -14,16 +14,19 @@ ranks that have one part each of all stages: there is one for each replica and s
     n/done      the number of ranks that have succeeded
     n/outcome   'done', written by the last of them; or which rank failed first, and why
     n/collectives/i/p  what the ranks of replica i with the stages of process p exchange in a new plan
-    n/start/s   checksums of the parameters of stage s in the first replica, before groups are made; of each
-                shard, and of what all shards of a replica have
+    n/start/s/d     checksums of the parameters of shard d of stage s in the first replica, before groups are
+                made; n/start/s/of/i: of those that all shards of replica i have
+    n/tie/c/t/s     the checksum of the copy of tied parameter t in stage s of column c
     n/ready/r   set by rank r before groups are made or clocks compared, which cannot be ended early, and in
                 runs of new plans, for which some ranks compile longer than others
-    n/count/c   the divisor of the loss of a step of column c, from its last stage
+    n/count/c   what the ranks of column c, by its last stage, add to a sum over replicas: the divisor of the
+                loss of a step, or what else its loss measures of the mini-batch
     n/loss/c    the losses of a step of column c, from its last stage
     n/update/r  what the update of the step before needs from rank r, and
     n/share/r   what it shares of a recording with the others of its replica: in pieces, r/0, r/1 ...
     n/here/r    set by rank r after another rank was lost
     n/work/r    counts while rank r compiles for long: ranks that wait for it go on waiting
+    plan/h      the description of the plan with digest h, for the message of a rank that has another
     ended/r     the latest run for whose end rank r has waited, for error messages
 
 A rank changes gradients and buffers only after the outcome 'done', so they change in all ranks or in none.

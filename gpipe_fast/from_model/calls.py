@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_fast.arguments import check_module
+from gpipe_fast.arguments import check_module, enough_chunks
 from gpipe_fast.devices import Device
 from gpipe_fast.from_model.blocks import Blocks, check_calls, find_blocks, named_blocks, opened_for
 from gpipe_fast.from_model.capture import (
@@ -537,7 +537,7 @@ class _CallOf:
         chunks = calls.settings.chunks
         if chunks == "auto":
             first, dim = next(iter(kind.split.items()))
-            chunks = max(1, min(4 * calls.num_stages, tensors[first].shape[dim]))
+            chunks = enough_chunks(calls.num_stages, tensors[first].shape[dim])
         split = {i: tensors[i].chunk(int(chunks), dim) for i, dim in kind.split.items()}
         count = min(map(len, split.values()))
         parts = [[split[i][m] if i in split else x for i, x in enumerate(tensors)] for m in range(count)]

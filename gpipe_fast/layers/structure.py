@@ -200,7 +200,17 @@ def threads_of(module: nn.Sequential | LayerSequence) -> int:
     """Returns the number of intra-op threads with which a layer of a module runs."""
     if not isinstance(module, LayerSequence):
         return torch.get_num_threads()
-    return module.threads_per_stage or max(1, torch.get_num_threads() // max(1, len(module.balance)))
+    return stage_threads(module.threads_per_stage, len(module.balance))
+
+
+def stage_threads(setting: int | None, num_stages: int) -> int:
+    """Returns the number of intra-op threads of each stage: the setting, or a share of the caller's.
+
+    Args:
+        setting: ``threads_per_stage``.
+        num_stages: the number of stages of this process.
+    """
+    return setting or max(1, torch.get_num_threads() // max(1, num_stages))
 
 
 class CallArguments(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast.arguments import enough_chunks
 from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.structure import Inputs, call_unpacked, flatten
 from gpipe_fast.reports.reporting import Reporting
@@ -132,7 +133,7 @@ def compare(model: Any, x: Any, target: Any = None, loss_fn: Any = None, rounds:
         else:
             backward_of_sum(model(x))
 
-    chunks = min(inputs.batch_size, 4 * len(devices)) if model.chunks == "auto" else model.chunks
+    chunks = enough_chunks(len(devices), inputs.batch_size) if model.chunks == "auto" else model.chunks
     number = len(inputs.dims.split(inputs.tensors, chunks))
     candidates = {PIPELINE: pipeline, "the plain layers": steps(layers, 1)}
     candidates[f"the plain layers, {number} micro-batches"] = steps(layers, number)

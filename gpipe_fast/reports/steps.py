@@ -19,7 +19,7 @@ from torch import nn
 from gpipe_fast import progress
 from gpipe_fast.devices import available_processors
 from gpipe_fast.layers.batchnorm import normalises_micro_batches
-from gpipe_fast.layers.structure import flatten
+from gpipe_fast.layers.structure import flatten, stage_threads
 from gpipe_fast.reports.advice import (
     LEAST_GAIN,
     Alternative,
@@ -269,7 +269,7 @@ class Steps:
         if self.has_mesh or any(device.type != "cpu" for device in self.model.devices):
             return None
         number = max(1, available_processors() // num_stages)
-        present = self.model.threads_per_stage or max(1, torch.get_num_threads() // num_stages)
+        present = stage_threads(self.model.threads_per_stage, num_stages)
         if number == present:
             return None
         # More threads than processors wait for each other.

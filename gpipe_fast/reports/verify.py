@@ -17,7 +17,7 @@ from gpipe_fast.arguments import check_inputs
 from gpipe_fast.container import runner_of
 from gpipe_fast.devices import devices_differ, moved
 from gpipe_fast.layers.batchnorm import statistics_names
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, call_unpacked, flatten, stage_threads
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.reports.reporting import Reporting
 from gpipe_fast.reports.tables import Table
@@ -207,7 +207,7 @@ def _fixed_settings(
     cached = torch.is_autocast_cache_enabled()
     try:
         model.chunks = pipeline.chunks = model.chunks if chunks is None else chunks
-        model.threads_per_stage = before[1] or max(1, before[2] // max(1, len(pipeline.balance)))
+        model.threads_per_stage = stage_threads(before[1], len(pipeline.balance))
         torch.set_num_threads(model.threads_per_stage)
         # A weight in autocast's cache would accumulate the gradients of several micro-batches.
         torch.set_autocast_cache_enabled(False)

@@ -44,6 +44,7 @@ from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import (
     check_inputs,
     check_signature,
+    enough_chunks,
     naming_edges,
     warn_idle_stages,
     warn_sequence_first,
@@ -54,7 +55,7 @@ from gpipe_fast.fuse import left_out
 from gpipe_fast.layers.batchnorm import check_can_defer, enable_deferral, normalises_micro_batches
 from gpipe_fast.layers.quantized import move_parts
 from gpipe_fast.layers.sharded import GradientPart, check_unchanged_in_backward, local_tensor
-from gpipe_fast.layers.structure import ONE_TENSOR, Inputs
+from gpipe_fast.layers.structure import ONE_TENSOR, Inputs, stage_threads
 from gpipe_fast.lower.checkpoint import checkpoint_policy
 from gpipe_fast.runtime.connections import Connection, connections_of
 from gpipe_fast.runtime.exit_and_fork import open_pipeline
@@ -173,7 +174,6 @@ class Runner:
         if settings.deferred_batch_norm:
             enable_deferral(self.layers)
         self.warns_of_inputs, self.warns_of_idle_stages = True, True
-        self.with_losses: dict[Hashable, tuple[Runner, Any]] = {}
         self.python_workers = PythonWorkers()
         self.pipeline = self._open_pipeline()
         self.rebuild()
@@ -275,12 +275,15 @@ class Runner:
     def rebuild(self) -> None:
         """Makes the stages anew, and forgets all programs."""
         verify_skippables(nn.Sequential(OrderedDict(self.children)))
-        self.stages = self.stages_of(self.placement.balance, self.placement.devices)
-        self.planner = Planner(self.stages, self._backend, self.python_workers)
-        self._planner_under_hooks: Planner | None = None
-        self.with_losses.clear()
-        self._begin_state()
+        self._start(self.stages_of(self.placement.balance, self.placement.devices))
         self.pipeline.forget_graphs()
+
+    def _start(self, stages: list[Stage], base: Planner | None = None) -> None:
+        self.stages = stages
+        self.planner = Planner(stages, self._backend, self.python_workers, base)
+        self._planner_under_hooks: Planner | None = None
+        self.with_losses: dict[Hashable, tuple[Runner, Any]] = {}
+        self._begin_state()
 
     def _begin_state(self) -> None:
         states = self.stages[0].states if self.stages else LayerStates()
@@ -421,12 +424,11 @@ class Runner:
     def chunks_of(self, batch_size: int) -> int:
         """Returns the number of micro-batches of a mini-batch."""
         chunks = self.settings.chunks
-        return max(1, min(4 * len(self.stages), batch_size)) if chunks == "auto" else chunks
+        return enough_chunks(len(self.stages), batch_size) if chunks == "auto" else chunks
 
     def threads(self) -> int:
         """Returns the number of intra-op threads of each stage of this process."""
-        number = len(self.own_stages)
-        return self.settings.threads_per_stage or max(1, torch.get_num_threads() // max(1, number))
+        return stage_threads(self.settings.threads_per_stage, len(self.own_stages))
 
     # A call.
 
@@ -686,18 +688,12 @@ class _LongerRunner(Runner):
         self._others, self._layer = base.children, {name: layer}
         self.settings = base.settings
         self.warns_of_inputs = self.warns_of_idle_stages = False
-        self.processes, self.python_workers, self.pipeline = (
-            base.processes,
-            base.python_workers,
-            base.pipeline,
-        )
+        self.processes, self._ties = base.processes, base._ties
+        self.python_workers, self.pipeline = base.python_workers, base.pipeline
         *balance, last = base.placement.balance
         self.placement = base.placement._replace(balance=[*balance, last + 1], is_pending=False)
-        self.with_losses = {}
-        self.stages = [*base.stages[:-1], base.stages[-1].with_loss(layer, skips_of(self.layers))]
-        self.planner = Planner(self.stages, self._backend, self.python_workers, base.planner)
-        self._planner_under_hooks = None
-        self._begin_state()
+        last_stage = base.stages[-1].with_loss(layer, skips_of(self.layers))
+        self._start([*base.stages[:-1], last_stage], base.planner)
 
     @property
     def children(self) -> dict[str, nn.Module]:  # type: ignore[override]

@@ -74,6 +74,14 @@ def layers_in_python(pipe: GPipe) -> set[int]:
     return {i for each in runner.runners for i in each.planner.in_python if i < len(runner.layers)}
 
 
+def test_a_runner_with_a_loss_makes_stages_as_any_other() -> None:
+    pipe = GPipe(layers(), [3, 3], chunks=2)
+    pipe.step(X, target=Y, loss_fn=F.cross_entropy)
+    longer = runner_of(pipe).runners[-1]
+    stages = longer.stages_of(longer.placement.balance, longer.placement.devices)
+    assert [len(stage.layers) for stage in stages] == [len(stage.layers) for stage in longer.stages] == [3, 4]
+
+
 def all_uses(pipe: GPipe) -> list[Callable[[], object]]:
     """Returns calls of all kinds with gradients: they have the same programs but for the loss."""
     return [
