@@ -87,61 +87,54 @@ class Work:
         return f"stage {bisect_right(ends, first)} of {len(ends)}, {layers}"
 
 
-class _Display:
-    """The thread that shows a piece of work.
+def _display(work: Work, ended: threading.Event, at_once: bool) -> None:
+    """Shows a piece of work until it has ended; the thread's function.
 
     Args:
         work: the work.
+        ended: set when it has ended.
         at_once: whether to show it at once, even if standard error is not a terminal.
     """
+    if not at_once and ended.wait(DELAY_SECONDS):
+        return
+    with contextlib.suppress(Exception):  # standard error may be closed, or any object
+        if at_once or _is_terminal():
+            _rewrite_line(work, ended)
+        else:
+            _write_line(f"{work.doing}{work.purpose}")
 
-    def __init__(self, work: Work, at_once: bool) -> None:
-        self._work, self._at_once = work, at_once
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpipe_fast progress", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread, if the system can start one."""
-        with contextlib.suppress(RuntimeError):
-            self._thread.start()
+def _write_line(text: str) -> None:
+    with _drawing:
+        if _log.hasHandlers():
+            _log.info(text)
+        elif sys.stderr is not None:
+            print(f"gpipe_fast: {text}", file=sys.stderr, flush=True)
 
-    def stop(self) -> None:
-        """Clears the line and ends the thread."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(1.0)  # a terminal that is stopped may hold the thread up
 
-    def _run(self) -> None:
-        if not self._at_once and self._ended.wait(DELAY_SECONDS):
-            return
-        with contextlib.suppress(Exception):  # standard error may be closed, or any object
-            if self._at_once or _is_terminal():
-                self._rewrite_line()
-            else:
-                self._write_line()
+def _rewrite_line(work: Work, ended: threading.Event) -> None:
+    width = shutil.get_terminal_size((100, 20)).columns - 1
 
-    def _write_line(self) -> None:
-        text = f"{self._work.doing}{self._work.purpose}"
+    def write(text: str) -> None:
         with _drawing:
-            if _log.hasHandlers():
-                _log.info(text)
-            elif sys.stderr is not None:
-                print(f"gpipe_fast: {text}", file=sys.stderr, flush=True)
+            print(f"\r{text[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
 
-    def _rewrite_line(self) -> None:
-        width = shutil.get_terminal_size((100, 20)).columns - 1
+    try:
+        while True:
+            write(f"gpipe_fast: {work.doing} ({work.seconds():.0f} s)")
+            if ended.wait(REFRESH_SECONDS):
+                break
+    finally:
+        write("")
 
-        def write(text: str) -> None:
-            with _drawing:
-                print(f"\r{text[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
 
-        try:
-            while True:
-                write(f"gpipe_fast: {self._work.doing} ({self._work.seconds():.0f} s)")
-                if self._ended.wait(REFRESH_SECONDS):
-                    break
-        finally:
-            write("")
+def _started(*arguments: Any) -> threading.Thread | None:
+    """Starts the thread of a display, if the system can start one."""
+    thread = threading.Thread(target=_display, args=arguments, name="gpipe_fast progress", daemon=True)
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        return thread
+    return None
 
 
 @contextlib.contextmanager
@@ -162,16 +155,16 @@ def working(doing: str, purpose: str = "", show: bool | None = None) -> Iterator
     work = Work(doing, purpose)
     if show is None and not _is_wanted():
         show = False
-    display = None if show is False else _Display(work, at_once=bool(show))
+    ended, thread = threading.Event(), None
     try:
         _active.work = work
-        if display is not None:
-            display.start()
+        thread = None if show is False else _started(work, ended, bool(show))
         yield work
     finally:
         _active.work = None
-        if display is not None:
-            display.stop()
+        ended.set()
+        if thread is not None:
+            thread.join(1.0)  # a terminal that is stopped may hold the thread up
 
 
 @contextlib.contextmanager

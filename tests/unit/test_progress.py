@@ -36,9 +36,8 @@ def prepare() -> None:
 
 def show() -> None:
     """Shows work as the thread of a display does that has waited long enough; looks at it once."""
-    display = progress._Display(Work("tracing layer 0", " for a test"), at_once=False)
-    display._ended = mock.Mock(wait=mock.Mock(side_effect=[False, False, True]))
-    display._run()
+    ended = mock.Mock(wait=mock.Mock(side_effect=[False, False, True]))
+    progress._display(Work("tracing layer 0", " for a test"), ended, at_once=False)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """Lists the work for which a display starts, and shows none."""
     found: list[Work] = []
-    monkeypatch.setattr(progress._Display, "start", lambda display: found.append(display._work))
+    monkeypatch.setattr(progress, "_started", lambda work, *_: found.append(work))
     return found
 
 
