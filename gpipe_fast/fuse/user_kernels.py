@@ -8,7 +8,6 @@ layer run in Python, where Triton launches the kernel.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -256,10 +255,7 @@ def _replaced(joint: JointGraph, launches: Mapping[fx.Node, _Launch]) -> JointGr
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.module.graph.nodes:
         if node in launches:
-            if 0 not in launches[node].data.grid:
-                copies[node] = _add_launch(graph, node, launches[node], copies)
-        elif (unchanged := _unchanged(node, launches)) is not None:
-            copies[node] = copies[unchanged]
+            copies[node] = _add_launch(graph, node, launches[node], copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return replace(
@@ -268,19 +264,6 @@ def _replaced(joint: JointGraph, launches: Mapping[fx.Node, _Launch]) -> JointGr
         inputs=tuple(PortNode(port, copies[node]) for port, node in joint.inputs),
         outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
     )
-
-
-def _unchanged(node: fx.Node, launches: Mapping[fx.Node, _Launch]) -> fx.Node | None:
-    """Returns the argument that a node selects as the result of a launch of no programs."""
-    if node.target is not operator.getitem or node.args[0] not in launches:
-        return None
-    source, position = node.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(position, int)
-    launch = launches[source]
-    argument = launch.arguments[launch.data.outputs[position]]
-    assert isinstance(argument, fx.Node)
-    return argument if 0 in launch.data.grid else None
 
 
 def _add_launch(
