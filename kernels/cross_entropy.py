@@ -160,12 +160,16 @@ def launch_losses(
 ) -> Tensor:
     """Returns the loss of each row in a dtype, shape (rows,). The arguments are as in `launch_gradient`."""
     rows, losses = _rows_with_unit_stride(logits), logits.new_empty(logits.shape[0], dtype=dtype)
-    _launch(rows, None, target, None, losses, ignore_index, 0.0)
+    _launch(rows, None, target, None, losses, ignore_index)
     return losses
 
 
 def launch_gradient(
-    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int = -100, dtype: torch.dtype | None = None
+    logits: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    ignore_index: int = -100,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the gradient of the sum of ``scale`` times the losses, contiguous in the shape of the logits.
 
@@ -179,37 +183,13 @@ def launch_gradient(
     """
     rows = _rows_with_unit_stride(logits)
     gradient = logits.new_empty(logits.shape, dtype=dtype or logits.dtype)
-    _launch(rows, gradient, target, scale, None, ignore_index, 0.0)
+    _launch(rows, gradient, target, scale, None, ignore_index)
     return gradient
-
-
-def launch_cross_entropy(
-    logits: Tensor,
-    gradient: Tensor | None,
-    target: Tensor,
-    scale: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    """Returns the loss of each row, in fp32, and writes the gradient to a given tensor.
-
-    Args:
-        logits: a tensor of shape (rows, classes) whose last dimension has stride 1.
-        gradient: a tensor of the same shape that receives the gradient; may be the logits. None if not
-            needed.
-        target: a contiguous tensor of shape (rows,).
-        scale: the factor of the gradient, one element in fp32.
-        ignore_index: the target of rows whose loss and gradient are 0.
-        label_smoothing: the weight of the uniform distribution in the target.
-    """
-    losses = _empty_losses(logits)
-    _launch(logits, gradient, target, scale, losses, ignore_index, label_smoothing)
-    return losses
 
 
 def _launch(
     logits: Tensor, gradient: Tensor | None, target: Tensor, scale: Tensor | None, losses: Tensor | None,
-    ignore_index: int, label_smoothing: float,
+    ignore_index: int, label_smoothing: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes the results that are not None. The kernel does not access absent tensors."""
     num_rows, num_cols = logits.shape
@@ -225,10 +205,6 @@ def _launch(
     launch(kernel, grid, config, *tensors, *sizes, ignore_index, float(label_smoothing), **constants)
 
 
-def _empty_losses(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-
-
 def _rows_with_unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
@@ -241,9 +217,21 @@ def row_losses_and_gradient(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Returns the loss of each row like `launch_cross_entropy`, from the kernel or from the reference."""
+    """Returns the loss of each row, in fp32, and writes the gradient, by the kernel or by the reference.
+
+    Args:
+        logits: a tensor of shape (rows, classes) whose last dimension has stride 1.
+        gradient: a tensor of the same shape that receives the gradient; may be the logits. None if not
+            needed.
+        target: a contiguous tensor of shape (rows,).
+        scale: the factor of the gradient, one element in fp32.
+        ignore_index: the target of rows whose loss and gradient are 0.
+        label_smoothing: the weight of the uniform distribution in the target.
+    """
     if uses_kernels(logits, target):
-        return launch_cross_entropy(logits, gradient, target, scale, ignore_index, label_smoothing)
+        own = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        _launch(logits, gradient, target, scale, own, ignore_index, label_smoothing)
+        return own
     losses, computed = reference.cross_entropy(logits, target, scale, ignore_index, label_smoothing)
     if gradient is not None:
         gradient.copy_(computed)
