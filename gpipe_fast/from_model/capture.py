@@ -145,16 +145,13 @@ def capture_call(
         Differs: forward decides by the number of samples.
         Exception: forward itself raises.
     """
-    opened, concrete, effects = set(modules.opened), set(modules.concrete), 0
+    effects = 0
     while effects < _MAX_EFFECTS:
-        attempt = _Attempt(model, given, Modules(opened, modules.blocks, concrete), device, decide)
         try:
-            found = attempt.run()
-        except _Open as another:
-            opened.add(another.module)
-            continue
-        except _Concrete as another:
-            concrete.add(another.kind)
+            found = _Attempt(model, given, modules, device, decide).run()
+        except _Otherwise as other:
+            opened, concrete = modules.opened | other.opened, modules.concrete | other.concrete
+            modules = modules._replace(opened=opened, concrete=concrete)
             continue
         if found is not None:
             return found
@@ -162,28 +159,17 @@ def capture_call(
     raise CannotCut("forward changes an attribute in each call, a side effect")
 
 
-class _Open(Exception):
-    """Raised where a module cannot be a single node.
+class _Otherwise(Exception):
+    """Raised where a module has to be captured otherwise, in another attempt.
 
     Attributes:
-        module: the module.
+        opened: the module, if it cannot be a single node.
+        concrete: its class, if it makes a number of a symbol, as functions of TorchScript do.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, opened: Set[nn.Module] = frozenset(), concrete: Set[type] = frozenset()) -> None:
         super().__init__()
-        self.module = module
-
-
-class _Concrete(Exception):
-    """Raised where a module makes a number of a symbol, as functions of TorchScript do.
-
-    Attributes:
-        kind: the class of the module.
-    """
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self.kind = kind
+        self.opened, self.concrete = opened, concrete
 
 
 class _Attempt:
@@ -393,7 +379,7 @@ class _Attempt:
             what = type(odd).__name__ if odd is not None else "number that it reads from a tensor"
             self._fail(CannotCut(f"block {name} returns a {what}"))
         if not is_closed and (has_numbers or has_read):
-            self._fail(_Open(target))
+            self._fail(_Otherwise(opened={target}))
         return result
 
     def _result_of(self, call: WholeCall, args: Any, kwargs: Any) -> tuple[Any, bool]:
@@ -414,9 +400,9 @@ class _Attempt:
         try:
             found = run(*args, **kwargs)
             if self._num_fixed() > fixed:
-                self._fail(_Concrete(type(module)))
+                self._fail(_Otherwise(concrete={type(module)}))
             return found, False
-        except _Concrete:
+        except _Otherwise:
             raise
         except Exception as error:
             first_error = error

@@ -368,39 +368,40 @@ class SampleCheck:
         return torch.rand(shape, generator=generator, dtype=dtype, device=self._device) * 0.9 + 0.05
 
     def _mixed(self, node: fx.Node, first: Any, second: Any, samples: Sequence[int]) -> Any:
-        owners = self._owners.get(node)
-        if owners is None:
-            return first
-        found, leaves = [], pytree.tree_leaves(second)
-        values = pytree.tree_leaves(node.meta["value"])
-        for own, value, a, b in zip(owners, values, pytree.tree_leaves(first), leaves, strict=True):
-            dim = self._dim_of(value) if isinstance(a, Tensor) else None
-            if own is None or dim is None:
-                found.append(a)
-                continue
-            rows = torch.isin(own, torch.tensor(samples)).to(a.device)
-            found.append(torch.where(rows.view([-1] + [1] * (a.dim() - dim - 1)), b, a))
-        return pytree.tree_unflatten(found, pytree.tree_flatten(first)[1])
+        """Returns numbers, with others for some samples."""
+
+        def mixed(own: Owners, _: Tensor, dim: int, x: Tensor, other: Tensor) -> Tensor:
+            rows = torch.isin(own, torch.tensor(samples)).to(x.device)
+            return torch.where(rows.view([-1] + [1] * (x.dim() - dim - 1)), other, x)
+
+        return self._of_owners(node, mixed, first, second)
 
     def _part_of(self, node: fx.Node, numbers: Any, samples: tuple[int, ...], of_whole: bool) -> Any:
         """Returns the numbers of some samples."""
-        value = node.meta["value"]
-        if not any(map(_is_tensor, pytree.tree_leaves(value))):
-            return numbers if of_whole else self._number(value, self._part_numbers)
-        owners = self._owners.get(node)
-        if owners is None:
-            return numbers
-        found = []
-        for own, fake, x in zip(owners, pytree.tree_leaves(value), pytree.tree_leaves(numbers), strict=True):
-            dim = self._dim_of(fake) if isinstance(x, Tensor) else None
-            if own is None or dim is None:
-                found.append(x)
-                continue
+        if not any(map(_is_tensor, pytree.tree_leaves(node.meta["value"]))):
+            return numbers if of_whole else self._number(node.meta["value"], self._part_numbers)
+
+        def part(own: Owners, fake: Tensor, dim: int, x: Tensor) -> Tensor:
             number, rows = self._number(fake.shape[dim], self._part_numbers), torch.arange(x.shape[dim])
             own_rows = rows[torch.isin(own, torch.tensor(samples))]
             rows = own_rows if len(own_rows) == number else rows[:number]  # equal ones, or of no sample
-            found.append(x.index_select(dim, rows.to(x.device)))
-        return pytree.tree_unflatten(found, pytree.tree_flatten(numbers)[1])
+            return x.index_select(dim, rows.to(x.device))
+
+        return self._of_owners(node, part, numbers)
+
+    def _of_owners(self, node: fx.Node, function: Callable[..., Tensor], *numbers: Any) -> Any:
+        """Returns numbers, with a function's result for each tensor whose owners are known."""
+        owners = self._owners.get(node)
+        if owners is None:
+            return numbers[0]
+
+        def found(own: Owners | None, fake: Any, x: Any, *others: Any) -> Any:
+            dim = self._dim_of(fake) if _is_tensor(x) else None
+            return x if own is None or dim is None else function(own, fake, dim, x, *others)
+
+        leaves = map(pytree.tree_leaves, (node.meta["value"], *numbers))
+        spec = pytree.tree_flatten(numbers[0])[1]
+        return pytree.tree_unflatten([found(*each) for each in zip(owners, *leaves, strict=True)], spec)
 
     def _dim_of(self, value: Tensor) -> int | None:
         """Returns the batch dimension of a value."""
