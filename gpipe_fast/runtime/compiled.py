@@ -217,6 +217,8 @@ class TracedStage:
 
     def _lower(self, saved_fraction: SavedFraction, defers_weights: bool) -> LoweredStage:
         graph = self.graph
+        # Stages on GPUs are written out for each length: fusion decides by bytes and divisibility, which a
+        # template knows only as formulas, and hoisted casts are new inputs, which no template has.
         if isinstance(graph, Instance) and self.fusion is None and not self.hoists_casts:
             progress.step("lowering")
             templates = ProgramTemplates.of(graph.template)
