@@ -228,8 +228,8 @@ class GPipe(Reporting):
                 equal numbers; an input that is wrapped by `replicate` is not.
             kwargs: Keyword arguments of that call.
             blocks: The modules at which the model is cut: names of modules, modules or classes. A list of
-                modules stands for its children. By default the lists of modules that are called in order, or else
-                the children of the model, of which large ones are opened.
+                modules stands for its children. By default the lists of modules that are called in order, or
+                else the children of the model, of which large ones are opened.
             balance: The number of blocks of each partition; or the number of layers, which are what comes
                 before the blocks, each block, and the rest. By default as for `GPipe`.
             devices: As for `GPipe`.
