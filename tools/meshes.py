@@ -130,9 +130,11 @@ def sent(
         joint = trace(stage, [x, positions, positions])
         assert isinstance(joint, JointGraph), joint
         saving, recomputing = split(joint, NO_RECOMPUTE), split(joint, FULL_RECOMPUTE)
+    graphs = {"forward": recomputing.forward, "backward": saving.backward}
+    graphs["backward_recompute"] = recomputing.backward
     found = {
-        graph.name: [node for node in graph.module.graph.nodes if starts(node)]
-        for graph in (saving.forward, saving.backward, recomputing.backward)
+        name: [node for node in graph.module.graph.nodes if starts(node)]
+        for name, graph in graphs.items()
         if graph is not None
     }
     sums = {name: sum(sent_by(node, size) for node in nodes) for name, nodes in found.items()}
