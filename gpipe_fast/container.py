@@ -152,11 +152,25 @@ class Container(Placed, LayerSequence):
         """Raises TypeError: layers cannot be replaced by position."""
         _deny_changing("; to replace one, assign it under its name: setattr(model, '0', layer)")
 
-    def append(self, *module: object) -> NoReturn:
-        """Raises TypeError: layers can be neither added nor removed."""
+    def __delitem__(self, index: object) -> NoReturn:
+        """Raises TypeError: layers cannot be removed."""
         _deny_changing()
 
-    extend = insert = pop = __delitem__ = append
+    def append(self, module: object) -> NoReturn:
+        """Raises TypeError: layers cannot be added."""
+        _deny_changing()
+
+    def extend(self, sequential: object) -> NoReturn:
+        """Raises TypeError: layers cannot be added."""
+        _deny_changing()
+
+    def insert(self, index: object, module: object) -> NoReturn:
+        """Raises TypeError: layers cannot be added."""
+        _deny_changing()
+
+    def pop(self, key: object = -1) -> NoReturn:
+        """Raises TypeError: layers cannot be removed."""
+        _deny_changing()
 
     @property
     def partitions(self) -> nn.ModuleList:
