@@ -31,9 +31,8 @@ from gpipe_fast.trace.collectives import group_position
 from gpipe_fast.trace.garbage import collector_paused
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts as ArrivingLayouts
 from gpipe_fast.trace.gradient_layouts import GradientLayout
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, buffers_of
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, TracedPorts, buffers_of
 from gpipe_fast.trace.layer_states import StateKey
-from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.symbolic import Instance
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -204,7 +203,7 @@ class TracedStage:
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""
-        return self.graph.ports if isinstance(self.graph, Instance) else TracedPorts.of_graph(self.graph)
+        return self.graph.ports
 
     def lower(self, saved_fraction: SavedFraction, defers_weights: bool = False) -> LoweredStage:
         """Splits and lowers the joint graph, once for the same arguments (see ``split``)."""

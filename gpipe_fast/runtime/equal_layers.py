@@ -27,7 +27,6 @@ from gpipe_fast.trace.capture_layers import key_of_fake
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.join import join
 from gpipe_fast.trace.joint_graph import GraphRole, JointGraph, buffers_of, parameters_of
-from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.symbols import TraceMode
 from gpipe_fast.trace.trace import trace
 from gpipe_fast.trace.traceability import Untraceable, UsesForeignTensor
@@ -125,7 +124,7 @@ class FakeInputs(NamedTuple):
         if joint is None:
             plain = self.tensors[: len(self.tensors) - sum(self.skips)]
             return FakeInputs(self.mode, [*plain, *popped], self.structure, skips)
-        nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.differentiable_outputs()
+        nodes, differentiable = joint.of(GraphRole.OUTPUT), joint.ports.differentiable_outputs()
         values = [nodes[index].meta["val"] for index in range(len(nodes))]
         tensors = [self.mode.empty(x, x.device, index in differentiable) for index, x in enumerate(values)]
         return FakeInputs(self.mode, [*tensors, *popped], joint.structure, skips)
@@ -174,7 +173,7 @@ def trace_stage(
             if layouts:
                 joints[index] = _trace_part(part, boundaries[index], layouts, known)
             if index:
-                before, after = (TracedPorts.of_graph(joints[i]) for i in (index - 1, index))
+                before, after = (joints[i].ports for i in (index - 1, index))
                 layouts = before.gradient_layouts(after.input_gradient_layouts())
     except Untraceable as error:
         if error.layer is not None:

@@ -19,10 +19,9 @@ from gpipe_fast.layers.structure import ONE_TENSOR, Structure, canonical
 from gpipe_fast.lower.program import OwnGroup
 from gpipe_fast.skip import Key, Skip
 from gpipe_fast.strides import Bits, bits_of, empty_like, with_bits
-from gpipe_fast.trace.joint_graph import GraphRole, buffers_of, parameters_of
+from gpipe_fast.trace.joint_graph import GraphRole, TracedPorts, buffers_of, parameters_of
 from gpipe_fast.trace.layer_states import LayerState, LayerStates, StateKey
 from gpipe_fast.trace.layers_function import TraceContext
-from gpipe_fast.trace.ports import TracedPorts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
 

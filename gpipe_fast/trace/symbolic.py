@@ -26,8 +26,14 @@ from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
 from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.formulas import Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode
-from gpipe_fast.trace.ports import PortTensor, TracedPorts
+from gpipe_fast.trace.joint_graph import (
+    GraphPort,
+    GraphRole,
+    JointGraph,
+    PortNode,
+    PortTensor,
+    TracedPorts,
+)
 from gpipe_fast.trace.symbols import CannotExpressError, Symbols, evaluated
 from gpipe_fast.trace.tensor_metadata import AnyTensor, TensorMetadata
 from gpipe_fast.trace.triton_calls import is_triton_call
@@ -97,7 +103,7 @@ class Template:
     @functools.cached_property
     def ports(self) -> TracedPorts:
         """The ports of the graph."""
-        return TracedPorts.of_graph(self.joint)
+        return self.joint.ports
 
     @functools.cached_property
     def sized_ports(self) -> frozenset[GraphPort]:

@@ -42,8 +42,7 @@ from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.processes import ONE_PROCESS
 from gpipe_fast.schedule import SCHEDULES, Schedule
 from gpipe_fast.schedule.unbuffered import check_unbuffered
-from gpipe_fast.trace.joint_graph import GraphPort, GraphRole
-from gpipe_fast.trace.ports import PortTensor
+from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, PortTensor
 from gpipe_fast.training.losses import loss_layer, loss_of
 from gpipe_fast.training.update import _check_same, checked_update
 from tests.internals import runner_of, stages_of

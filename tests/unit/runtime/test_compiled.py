@@ -34,7 +34,7 @@ def test_an_unused_output_has_no_gradient() -> None:
     ((first, _),) = compiler.compile(stages, [BoundarySpec((spec(8, 4),))], GradientLayoutHistory(1))
     assert len(first.outputs.tensors) == 2
     assert first.outputs.structure == tuple_structure(2)
-    assert first.traced.joint.differentiable_outputs() == {0}
+    assert first.traced.joint.ports.differentiable_outputs() == {0}
     backward = first.traced.lower(0.0).backward
     assert backward is not None
     assert sorted(backward.gradients) == [0, 1]

@@ -47,7 +47,7 @@ def test_a_joint_graph_names_every_input_and_output_port() -> None:
         *("buffer[0]", "buffer[1]", "buffer[2]", "input_gradient[0]", "output[0]"),
         *(f"parameter_gradient[{i}]" for i in range(4)),
     ]
-    assert joint.differentiable_outputs() == {0}
+    assert joint.ports.differentiable_outputs() == {0}
     assert joint.of(GraphRole.INPUT_GRADIENT).keys() == {0}
 
 
@@ -128,7 +128,7 @@ def test_no_kernel_runs_for_empty_tensors() -> None:
     # The backward of pooling has no check of its own, and reads out of bounds.
     signals = torch.empty(2, 0, 8).transpose(1, 2).requires_grad_()
     joint = trace_joint([nn.AdaptiveAvgPool1d(4)], signals)
-    assert joint.differentiable_outputs() == {0}
+    assert joint.ports.differentiable_outputs() == {0}
 
 
 def test_a_refused_trace_leaves_no_tracing_tensor_in_a_nested_container() -> None:
