@@ -535,31 +535,6 @@ def test_router_logits_that_are_collected_inside_of_blocks_are_refused(loss: str
         GPipe.from_model(plain, kwargs=dict(CAUSAL), devices=["cpu"] * 2, chunks=4, loss=loss)
 
 
-def test_a_micro_batch_without_targets_has_no_part_in_a_mean() -> None:
-    plain = Tokens(lambda logits, ids, labels: F.cross_entropy(logits.view(-1, 9), labels.view(-1)))
-    ids, labels = tokens()
-    labels[0] = -100
-    expected = plain(ids, labels).detach()
-    model = pipelined(plain, chunks=7)
-    losses: list[Tensor] = []
-    torch.testing.assert_close(model.step(ids, labels, losses=losses), expected)
-    assert losses[0] == 0
-    with pytest.raises(TypeError, match="got tuple; pass losses="):
-        model.step(ids, labels, losses=())
-    torch.testing.assert_close(model.evaluate(ids, labels), expected)
-
-
-def test_evaluation_without_gradients_and_another_length() -> None:
-    plain, (ids, labels) = Tokens(lambda logits, ids, labels: logits), tokens()
-    model = pipelined(plain, chunks=2).eval()
-    for length in (5, 3, 4, 2):
-        batch = ids[:, :length], labels[:, :length]
-        with torch.no_grad():
-            parts = zip(*(x.chunk(2) for x in batch), strict=True)
-            assert torch.equal(model(*batch), torch.cat([plain(*each) for each in parts]))
-    assert len(model._calls._programs) == 2  # one for training
-
-
 class PoolAndJoin(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,6 @@ import gpipe_fast
 from gpipe_fast import GPipe
 from tests.models.test_from_model import (
     CAUSAL,
-    LENGTH,
     SIZES,
     SPECIAL,
     TOKENS,
@@ -114,29 +113,4 @@ GEMMA3N: dict[str, Any] = {
 
 def test_blocks_use_keys_and_values_of_others() -> None:
     model = pipelined(transformers("Gemma3nForCausalLM", **GEMMA3N))
-    assert equals_the_plain_model(model)
-
-
-@pytest.mark.extended
-def test_a_contrast_of_samples_is_refused_or_left_out() -> None:
-    own = {**SIZES, "projection_dim": 8}
-    text = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **own, **SPECIAL}
-    vision = {"image_size": 16, "patch_size": 8, **own}
-    model = transformers("CLIPModel", text_config=text, vision_config=vision, projection_dim=8)
-    inputs = {"input_ids": TOKENS, "pixel_values": torch.randn(len(TOKENS), 3, 16, 16)}
-    with pytest.raises(RuntimeError, match="logits_per_image compares samples"):
-        GPipe.from_model(model, kwargs=inputs, devices=["cpu"] * 2, chunks=3)
-    accepted = GPipe.from_model(model, kwargs=inputs, devices=["cpu"] * 2, chunks=3, loss="per-microbatch")
-    output = accepted(**inputs)
-    assert output.logits_per_image is None
-    plain = [model(**{k: x[i : i + 3] for k, x in inputs.items()}).text_embeds for i in (0, 3, 6)]
-    assert torch.equal(output.text_embeds, torch.cat(plain))
-
-
-def test_gradient_checkpointing_becomes_that_of_the_pipeline() -> None:
-    model = llama()
-    model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match="becomes checkpoint='always'"):
-        model = pipelined(model)
-    assert model.checkpoint == "always"
     assert equals_the_plain_model(model)

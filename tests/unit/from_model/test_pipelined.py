@@ -246,16 +246,6 @@ def test_forward_may_be_wrapped(again: Any) -> None:
     assert torch.equal(wrapped(X), expected)
 
 
-def test_weights_of_a_model_on_the_meta_device_are_loaded() -> None:
-    weights = Net().state_dict()
-    with torch.device("meta"):
-        model = pipelined(Net(), torch.empty(6, 4))
-    model.load_weights(weights)
-    plain = Net()
-    plain.load_state_dict(weights)
-    assert torch.equal(model(X), torch.cat([plain(part) for part in X.chunk(2)]))
-
-
 class WithLoss(Net):
     """A model that returns its loss."""
 

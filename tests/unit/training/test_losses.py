@@ -281,12 +281,6 @@ def test_a_negative_batch_dim_is_that_of_the_target_too(dim: int) -> None:
     torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), F.mse_loss(layers(x), y).detach())
 
 
-def test_a_single_class() -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 1)), [1], chunks=3)
-    loss = pipe.step(torch.randn(7, 4), target=torch.zeros(7, dtype=torch.long), loss_fn=F.cross_entropy)
-    assert loss == 0
-
-
 def test_a_parameter_that_belongs_to_no_module_is_refused() -> None:
     scale = nn.Parameter(torch.ones(()))
     pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=2)
