@@ -191,18 +191,10 @@ def with_shares(flow: Dataflow, split: Iterable[int], lengths: Sequence[int], av
 
 def _counted(flow: Dataflow, ref: int) -> Counted | None:
     """Returns a size on which a value depends by functions alone, and which depends on elements, if any."""
-    wanted, seen = [ref], set[int]()
-    while wanted:
-        value = wanted.pop()
-        found = next((x for x in flow.values[value].shape if isinstance(x, Counted)), None)
-        if found is not None:
-            return found
-        if value not in seen:
-            seen.add(value)
-            for call in flow.calls:
-                if not call.is_module and value in (*call.result.refs(), *call.mutates):
-                    wanted += call.arguments.refs()
-    return None
+    calls = [flow.calls[index] for index in flow.calls_for([ref], stops=lambda call: call.is_module)]
+    refs = {ref, *(x for call in calls for x in (*call.arguments.refs(), *call.result.refs()))}
+    sizes = (size for x in sorted(refs, reverse=True) for size in flow.values[x].shape)
+    return next((size for size in sizes if isinstance(size, Counted)), None)
 
 
 def _large_sizes(flow: Dataflow, first: int) -> dict[int, int]:
