@@ -19,7 +19,7 @@ def test_bytes_of_stages_on_a_gpu(libraries: tuple[Path, Path]) -> None:
     assert len(found) == 2 * 2 * len(PRECISIONS)
     for row in found:
         assert row.after.moved <= row.before.moved
-        assert row.after.launches <= row.before.launches
+        assert row.after.launches <= row.before.launches + (row.stage == "head")  # for the mean of losses
         assert row.after.moved < row.before.moved or row.stage == "head"
     rows = {(row.precision, row.program): row for row in found if row.stage == "head"}
     tokens, hidden, logits = SMALL.batch * SMALL.length, SMALL.width, SMALL.vocab
