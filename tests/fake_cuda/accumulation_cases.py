@@ -19,6 +19,8 @@ from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Accumulate, AccumulateAll, Call
 from tests.fake_cuda.fake_devices import copied, gradients, plain_loop, run_cases
+from tests.fake_cuda.train_models import MovingSequential, TiedLinear
+from tests.internals import pipeline_of, with_hoisted_casts
 from tests.stages import trace_joint
 
 WIDTH, CHUNKS, BATCH = 12, 4, 16
@@ -106,15 +108,33 @@ def float32_gradients_equal_a_float32_loop() -> None:
             assert torch.equal(ours, total.bfloat16().cpu())
 
 
-def autocast_gradients_equal_the_plain_loop() -> None:
-    """The plain loop runs with autocast's cache disabled."""
-    model = nn.Sequential(*block(), *block()).cuda()
-    pipe = GPipe(copied(model), [4, 4], devices=["cuda:0", "cuda:0"], chunks=CHUNKS)
-    x = torch.randn(BATCH, WIDTH, device="cuda")
-    for _ in range(2):
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            expected, ours = plain_loop(model, x, CHUNKS), pipe(x)
-        assert all(map(torch.equal, gradients(pipe, ours), gradients(model, expected)))
+def autocast_steps_equal_the_plain_loop() -> None:
+    """Each step casts the parameters' present values once, also in graphs, and those of a replica."""
+    for tied, other, checkpoint, capture in (
+        (False, "cuda:0", "except_last", False),
+        (False, "cuda:1", "always", True),
+        (True, "cuda:0", "never", True),
+        (True, "cuda:1", "except_last", True),
+    ):
+        layers = [nn.Linear(WIDTH, WIDTH), *block(), nn.Linear(WIDTH, WIDTH)]
+        layers[-1] = TiedLinear(layers[0]) if tied else layers[-1]
+        devices = ["cuda:0", other]
+        options = {"devices": devices, "checkpoint": checkpoint, "capture": capture}
+        pipe = GPipe(copied(layers), [3, 3], chunks=CHUNKS, **options)
+        loop = MovingSequential(layers, [device for device in devices for _ in range(3)])
+        for _ in range(5):
+            x = torch.randn(BATCH, WIDTH, device="cuda:0")
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), with_hoisted_casts():
+                ours, expected = pipe(x), plain_loop(loop, x, CHUNKS)
+                found = gradients(pipe, ours)
+            assert torch.equal(ours.cpu(), expected.cpu()), (tied, other)
+            assert all(map(torch.equal, found, gradients(loop, expected))), (tied, other)
+            with torch.no_grad():
+                for model in (pipe, loop):
+                    for index, parameter in enumerate(model.parameters()):
+                        parameter.mul_(0.9 + 0.01 * index)
+        replays = sum(report.replays for report in pipeline_of(pipe).graph_reports())
+        assert replays == (3 if capture else 0)
 
 
 CASES = (
@@ -122,7 +142,7 @@ CASES = (
     casts_are_fused_into_accumulation,
     tied_gradients_are_added_one_by_one,
     float32_gradients_equal_a_float32_loop,
-    autocast_gradients_equal_the_plain_loop,
+    autocast_steps_equal_the_plain_loop,
     deterministic_gradients_equal_the_plain_loop,
 )
 

@@ -372,7 +372,6 @@ SHARDS = Ranks(0, 1, dist.HashStore(), 0.2, num_shards=2)
 
 OF_RANKS = [
     case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(pipe())),
-    case("got a model with a mesh", "a dimension 'dp_replicate'", lambda: replicate_by_ddp(made())),
     case("capture=True with a mesh", "without mesh", assign, "capture", True),
     case("memory='1GiB' with a mesh", "a number for each stage", pipe, memory="1GiB"),
     case("lacks", "pass mesh=None", under, NO_CHANNELS, grid_of, mock.Mock(spec=dist.ProcessGroup)),
