@@ -155,20 +155,6 @@ def triples(report: MemoryReport, found: list[int]) -> str:
     return ", ".join(f"{own.total - own.waiting} {own.total} {size}" for own, size in pairs)  # type: ignore[union-attr]
 
 
-def delayed(name: str, schedule: str, stages: str, microbatches: str, setting: str, seeds: str) -> list[str]:
-    """Returns a line as `predicted` does for each of some seeds, by which stages are delayed."""
-    before = empty(int(stages))
-    pipe, x = made(name, int(stages), int(microbatches), checkpoint=float(setting))
-    counted(pipe, x, schedule, before)
-    report = prediction(pipe, x, schedule)
-    lines = []
-    for seed in range(int(seeds)):
-        inject_delays(pipe, seed, MAX_DELAY_US)
-        found = peaks(pipe, x, schedule, before)
-        lines.append(f"{stages} {microbatches} {setting} {seed}: {triples(report, found)}")
-    return lines
-
-
 def within(name: str, schedule: str, seed: str, count: str) -> list[str]:
     """Trains within random budgets. Returns a line for each: the limit, and the most bytes that a device
     takes in a step, or in one whose stages are delayed at random.
@@ -206,7 +192,6 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     cases: dict[str, Callable[..., list[str]]] = {
         "predicted": predicted,
-        "delayed": delayed,
         "within": within,
     }
     for line in cases[case](*words):

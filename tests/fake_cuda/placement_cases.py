@@ -257,12 +257,6 @@ def tensors_that_cannot_be_moved_are_traced_where_they_are() -> None:
     assert num_traces(OnDevice, ALL_GPUS) >= num_traces(OnDevice, ONE_GPU)
 
 
-def cpu_on_request() -> None:
-    pipe = GPipe(layers(), [2, 2], devices=["cpu", "cpu"])
-    assert {device.type for device in pipe.devices} == {"cpu"}
-    pipe(torch.randn(4, 8)).sum().backward()
-
-
 def layers_move_when_the_balance_changes() -> None:
     class Slow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -440,7 +434,6 @@ def matrix_products_run_in_threads_with_a_context() -> None:
 
 PLACEMENT = (
     first_gpus_by_default,
-    cpu_on_request,
     layers_move_when_the_balance_changes,
     meta_layers_are_loaded_on_their_devices,
     wrong_devices_raise,

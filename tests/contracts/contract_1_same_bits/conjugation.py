@@ -14,7 +14,6 @@ WIDTH = 4
 
 Operator = Callable[[Any, Tensor], Tensor]
 CONJUGATED = torch.randn(WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(1)).conj()
-NEGATED = torch.randn(WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)).conj().imag
 
 
 def _change_imaginary_part(m: Any, x: Tensor) -> Tensor:
@@ -61,9 +60,7 @@ def _hermitian(m: Any) -> Tensor:
 
 COMPLEX: dict[str, Operator] = {
     "conj": lambda m, x: x.conj(),
-    "conj twice": lambda m, x: x.conj().conj(),
     "conj of a part": lambda m, x: torch.cat([x.conj()[:, :2], x[:, 2:]], 1),
-    "resolve": lambda m, x: x.conj().resolve_conj().resolve_neg(),
     "times conj": lambda m, x: x * x.conj(),
     "times parameter": lambda m, x: x * m.v.conj(),
     "parameter times conj": lambda m, x: m.v * x.conj(),
@@ -93,7 +90,6 @@ COMPLEX: dict[str, Operator] = {
     "cumsum": lambda m, x: x.conj().cumsum(1),
     "polar": lambda m, x: torch.polar(x.conj().abs(), x.conj().angle()),
     "index": lambda m, x: x.conj()[:, [3, 1, 0, 2]],
-    "masked": lambda m, x: x.conj().masked_fill(x.imag > 0, 0.5),
     "reshape": lambda m, x: x.conj().reshape(-1).view(-1, WIDTH).conj() * m.v,
     "expand": lambda m, x: x.conj()[:, :1].expand(-1, WIDTH),
     "unbind": lambda m, x: torch.stack([p.conj() for p in x.conj().unbind(1)][::-1], 1),
@@ -105,13 +101,11 @@ COMPLEX: dict[str, Operator] = {
     "view_as_real": lambda m, x: torch.view_as_complex(torch.view_as_real(x.resolve_conj()) * m.r[0]),
     "view_as_complex": lambda m, x: torch.view_as_complex(torch.stack([x.imag, x.conj().imag], -1)).conj(),
     "double": lambda m, x: x.conj().to(torch.complex128).to(x.dtype),
-    "detach": lambda m, x: x.conj().detach() * x,
     "clone": lambda m, x: x.conj().clone() + x.conj(),
     "buffer": lambda m, x: x * m.conjugated,
     "product with a buffer": lambda m, x: x @ m.adjoint,
     "negated buffer": lambda m, x: x.conj() * m.negated,
     "constant": lambda m, x: x * CONJUGATED.to(x.dtype),
-    "negated constant": lambda m, x: x.conj() + NEGATED,
     "track": _track,
     "in place: imag": _change_imaginary_part,
     "in place: conj imag": _change_negated_view,

@@ -111,35 +111,6 @@ def test_random_layers_equal_the_plain_loop(seed: int) -> None:
     check(draw, names_of_operators(draw, draw.randint(1, 3)))
 
 
-class Recorded(nn.Module):
-    """A model that conjugates between its blocks."""
-
-    def __init__(self, layers: list[Names]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(layers_of(layers, torch.complex64))
-        self.head = nn.Parameter(torch.eye(4, dtype=torch.complex64) * 2j)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.conj()
-        for block in self.blocks:
-            x = block(x).mH.mT
-        return (x @ self.head.mH).conj().imag
-
-
-@pytest.mark.parametrize("name", ["product with conj", "addmm"])
-@pytest.mark.sampled(1)
-def test_a_model_that_conjugates_between_blocks_equals_the_plain_loop(name: str) -> None:
-    model, plain = (Recorded([[("complex", name)]] * 3) for _ in range(2))
-    x = noise(random.Random(name), (6, 4), torch.complex64)
-    pipe = GPipe.from_model(model, args=(x,), chunks=2, balance=[2, 1])
-    output, expected = pipe(x), torch.cat([plain(part) for part in x.chunk(2)])
-    gradient = noise(random.Random(1), (6, 4), torch.float32)
-    for each in (output, expected):
-        each.backward(gradient)
-    found, wanted = ({n: p.grad for n, p in each.named_parameters()} for each in (model, plain))
-    assert unequal({"output": output, **found}, {"output": expected, **wanted}) == []
-
-
 def test_a_parameter_is_conjugated_between_calls() -> None:
     layers = layers_of([[("complex", "product with conj")]], torch.complex64)
     x, pipe = torch.randn(4, 4, dtype=torch.complex64), GPipe(layers, [1], chunks=2)

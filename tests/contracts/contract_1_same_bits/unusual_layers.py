@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 from tests.contracts.contract_1_same_bits.torch_layers import RECIPES, Recipe
 from tests.contracts.contract_1_same_bits.torch_layers import RUN_IN_PYTHON as TORCH_IN_PYTHON
@@ -338,13 +337,11 @@ AUTOGRAD: dict[str, Callable[[], Layers]] = {
     "several outputs of a function": of(
         several, lambda f, p: p[0].tanh() + p[1] * F.embedding(p[2], f.weight)
     ),
-    "one output of a function": of(lambda f, x: several(f, x)[1]),
     "setup_context": of(lambda f, x: WithContext.apply(f(x))),
     "dirty function": of(lambda f, x: Dirty.apply(f(x) * 1)),
     "straight-through": of(lambda f, x: Straight.apply(f(x))),
     "no_grad inside": of(no_grad_inside),
     "detached part": of(lambda f, x: f(x.detach()) + x.tanh().detach() * x),
-    "checkpoint inside": of(lambda f, x: checkpoint(lambda y: f(y).sin() * y, x, use_reentrant=False)),
     "vmap": of(lambda f, x: torch.func.vmap(lambda row: row * row.sum().tanh())(f(x))),
     "gradient inside": of(lambda f, x: x * torch.func.grad(lambda y: y.sin().square().sum())(f(x))),
 }

@@ -123,10 +123,3 @@ def test_results_are_those_of_the_cache(
                 assert torch.equal(found, expected), (size, run, found, expected)
         are_refused = any("reads a cache" in str(each.message) for each in caught)
         assert are_refused == (not IN_PYTHON.isdisjoint((function, call)))
-
-
-def test_a_cache_of_the_layer_runs_in_python() -> None:
-    layer = Layer(lambda layer: layer.cached())
-    layer.cached = functools.lru_cache(compute)
-    with pytest.warns(UserWarning, match="its forward reads a cache"):
-        assert torch.equal(GPipe(nn.Sequential(layer), [1])(X), layer(X))

@@ -83,15 +83,6 @@ class Dictionary(Cached):
         return self.kept[length]
 
 
-class Memoized(Cached):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = functools.lru_cache(maxsize=None)(table)
-
-    def table(self, length: int) -> Tensor:
-        return self.kept(length)
-
-
 class Shrinking(Cached):
     """Keeps a table for the latest length only."""
 
@@ -170,7 +161,6 @@ KINDS: dict[str, Callable[[], list[Cached]]] = {
             Buffer,
             LateBuffer,
             Dictionary,
-            Memoized,
             Shrinking,
             Replaced,
         )

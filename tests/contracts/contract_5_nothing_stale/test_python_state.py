@@ -7,7 +7,6 @@ after one warning (contract 5).
 
 from __future__ import annotations
 
-import configparser
 import functools
 import itertools
 import math
@@ -223,12 +222,6 @@ class Read(NamedTuple):
     warns: bool | None = False
 
 
-def section_of_a_file() -> configparser.SectionProxy:
-    found = configparser.ConfigParser()
-    found.read_dict({"a": {"scale": "1.0"}})
-    return found["a"]
-
-
 NUMPY, COUNTER = np.random.default_rng(0), 0
 
 
@@ -240,12 +233,6 @@ def count_in_global() -> float:
 
 # Guards see changes of these; reads that catch errors of lookups are not guarded.
 READS = {
-    "section of a configuration file": Read(
-        lambda held: held.getfloat("scale"),
-        section_of_a_file,
-        lambda held: held.parser.set("a", "scale", "2.0"),
-        None,
-    ),
     "event": Read(lambda held: 1.0 + held.is_set(), threading.Event, lambda held: held.set()),
     # State that the tracer cannot read or guard, or that forward changes.
     "random": Read(lambda held: random.gauss(1, 0.1), warns=True),
