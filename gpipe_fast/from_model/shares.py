@@ -107,12 +107,12 @@ class Measures:
     """What shares need to know of a mini-batch: the number of samples, and numbers of its targets.
 
     Attributes:
-        graph: computes the measures but the first.
+        graph: computes the measures but the first; None if there are no others.
         inputs: its inputs; None for one that it does not use.
         outputs: what is known of the inputs whose elements do not matter, by the numbers of their values.
     """
 
-    graph: fx.GraphModule
+    graph: fx.GraphModule | None
     inputs: tuple[Any, ...] = ()
     outputs: Mapping[int, RecordedTensor] = field(default_factory=dict)
 
@@ -150,7 +150,8 @@ class Measures:
 
         vector = torch.zeros(MAX_MEASURES, dtype=torch.float64, device=device)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            fill_measures(vector, sizes[0], self.graph.forward(*map(value, self.inputs)))
+            others = () if self.graph is None else self.graph.forward(*map(value, self.inputs))
+            fill_measures(vector, sizes[0], others)
         return vector
 
 
@@ -305,7 +306,7 @@ class _Splitting:
         inputs = [self._input(leaf) for leaf in leaves]
         split = split_loss(graph, inputs, self._sizes[0], self._mode, _CPU, divides=False)
         tensors = [leaf for leaf in leaves if not isinstance(leaf, (Size, Device))]
-        outputs = self._converted(split.share, [*tensors, Ref(self._measures)], self._added)
+        outputs = self._converted(split.share, [*tensors, Ref(self._measures)])
         if any(node.users for node in split.share.graph.nodes if node.target == "measures"):
             used = [bool(x.users) for x in split.measures.graph.find_nodes(op="placeholder")]
             leaves = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
@@ -332,12 +333,10 @@ class _Splitting:
         for node in graph.nodes:
             node.meta = {"origin": None, "position": self._producers[ref]}
         leaves = [Ref(ref), Size(symbol_of(0)), Ref(self._measures)]
-        (found,) = self._converted(fx.GraphModule(nn.Module(), graph), leaves, self._added)
+        (found,) = self._converted(fx.GraphModule(nn.Module(), graph), leaves)
         self._found[ref], self._kinds[ref] = found, "share"
         del self._refused[ref]
-        nothing = fx.Graph()
-        nothing.output(())
-        self._counting = self._counting or Measures(fx.GraphModule(nn.Module(), nothing))
+        self._counting = self._counting or Measures(None)
 
     # The graph.
 
@@ -414,15 +413,12 @@ class _Splitting:
 
     # Calls of a graph.
 
-    def _converted(
-        self, module: fx.GraphModule, leaves: Sequence[Any], added: dict[int, list[Call]]
-    ) -> list[Any]:
+    def _converted(self, module: fx.GraphModule, leaves: Sequence[Any]) -> list[Any]:
         """Returns what a graph returns, and adds its calls, unless the model makes them itself.
 
         Args:
             module: the graph.
             leaves: its inputs.
-            added: where to add them, by the position of the call after which they come.
         """
         of_node, several = dict[Any, Any](), set[Any]()
         with self._mode, enable_python_dispatcher():
@@ -437,14 +433,12 @@ class _Splitting:
             elif node.target is operator.getitem and node.args[0] in several:
                 of_node[node] = of_node[node.args[0]][node.args[1]]
             else:
-                of_node[node] = self._call(node, value, of_node, added)
+                of_node[node] = self._call(node, value, of_node)
                 several |= set() if isinstance(value, Tensor) else {node}
         (output,) = module.graph.find_nodes(op="output")
         return [of_node[each] if isinstance(each, fx.Node) else each for each in output.args[0]]
 
-    def _call(
-        self, node: fx.Node, value: Any, of_node: Mapping[fx.Node, Any], added: dict[int, list[Call]]
-    ) -> Any:
+    def _call(self, node: fx.Node, value: Any, of_node: Mapping[fx.Node, Any]) -> Any:
         origin: Any = node.meta.get("origin") or node
         position = origin.meta.get("position", len(self._flow.calls) - 1)
         own = self._flow.calls[position]
@@ -477,9 +471,10 @@ class _Splitting:
             return Ref(self._new_value(shape, leaf.dtype, grad and leaf.requires_grad))
 
         found = pytree.tree_map(result, value)
-        returned = _nested(found)
+        leaves, spec = pytree.tree_flatten(found)
+        returned = Nested(tuple(leaves), spec)
         call = Call(target, arguments, returned, False, (), own.surroundings, own.place)
-        added.setdefault(position, []).append(call)
+        self._added.setdefault(position, []).append(call)
         return found
 
     def _new_value(self, shape: tuple[Any, ...], dtype: torch.dtype, requires_grad: bool) -> int:
@@ -494,11 +489,6 @@ class _Splitting:
             return leaf
         found = found.xreplace(self._symbols)
         return Size(found) if found.free_symbols else (int(found) if found.is_Integer else float(found))
-
-
-def _nested(value: Any) -> Nested:
-    leaves, spec = pytree.tree_flatten(value)
-    return Nested(tuple(leaves), spec)
 
 
 def _is_source(call: Call) -> bool:
