@@ -41,7 +41,6 @@ from gpipe_fast.from_model.graph_reader import (
     map_tensors,
     open_dataclass,
     place_of,
-    plain,
 )
 from gpipe_fast.from_model.stand_ins import (
     COLLECTED,
@@ -336,10 +335,10 @@ class _Attempt:
         """Returns the target of the node that calls a module or a function; None to capture what it calls."""
         if isinstance(value, type):
             is_torchs = value.__module__.startswith("torch.")
-            return None if is_torchs else _Whole(_apply_of(value), value.__name__, self._run_whole)
+            return None if is_torchs else WholeCall(_apply_of(value), value.__name__, self._run_whole)
         if value in self._modules.opened or value not in self._names:
             return None
-        return _Whole(value, self._names[value], self._run_whole)
+        return WholeCall(value, self._names[value], self._run_whole)
 
     def _run_whole(self, call: WholeCall, named: dict[Any, Any]) -> Any:
         """Runs a module, or a function, on fake tensors, given its arguments by position or name."""
@@ -567,22 +566,6 @@ class _Attempt:
             )
         )
         return reader.flow(reader.nested(returned), decisions, self._conditions(seen.in_sizes))
-
-
-class _Whole(WholeCall):
-    """A call that runs with fake tensors; ``run`` does so, given it and the arguments by position or name."""
-
-    def __init__(self, target: Any, name: str, run: Callable[[WholeCall, dict[Any, Any]], Any]) -> None:
-        super().__init__(target, name)
-        self._run = run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        args, kwargs = plain((args, kwargs), lambda leaf: leaf)
-        named = dict[Any, Any](enumerate(args)) | kwargs
-        named |= {name: kind(named[name]) for name, kind in self.tables.items()}
-        self.result = self._run(self, named)
-        leaves = pytree.tree_leaves((self.result, self.written))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Spy(TorchDispatchMode):

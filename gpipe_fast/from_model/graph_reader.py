@@ -47,7 +47,7 @@ _WITHOUT_EFFECT |= {"_check", "_assert_scalar.default", "sym_constrain_range_for
 
 
 class WholeCall:
-    """The target of nodes that call a module, or a function with a backward of its own, as a whole.
+    """The target of nodes that call a module, or a function with a backward of its own, with fake tensors.
 
     Attributes:
         target: the module, or the function's `apply`.
@@ -59,12 +59,22 @@ class WholeCall:
 
     sizes_are_likely = False
 
-    def __init__(self, target: Any, name: str) -> None:
-        self.target, self.result = target, None
+    def __init__(self, target: Any, name: str, run: Callable[[WholeCall, dict[Any, Any]], Any]) -> None:
+        """Makes a target; ``run`` calls it, given its arguments by position or name."""
+        self.target, self.result, self._run = target, None, run
         self.tables: dict[Any, type] = {}
         self.written: dict[Any, dict[Any, Any]] = {}
         self.__name__ = self.__qualname__ = "".join(c if c.isalnum() else "_" for c in f"call_{name}")
         self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Calls the target, and returns the tensors of its result."""
+        args, kwargs = plain((args, kwargs), lambda leaf: leaf)
+        named = dict[Any, Any](enumerate(args)) | kwargs
+        named |= {name: kind(named[name]) for name, kind in self.tables.items()}
+        self.result = self._run(self, named)
+        leaves = pytree.tree_leaves((self.result, self.written))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass
