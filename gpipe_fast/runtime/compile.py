@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -62,7 +61,7 @@ class Compiler:
         """
         self.num_traces = self.num_instantiated = 0
         self._max_traces = max_traces
-        self._trace_counts: Counter[tuple[Hashable, TorchModes]] = Counter()
+        self._trace_counts: Cache[tuple[StateKey, TorchModes], int] = Cache(limit)
         self._parts = PartGraphs(_MAX_PARTS)
         self._traces: Cache[Hashable, TracedStage] = Cache(_MAX_CACHED)
         self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(_MAX_CACHED)
@@ -326,7 +325,7 @@ class Compiler:
             self.num_instantiated += 1
             log_graph(stage, "derived from a template", inputs.tensors)
             return self._traced(key, stage, instance, modes)
-        count, limit = self._trace_counts[layers, modes], self._max_traces
+        count, limit = self._trace_counts.lookup((layers, modes)) or 0, self._max_traces
         if enforce_limit and limit is not None and count >= limit:
             raise TooManyTraces(None, f"it was traced {limit} times for different inputs")
         self.num_traces += 1
@@ -351,7 +350,7 @@ class Compiler:
                 return self.trace(stage, inputs, gradient_layouts, enforce_limit)
             raise Untraceable(None, "a capture changed the layers")
         self._family(layers, inputs, gradient_layouts, modes).add_sample(inputs, gradient_layouts, found)
-        self._trace_counts[layers, modes] += 1
+        self._trace_counts[layers, modes] = 1 + (self._trace_counts.lookup((layers, modes)) or 0)
         return self._traced((layers, *key[1:]), stage, found, modes)
 
     def _traced(

@@ -30,8 +30,10 @@ from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.dynamo import Captured, Refused, asks_for_device
 from gpipe_fast.trace.unguarded import IMMUTABLE, Conditions, scope_of
 
-# The maximum number of states of layers with the same description.
+# The maximum number of states of layers with the same description, and of descriptions for each layer: in
+# train and eval mode, under autocast, on other devices.
 _MAX_STATES = 64
+_MAX_DESCRIPTIONS = 32
 # The maximum number of states of a layer whose graphs contain tensors: caches keep these tensors.
 _MAX_STATES_WITH_CONSTANTS = 16
 # The maximum number of captures that a state keeps. Their guards stay.
@@ -113,7 +115,9 @@ class LayerStates:
     def __init__(self) -> None:
         self.version = 0
         self._with_constants: WeakKeyDictionary[nn.Module, WeakSet[LayerState]] = WeakKeyDictionary()
-        self._states: dict[Hashable, list[LayerState]] = {}
+        # The least recently used first.
+        self._states: OrderedDict[Hashable, list[LayerState]] = OrderedDict()
+        self._most_layers = 1
 
     def count_constants(self, layer: nn.Module, state: LayerState) -> None:
         """Counts a state of a layer whose graphs contain tensors.
@@ -137,12 +141,23 @@ class LayerStates:
     def of(self, layer: nn.Module, description: Hashable, modes: Hashable) -> LayerState:
         """Returns the state of a layer under the calling thread's modes; a new one if no known one holds."""
         known = self._states.setdefault((description, modes), [])
+        self._states.move_to_end((description, modes))
         for state in known:
             if state.holds(layer):
                 return state
         known.append(LayerState(self))
         del known[:-_MAX_STATES]
         return known[-1]
+
+    def of_all(
+        self, layers: Sequence[nn.Module], descriptions: Iterable[Hashable], modes: Hashable
+    ) -> list[LayerState]:
+        """Returns the state of each layer, as `of`, and forgets those of descriptions that are long gone."""
+        self._most_layers = max(self._most_layers, len(layers))
+        found = [self.of(*each, modes) for each in zip(layers, descriptions, strict=True)]
+        while len(self._states) > _MAX_DESCRIPTIONS * self._most_layers:
+            self._states.popitem(last=False)
+        return found
 
 
 def describe(
@@ -310,5 +325,4 @@ class StateKey:
         """Returns the key of layers under the calling thread's modes."""
         layers = list(layers)
         descriptions = [describe([layer])[0] for layer in layers]
-        known = [states.of(*each, modes) for each in zip(layers, descriptions, strict=True)]
-        return cls(describe(layers), known)
+        return cls(describe(layers), states.of_all(layers, descriptions, modes))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_fast import GPipe
 from gpipe_fast._extension import Arena
@@ -17,10 +18,14 @@ from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
 from gpipe_fast.runtime.cache import Cache, limit_bytes, native_bytes, program_bytes
+from gpipe_fast.trace import layer_states
+from gpipe_fast.trace.layer_states import LayerState
 from tests.heap import heap_bytes
 from tests.internals import eviction_of
 from tests.models import gpt
 from tests.stages import trace_joint
+
+WIDTH = 4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,3 +103,46 @@ def test_the_limit_follows_the_parameters_and_the_environment(
     monkeypatch.setenv("GPIPE_FAST_PLANS_MIB", "1.5")
     assert limit_bytes([torch.empty(10)]) == 3 * 2**19
     assert eviction_of(GPipe(gpt(), [5])).limit == 3 * 2**19
+
+
+def change_attribute(layer: nn.Linear, number: int) -> None:
+    layer.in_features = WIDTH + number
+
+
+def change_tensor(layer: nn.Linear, number: int) -> None:
+    layer.weight.number = number  # type: ignore[assignment]
+
+
+class Reads(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.in_features / WIDTH)
+
+
+@pytest.mark.parametrize("change", [change_attribute, change_tensor])
+def test_layers_that_change_before_each_call_keep_a_bounded_number_of_states(
+    change: Callable[[nn.Linear, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Cache.__init__
+    monkeypatch.setattr(Cache, "__init__", lambda self, limit: make(self, min(limit, 2)))
+    monkeypatch.setattr(layer_states, "_MAX_STATES", 2)
+    monkeypatch.setattr(layer_states, "_MAX_DESCRIPTIONS", 2)
+    layer = Reads(WIDTH, WIDTH)
+    pipe = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=1)
+
+    def calls(numbers: Iterable[int]) -> int:
+        known = weakref.WeakSet(living(LayerState))
+        for number in numbers:
+            change(layer, number)
+            output = pipe(torch.ones(1, WIDTH))
+            assert torch.equal(output, layer(torch.ones(1, WIDTH)))
+            del output
+        return sum(state not in known for state in living(LayerState))
+
+    calls(range(8))
+    few = calls(range(8, 16))
+    assert calls(range(16, 32)) <= few
+
+
+def living(cls: type) -> list[Any]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is cls]
