@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from gpipe_fast.runtime.plan import StepOrder
 from gpipe_fast.runtime.planner import Call
 from gpipe_fast.schedule import Schedule, ScheduleChoice, schedule_for
 from gpipe_fast.schedule.cuts import (
-    TOO_LARGE,
     LayerNeeds,
     best_partitions,
     needs_of_stages,
@@ -38,6 +36,10 @@ from gpipe_fast.user_warning import warn_user
 
 if TYPE_CHECKING:
     from gpipe_fast.runtime.runner import Runner
+
+# How many of the partitions that are estimated to be fastest are traced, which takes longest, and how many
+# of them that fit are enough.
+_MOST_TRIED, _ENOUGH = 6, 2
 
 
 def first_balance(
@@ -88,8 +90,8 @@ def _by_time(runner: Runner, inputs: Inputs) -> list[int] | None:
 def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     """Returns the balance with which a step that fits into the memory is fastest.
 
-    Estimates are from single layers. So the best partition by these, and the fastest of all, are compared by
-    their plans. If none fits, the one that needs least is tried.
+    Estimates are from single layers. So the best partitions by these are compared by their plans, until two
+    fit. The one that needs least is tried last.
 
     Args:
         runner: the runner of the layers.
@@ -100,13 +102,9 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
         LimitError: nothing fits into the memory.
     """
     estimates = Estimates.of(runner, call, "gpipe" if call.order is None else call.order.schedule)
-    [(time, balance)] = estimates.fastest(limits)
-    [(_, fastest)] = estimates.fastest(dict.fromkeys(limits, math.inf))
-    # Each has to be traced, which takes longest.
-    tried = dict.fromkeys([balance if time < TOO_LARGE else estimates.smallest(), fastest])
-    found, failure = fastest_of(runner, [(each, call) for each in tried], limits)
-    if not found and estimates.smallest() not in tried:
-        found, failure = fastest_of(runner, [(estimates.smallest(), call)], limits)
+    tried = [balance for _, balance in estimates.fastest(limits, _MOST_TRIED)]
+    tried = list(dict.fromkeys([*tried, estimates.smallest()]))
+    found, failure = fastest_of(runner, [(each, call) for each in tried], limits, _ENOUGH)
     if call.order is None and not found and failure is not None:
         raise failure
     if not found:
@@ -115,7 +113,7 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
 
 
 def fastest_of(
-    runner: Runner, tried: Sequence[tuple[tuple[int, ...], Call]], limits: Limits
+    runner: Runner, tried: Sequence[tuple[tuple[int, ...], Call]], limits: Limits, enough: int | None = None
 ) -> tuple[list[tuple[Choice, tuple[int, ...], Call]], LimitError | None]:
     """Returns those balances and calls whose plans fit, the fastest first, and why the first other does not.
 
@@ -123,10 +121,13 @@ def fastest_of(
         runner: the runner of the layers.
         tried: the balances, and the calls.
         limits: the bytes for each device.
+        enough: how many that fit are enough; None for all.
     """
     found: list[tuple[Choice, tuple[int, ...], Call]] = []
     failure: LimitError | None = None
     for balance, call in tried:
+        if len(found) == enough:
+            break
         planner = runner.planner_for(list(balance), runner.placement.devices)
         try:
             found.append((choice_within(planner, call, limits), balance, call))

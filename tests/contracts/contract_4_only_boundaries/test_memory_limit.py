@@ -6,7 +6,9 @@ What PyTorch's allocator counts is compared in tests/fake_cuda/test_memory.py.
 from __future__ import annotations
 
 import math
+import random
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 
 from bench.models.gpt import blocks
 from gpipe_fast import GPipe, is_recomputing, tune
+from gpipe_fast.container import runner_of
+from gpipe_fast.layers.structure import Inputs
+from gpipe_fast.runtime.first_balance import fastest_of
 from gpipe_fast.runtime.stage_memory import StageBytes
 from gpipe_fast.schedule import SCHEDULES
 from tests.models.test_paper_models import SMALL
@@ -190,6 +195,40 @@ def test_a_balance_is_chosen_that_fits() -> None:
     with pytest.raises(ValueError, match=r"at least .* is needed"):
         pipe(x)
     assert pipe.balance == before
+
+
+@pytest.fixture
+def estimated_times() -> Iterator[None]:
+    """Under deterministic algorithms, the times of operators are not measured."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("estimated_times")
+def test_a_balance_is_chosen_with_which_a_step_is_nearly_the_fastest(seed: int) -> None:
+    rng = random.Random(seed)
+    widths = [rng.choice([32, 64, 128, 256]) for _ in range(6)]
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.Linear(a, 4 * b), nn.GELU(), nn.Linear(4 * b, b)) for a, b in pairwise(widths))
+    )
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": rng.choice([2, 4])}
+    x = torch.randn(64, widths[0])
+    balances = [(first, 5 - first) for first in range(1, 5)]
+    least, most = (
+        min(needed(GPipe(layers, own, checkpoint=mode, **options), x) for own in balances)
+        for mode in ("always", "never")
+    )
+    limit = int(least + rng.choice([0.05, 0.2, 0.5]) * (most - least))
+    pipe = GPipe(layers, memory=limit, **options)
+    runner, limits = runner_of(pipe), {torch.device("cpu"): limit}
+    call = runner.call_of(Inputs.of((x,), {}), True)
+    found, _ = fastest_of(runner, [(own, call) for own in balances], limits)
+    times = {balance: choice.nanoseconds for choice, balance, _ in found}
+    pipe(x)
+    assert times[tuple(pipe.balance)] <= 1.02 * min(times.values())
 
 
 def test_the_balance_that_needs_least_is_found() -> None:
