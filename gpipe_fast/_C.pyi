@@ -279,7 +279,6 @@ class Pipeline:
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
         key: int | Callable[[], int],
-        update: Callable[[int, Sequence[int]], None] | None,
         offer: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> tuple[list[Tensor], Any]: ...
     def set_peers(self, channels: Channels | None, ranks: object) -> None: ...

@@ -211,17 +211,17 @@ void bind_pipeline(py::module_& m) {
           [](Pipeline& pipeline, const std::shared_ptr<Plan>& plan, const Tensors& inputs,
              const Tensors& given, const std::vector<Tensors>& gradients, const Tensors& parameters,
              const Tensors& buffers, const std::variant<int64_t, std::function<int64_t()>>& key,
-             const Pipeline::Update& update, const Pipeline::Offer& offer) {
+             const Pipeline::Offer& offer) {
             Boundary outputs;
             {
               const py::gil_scoped_release no_gil;
               outputs = pipeline.step(plan, inputs, given, gradients, parameters, buffers,
-                                      to_key_function(key), update, offer);
+                                      to_key_function(key), offer);
             }
             return std::make_pair(std::move(outputs.tensors), unwrap_object(outputs.form->structure));
           },
           py::arg("plan"), py::arg("inputs"), py::arg("given"), py::arg("gradients"), py::arg("parameters"),
-          py::arg("buffers"), py::arg("key"), py::arg("update"), py::arg("offer") = nullptr)
+          py::arg("buffers"), py::arg("key"), py::arg("offer") = nullptr)
       .def(
           "set_peers",
           [](Pipeline& pipeline, std::shared_ptr<Channels> channels, py::object ranks) {

@@ -34,7 +34,6 @@ const std::map<std::string, ActionKind>& action_kinds() {
       {"RECV_F", ActionKind::recv_forward},
       {"SEND_B", ActionKind::send_backward},
       {"RECV_B", ActionKind::recv_backward},
-      {"U", ActionKind::update},
   };
   return kinds;
 }

@@ -17,7 +17,6 @@ enum class ActionKind : uint8_t {
   recv_forward,
   send_backward,  // boundary gradient to the previous stage
   recv_backward,
-  update,  // updates the stage's parameters, after its last backward; its micro-batch is 0
 };
 
 struct Action {

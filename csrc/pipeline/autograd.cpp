@@ -7,7 +7,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -169,13 +168,6 @@ void connect_to_graph(const Boundary& outputs, const Tensors& inputs, const Tens
   for (size_t i = 0; i < differentiable.size(); ++i) {
     if (differentiable[i]) torch::autograd::set_history(outputs.tensors[i], node);
   }
-}
-
-void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
-  const at::NoGradGuard no_grad;
-  at::Tensor& sum = parameter.mutable_grad();
-  const auto update = [&sum](at::Tensor&& updated) { sum = std::move(updated); };
-  torch::autograd::AccumulateGrad::accumulateGrad(parameter, sum, gradient, /*num_expected_refs=*/1, update);
 }
 
 int64_t kept_bytes(const at::Tensor& output) {

@@ -27,9 +27,6 @@ void connect_to_graph(const Boundary& outputs, const Tensors& inputs, const Tens
                       std::shared_ptr<Pipeline> pipeline, std::shared_ptr<MiniBatch> minibatch,
                       std::vector<std::vector<int64_t>> sizes);
 
-// Adds a gradient to the `.grad` of a parameter, as autograd does at the end of a backward, but without hooks.
-void accumulate(const at::Tensor& parameter, at::Tensor gradient);
-
 // Returns the bytes that an output's mini-batch keeps for its backward; 0 if it keeps none, or if no pipeline made
 // the output.
 int64_t kept_bytes(const at::Tensor& output);

@@ -29,9 +29,8 @@ constexpr int64_t kRunsToReplace = 8;
 std::string obstacle_of(const Plan& plan) {
   for (size_t i = 0; i < plan.stages.size(); ++i) {
     const StagePlan& stage = plan.stages[i];
-    const std::string name = "stage " + std::to_string(i);
-    if (stage.device.is_cpu()) return name + " runs on the CPU";
-    if (!stage.is_lowered()) return name + ", or a stage before it, has layers that run in Python";
+    if (stage.device.is_cpu()) return "stage " + std::to_string(i) + " runs on the CPU";
+    if (!stage.is_lowered()) return "layers run in Python, in some stage";
   }
   if (plan.check_outputs) return "its outputs are not known before it runs";
   return {};

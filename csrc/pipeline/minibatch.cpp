@@ -371,8 +371,6 @@ void MiniBatch::run_action(const Action& action, CancellationToken& token) {
       transport_->receive(action.stage,
                           microbatch_state.copy_done);  // the sender has stored the tensors here
       return;
-    case ActionKind::update:
-      return update_parameters(action.stage);
   }
 }
 

@@ -75,15 +75,10 @@ class MiniBatch final : public Work {
   // precision than their parameter's. `caller_streams`: the calling thread's streams.
   Gradients end_backward(const std::vector<Stream>& caller_streams);
 
-  // Called by the worker of a stage in its update action, with the gradients of the parameters that no other stage
-  // uses, and their indices among the module's.
-  using Update =
-      std::function<void(int32_t stage, const std::vector<int64_t>& parameters, Tensors gradients)>;
   // Takes the inputs of a run of forwards and backwards: the first stage's boundary inputs, the given skip tensors and
-  // the gradients of the loss for each dtype that it may have, all by micro-batch. `update` may be empty if there are
-  // no update actions.
+  // the gradients of the loss for each dtype that it may have, all by micro-batch.
   void begin_step(std::vector<Tensors> microbatches, std::vector<Tensors> given,
-                  std::vector<Tensors> gradients, Update update);
+                  std::vector<Tensors> gradients);
   // The gradients that a step has computed, until a backward takes them.
   std::optional<Gradients> step_gradients;
   // If stages are in different processes: the number of the latest run, which all processes have in common.
@@ -158,9 +153,6 @@ class MiniBatch final : public Work {
   void backward(const Action& action, CancellationToken& token);
   void backward_inputs(const Action& action, bool with_parameters, CancellationToken& token);
   Tensors run_segment_backward(const SegmentCall& call, Tensors tangents, bool with_parameters);
-  void update_parameters(int32_t stage);
-
-  bool is_used_elsewhere(int64_t parameter, size_t stage) const;
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<const Transport> transport_;
@@ -176,7 +168,6 @@ class MiniBatch final : public Work {
   bool gradients_on_callers_ = false;  // parameter gradients were made on the callers' streams
   std::atomic<bool> used_no_fallback_ = true;
   std::optional<ThreadState> thread_state_;
-  Update update_;
   std::shared_ptr<const DeviceClock> clock_;
   std::vector<StreamEvent> begins_;  // by stage: when its latest action began, if there is a clock
 };

@@ -6,7 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace gpipe_fast {
@@ -43,8 +42,7 @@ void MiniBatch::begin_backward(std::vector<Tensors> microbatches, bool retain) {
 }
 
 void MiniBatch::begin_step(std::vector<Tensors> microbatches, std::vector<Tensors> given,
-                           std::vector<Tensors> gradients, Update update) {
-  update_ = std::move(update);
+                           std::vector<Tensors> gradients) {
   begin_forward(std::move(microbatches));
   for (size_t m = 0; m < given.size(); ++m) {
     for (size_t i = 0; i < given[m].size(); ++i) {
@@ -122,34 +120,6 @@ void MiniBatch::round_to_dtype(Tensors& gradients, const std::vector<Stream>& ca
       gradient = gradient.to(dtype);
     }
   }
-}
-
-void MiniBatch::update_parameters(int32_t index) {
-  StageState& stage = stages_[index];
-  const std::vector<int64_t>& parameters = plan_->stages[index].parameters;
-  std::vector<int64_t> own;
-  Tensors gradients;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (size_t j = 0; j < parameters.size(); ++j) {
-      at::Tensor& gradient = stage.backward.gradients[j];
-      if (!gradient.defined() || is_used_elsewhere(parameters[j], index)) continue;
-      own.push_back(parameters[j]);
-      gradients.push_back(gradient.to(stage.parameters[j].scalar_type()));
-      gradient.reset();
-      transport_->hand_over(gradients.back(), caller_streams_);
-    }
-  }
-  stage.release_programs();  // which refer to the gradients
-  update_(index, own, std::move(gradients));
-}
-
-bool MiniBatch::is_used_elsewhere(int64_t parameter, size_t stage) const {
-  for (size_t other = 0; other < stages_.size(); ++other) {
-    const std::vector<int64_t>& used = plan_->stages[other].parameters;
-    if (other != stage && std::find(used.begin(), used.end(), parameter) != used.end()) return true;
-  }
-  return false;
 }
 
 void MiniBatch::backward(const Action& action, CancellationToken& token) {

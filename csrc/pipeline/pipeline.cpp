@@ -198,10 +198,9 @@ Pipeline::Gradients Pipeline::backward(MiniBatch& minibatch, const Tensors& grad
 
 Boundary Pipeline::step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                         const std::vector<Tensors>& gradients, const Tensors& parameters,
-                        const Tensors& buffers, const std::function<int64_t()>& key, const Update& update,
-                        const Offer& offer) {
+                        const Tensors& buffers, const std::function<int64_t()>& key, const Offer& offer) {
   return block_if_closed(
-      [&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key, update, offer); });
+      [&] { return run_step(plan, inputs, given, gradients, parameters, buffers, key, offer); });
 }
 
 // Runs `body`; if memory runs out, frees the graphs and runs it once more. Plans with layers in Python are not
@@ -277,12 +276,8 @@ std::vector<Boundary> Pipeline::take_outputs(MiniBatch& minibatch) const {
 Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs,
                             const Tensors& given, const std::vector<Tensors>& gradients,
                             const Tensors& parameters, const Tensors& buffers,
-                            const std::function<int64_t()>& key, const Update& update, const Offer& offer) {
+                            const std::function<int64_t()>& key, const Offer& offer) {
   create_transport(*plan);
-  const auto accumulate_and_update = [&](int32_t stage, const std::vector<int64_t>& own, Tensors found) {
-    for (size_t i = 0; i < own.size(); ++i) accumulate(parameters[own[i]], std::move(found[i]));
-    update(stage, own);
-  };
   const auto minibatch = std::make_shared<MiniBatch>(plan, transport_, parameters, buffers, key);
   const int64_t num_parts = plan->num_microbatches();
   Joined joined;
@@ -293,7 +288,7 @@ Boundary Pipeline::run_step(const std::shared_ptr<const Plan>& plan, const Tenso
     std::vector<Boundary> parts;  // freed after the guard has noticed that a device failed
     AbandonOnError guard{*transport_, *minibatch};
     minibatch->begin_step(split_along(inputs, plan->split_dims, num_parts),
-                          split_along(given, plan->given_dims, num_parts), gradients, accumulate_and_update);
+                          split_along(given, plan->given_dims, num_parts), gradients);
     run(*plan->step, *minibatch, [&] {
       // The caller's thread reads the losses, and could not poll while it waits for a process that has failed.
       if (offer && channels_ && channels_->is_on_device()) await_stages();
@@ -418,6 +413,8 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::func
       if (&actions == minibatch.plan()->backward.get()) peers_->begin_backward(minibatch.run_number);
       run_here();
     } catch (const c10::Error& error) {
+      // Tells the other processes. If one of them has failed, too, it throws the error that all processes agree on;
+      // so an error that a poll has found there comes here, and is thrown again.
       peers_->fail(error.what_without_backtrace());
       throw;
     } catch (const std::exception& error) {

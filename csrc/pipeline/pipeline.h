@@ -47,18 +47,14 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Runs forward and backward of one mini-batch in one run, in the order of the plan's step. `given`: the tensors of
   // the plan's given skips, on the last stage's device. `gradients`: those of the first output, the loss, by
   // micro-batch: one for each dtype that it may have. The outputs are connected to the autograd graph; its backward only
-  // returns the gradients, whatever it gets. If the run fails, nothing has changed, unless there are update actions.
-  //
-  // `update`: called by the worker of a stage in its update action, if the step has one, with the indices of the
-  // parameters that no other stage uses, after their gradients were added to their `.grad`; these belong to no graph.
+  // returns the gradients, whatever it gets. If the run fails, nothing has changed.
   //
   // `offer`: called with the outputs when the run has succeeded here, before it is known whether it has in the other
   // processes; may be empty.
-  using Update = std::function<void(int32_t stage, const std::vector<int64_t>& parameters)>;
   using Offer = std::function<void(const Tensors& outputs)>;
   Boundary step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                 const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
-                const std::function<int64_t()>& key, const Update& update, const Offer& offer);
+                const std::function<int64_t()>& key, const Offer& offer);
 
   // Call when the interpreter exits: cancels the current run, and makes later runs of this thread throw. Other threads
   // that use the pipeline block until the process ends, like threads that request the GIL of an exiting interpreter.
@@ -111,7 +107,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                               bool retain);
   Boundary run_step(const std::shared_ptr<const Plan>& plan, const Tensors& inputs, const Tensors& given,
                     const std::vector<Tensors>& gradients, const Tensors& parameters, const Tensors& buffers,
-                    const std::function<int64_t()>& key, const Update& update, const Offer& offer);
+                    const std::function<int64_t()>& key, const Offer& offer);
   // Rethrows the error of an action, with a message that names the action.
   [[noreturn]] static void raise(const Failure& failure, const MiniBatch& minibatch);
   void check_open() const;

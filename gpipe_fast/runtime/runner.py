@@ -484,7 +484,7 @@ class Runner:
                     losses = plan.possible_losses(self.stages[-1])
                     gradients = given.gradients(plan.schedule.num_microbatches, losses)
                 outputs, structure = call.pipeline.step(
-                    plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, None, given.offer
+                    plan.native, inputs.tensors, given.tensors, gradients, *tensors, key, given.offer
                 )
             return self.finish(call, outputs, structure)
 
