@@ -61,7 +61,7 @@ class Compiler:
         """
         self.num_traces = self.num_instantiated = 0
         self._max_traces = max_traces
-        self._trace_counts: Cache[tuple[Hashable, TorchModes], int] = Cache(limit)
+        self._trace_counts: Cache[tuple[Hashable, TorchModes], int] = Cache(_MAX_CACHED)
         self._parts = PartGraphs(_MAX_PARTS)
         self._traces: Cache[Hashable, TracedStage] = Cache(_MAX_CACHED)
         self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(_MAX_CACHED)
