@@ -52,13 +52,11 @@ class PipelineAndLoop:
         )
         places = [device for device, number in zip(devices, balance, strict=True) for _ in range(number)]
         self.loop = MovingSequential(layers, places)
-        self.batch_dim = 0
         self.differences: list[str] = []
         self._count = 0
 
     def plain(self, x: Tensor) -> Tensor:
-        parts = [self.loop(part) for part in x.chunk(CHUNKS, self.batch_dim)]  # type: ignore[arg-type]
-        return torch.cat(parts, self.batch_dim)
+        return torch.cat([self.loop(part) for part in x.chunk(CHUNKS)])  # type: ignore[misc]
 
     def run_both(self, do: Callable[[Model, nn.Module], object]) -> None:
         """Runs a function with both, and compares the results and all gradients."""
@@ -84,8 +82,7 @@ class PipelineAndLoop:
 
     def input(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        before = [3] * self.batch_dim
-        return torch.randn(*before, BATCH, WIDTH).to(self.devices[0]).requires_grad_()
+        return torch.randn(BATCH, WIDTH).to(self.devices[0]).requires_grad_()
 
     def train(self, *seeds: int, samples: int = BATCH) -> None:
         """Runs a step for each seed."""
@@ -260,12 +257,6 @@ def more_shapes_than_places(both: PipelineAndLoop) -> None:
         both.infer(BATCH, BATCH)
     captures = num_captures() - before
     both.expect(f"the only shape of a later phase is captured, got {captures} captures", captures == 1)
-
-
-def batch_in_second_dimension(both: PipelineAndLoop) -> None:
-    both.batch_dim = both.pipeline.batch_dim = 1
-    both.warm_up()
-    both.expect_counts(2, 2)
 
 
 def several_threads(both: PipelineAndLoop) -> None:

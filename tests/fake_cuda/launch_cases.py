@@ -123,30 +123,6 @@ def wrong_launches() -> None:
         program.run([x], [], True)
 
 
-def wrong_kernels() -> None:
-    """Each error says what was received."""
-    complete = image("scale")
-    damaged = [b"", complete[:50], complete[:-1], b"\0" + complete[1:]]
-    unknown = r"loading kernel {} \(128 threads, 1 CTAs per cluster, 0 bytes of shared memory\) on cuda:1"
-    for pattern, changes in (
-        *((f"its {len(each)} bytes are no complete cubin", {"image": each}) for each in damaged),
-        *((unknown.format(name), {"name": name}) for name in ("scale_", "unknown")),
-        ("its registers allow at most 1024 threads", {"num_threads": 2048}),
-        (r"loading kernel scale \(.* 1000000 bytes of shared", {"shared_bytes": 1000000}),
-    ):
-        with pytest.raises(RuntimeError, match=pattern):
-            kernel("scale", **changes)
-    with pytest.raises(ValueError, match=r"needs a thread, .* got 0 threads, 1 CTAs and 0 bytes"):
-        kernel("scale", num_threads=0)
-    program, other = launching_program(), kernel("scale", num_threads=64)
-    program.add_launch(other, other, GRID, launch_arguments(0, 1), ALIGNED)
-    message = r"launching kernel scale \(64 threads, 1 CTAs .*\) on cuda:1 with grid \(2, 1, 1\)"
-    with pytest.raises(RuntimeError, match=message):
-        program.run([torch.ones(SIZE, device=DEVICE)], [], True)
-    kernel("scale", shared_bytes=100000)
-    kernel("scale")
-
-
 def checks_wait_for_the_end_of_a_capture() -> None:
     """A check is not called while its step is captured, nor by a replay, but by the next execution."""
     found: list[float] = []

@@ -41,28 +41,6 @@ def wrong(recording: Recording, copy_seconds: float) -> list[str]:
     return found
 
 
-def wrong_advice() -> list[str]:
-    """Returns what is wrong with the advice for a cut where much crosses: another one, and its time."""
-    wide = [torch.nn.Linear(WIDTH, 16 * WIDTH), torch.nn.Linear(16 * WIDTH, WIDTH)]
-    narrow = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-    layers = torch.nn.Sequential(*narrow[:2], *wide, *narrow[2:])
-    model = GPipe(layers, [3, 3], devices=["cuda:0", "cuda:1"], chunks=4, checkpoint="never")
-    x = torch.randn(8, WIDTH, device="cuda:0")
-    report = model.report(x, check=True)
-    found: list[str] = []
-    better = "another balance, where less crosses between stages"
-    if any(better in each for each in report.withheld):
-        return found  # other programs disturb the steps
-    first = report.advice[0]
-    if first.what != better or first.measured is None:
-        found.append(f"{report.advice}")
-    else:
-        gains = report.step - first.predicted, report.step - first.measured
-        if not 0.9 < gains[0] / gains[1] < 1.1:
-            found.append(f"gains {gains[0]} instead of {gains[1]}: {report}")
-    return found
-
-
 def main() -> None:
     operators, nanoseconds = sys.argv[1:]
     copy_seconds = int(nanoseconds) * 1e-9 * 2 * WIDTH * 4  # of two samples
@@ -76,8 +54,6 @@ def main() -> None:
             with model.recording() as recording:
                 step()
         differences += wrong(recording, copy_seconds)
-    if copy_seconds:
-        differences += wrong_advice()
     print("\n".join(differences) or "right")
 
 

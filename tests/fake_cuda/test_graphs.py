@@ -23,7 +23,6 @@ CASES = (
     "kept_gradients",
     "capture_turned_off",
     "more_shapes_than_places",
-    "batch_in_second_dimension",
     "several_threads",
     "eight_stages_on_one_device",
     "a_second_thread_on_pool_streams",

@@ -59,7 +59,6 @@ def test_launches(logged: Callable[..., list[Line]], kernels: Path) -> None:
         "empty_grids": [[], [], []],
         "other_current_device": [["scale"]],
         "wrong_launches": [],
-        "wrong_kernels": [],
         "checks_wait_for_the_end_of_a_capture": [["scale"]],
     }
     lines = logged("launch_cases.py", str(kernels), *expected, expected=[*expected])

@@ -135,22 +135,6 @@ def copy_kinds(lines: Sequence[Line]) -> set[str]:
     return {lines[p].words[1] for p in lines_in_steps(lines) if lines[p].kind == "copy"}
 
 
-def device_pairs(lines: Sequence[Line]) -> set[tuple[int, int]]:
-    """Returns the source and target devices of copies in steps."""
-    blocks = [
-        (int(line.words[1], 16), int(line.words[2]), int(line.words[0]))
-        for line in lines
-        if line.kind == "malloc"
-    ]
-
-    def device(pointer: str) -> int:
-        return next(
-            where for begin, size, where in reversed(blocks) if begin <= int(pointer, 16) < begin + size
-        )
-
-    return {(device(lines[p].words[3]), device(lines[p].words[2])) for p in device_copies(lines)}
-
-
 def copy_streams(lines: Sequence[Line]) -> set[str]:
     """Returns the streams that copy between device memory in steps, and do not compute."""
     return {lines[p].words[0] for p in device_copies(lines)} - {
@@ -167,20 +151,6 @@ def test_a_forced_transport_carries_all_copies(devices: str, transport: str, tra
     by_host = {"d2p", "p2d"} <= copy_kinds(lines)
     assert by_host == (transport == "pinned")
     assert bool(copy_streams(lines)) == (transport == "peer"), "copies have own streams, also on one device"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("peers", "peer_pairs"), [("0", set()), ("0-1,1-0,1-2,3-2", {(0, 1), (1, 0)})], ids=["none", "some"]
-)
-def test_devices_without_peer_access_copy_through_the_host(
-    peers: str, peer_pairs: set[tuple[int, int]], train: Train
-) -> None:
-    """Copies between devices without peer access go through pinned host memory."""
-    lines = train("skips", FOUR_DEVICES, "except_last", peers=peers)
-    assert check(lines) == []
-    assert {"d2p", "p2d"} <= copy_kinds(lines)
-    assert {pair for pair in device_pairs(lines) if pair[0] != pair[1]} == peer_pairs
 
 
 def test_doctor_reports_transports_and_bytes_in_flight(run: Callable[..., list[str]]) -> None:
@@ -200,14 +170,6 @@ def test_doctor_reports_transports_and_bytes_in_flight(run: Callable[..., list[s
     assert "  cuda:0 and cuda:1 have no peer access to each other" in lines
     assert any(line.startswith("  cuda:3: Fake GPU, 1024.0 GiB") for line in lines)
     assert f"  cuda:3: {describe_code((9, 0), build_info()['cuda_archs'])}" in lines
-
-
-@pytest.mark.extended
-def test_failing_peer_access_falls_back_to_pinned(run: Callable[..., list[str]]) -> None:
-    """The devices report peer access, but fail to enable it."""
-    lines = run("doctor_cases.py", FOUR_DEVICES, "auto", peers="unplugged")
-    assert "equal" in lines
-    assert f"  stage 0 (cuda:0) -> stage 1 (cuda:1): pinned ({UNPLUGGED})" in lines
 
 
 @pytest.mark.sampled(1)

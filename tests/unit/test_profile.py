@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_fast import GPipe, devices
+from gpipe_fast import GPipe
 from gpipe_fast.balance import balance_by_time
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.profile import (
     LayerProfile,
-    first_device,
     profile_layers,
     table,
 )
@@ -118,24 +117,6 @@ def test_the_progress_is_shown_on_request(capsys: pytest.CaptureFixture[str]) ->
     for progress in (None, False):  # standard error is no terminal here
         profile_layers(model, models.features(), device="cpu", timeout=0.0, progress=progress)
         assert not capsys.readouterr().err
-
-
-def test_the_default_device_is_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for available, wanted in ([torch.device("cuda:0"), torch.device("cuda:1")], "cuda:0"), (None, "cpu"):
-        monkeypatch.setattr(devices, "default_devices", lambda answer=available: answer)
-        assert first_device() == torch.device(wanted)
-
-
-@pytest.mark.cuda
-def test_profiling_on_a_gpu_leaves_the_model_on_the_cpu() -> None:
-    model, x = models.convolutions(), models.images()
-    state = torch.cuda.get_rng_state()
-    profiles = profile_layers(model, x, timeout=0.0)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert [each.parameter_bytes for each in profiles] == [
-        each.parameter_bytes for each in profile_layers(model, x, device="cpu", timeout=None)
-    ]
 
 
 def test_layers_run_with_the_threads_of_a_stage() -> None:

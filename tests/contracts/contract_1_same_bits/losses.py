@@ -457,29 +457,10 @@ def add_of_elements() -> None:
         loss = partial(make, **options, reduction=reduction)
         add(f"{make.__name__}, {reduction}", loss, target, layers)
     add("mse_loss, float32", lambda: F.mse_loss, five, dtype=torch.float32)
-    add("mse_loss, tokens", nn.MSELoss, normal(TOKENS, CLASSES), shape=OF_TOKENS)
     add(
         "mse_loss, weight",
         lambda: lambda y, t: F.mse_loss(y, t[0], weight=t[1]),
         together(five, uniform(CLASSES)),
-    )
-    add(
-        "BCEWithLogitsLoss, squeezed",
-        lambda: lambda y, t: F.binary_cross_entropy_with_logits(y.squeeze(1), t),
-        binary(),
-        mlp(width=1),
-    )
-    add(
-        "kl_div, batchmean",
-        lambda: partial(F.kl_div, reduction="batchmean"),
-        probabilities(CLASSES),
-        LOG_PROBABILITIES,
-    )
-    add(
-        "gaussian_nll_loss",
-        lambda: lambda y, t: F.gaussian_nll_loss(y[0], t, F.softplus(y[1])),
-        five,
-        TWO_OF_FIVE,
     )
     add(
         "GaussianNLLLoss, full, sum",
@@ -498,16 +479,6 @@ def add_of_several_outputs() -> None:
         TWO_OF_FIVE,
     )
     add(
-        "cosine_embedding_loss, of a target", lambda: lambda y, t: cosine(y, *t), together(normal(5), signs())
-    )
-    add(
-        "margin_ranking_loss",
-        lambda: lambda y, t: F.margin_ranking_loss(y[0], y[1], t, margin=0.1),
-        signs(5),
-        TWO_OF_FIVE,
-    )
-    add("triplet_margin_loss", lambda: lambda y: F.triplet_margin_loss(*y.unbind(1)), None, TRIPLETS)
-    add(
         "TripletMarginLoss, swap, sum",
         lambda: lambda y: nn.TripletMarginLoss(swap=True, reduction="sum")(y[:, 0], y[:, 1], y[:, 2]),
         None,
@@ -522,7 +493,6 @@ def add_of_several_outputs() -> None:
     )
     ctc = partial(F.ctc_loss, zero_infinity=True)
     of_ctc = ctc_target, mlp(partial(nn.LogSoftmax, 2)), (7, FEATURES)
-    add("ctc_loss", lambda: lambda y, t: F.ctc_loss(y.transpose(0, 1), *t), *of_ctc)
     add("ctc_loss, none", lambda: lambda y, t: ctc(y.transpose(0, 1), *t, reduction="none").mean(), *of_ctc)
 
 
@@ -598,7 +568,6 @@ def add_of_users() -> None:
     add("focal", lambda: focal, classes())
     add("focal of boxes", lambda: focal_of_boxes, lambda n: mask(CLASSES, is_last_empty=True)(n).double())
     add("dice of samples", lambda: dice((1, 2, 3)), binary(CLASSES, 3, 2), IMAGE, OF_IMAGE)
-    add("distilled", lambda: distilled, five)
     add("distilled and labelled, dict", lambda: of_student, by_name(labels=classes(), teacher=five))
     add(
         "tasks with factors, tuples",
@@ -619,12 +588,6 @@ def add_of_users() -> None:
         mlp(NamedHeads),
     )
     add(
-        "tasks, list of targets",
-        lambda: lambda y, t: sum(F.cross_entropy(y[:, i], t[i]) for i in range(2)),
-        lambda n: [classes()(n), classes(seed=6)(n)],
-        shape=OF_TOKENS,
-    )
-    add(
         "tasks, stacked, several elements",
         lambda: lambda y, t: torch.stack([(y - t).square().sum(1), (y - t).abs().amax(1)], 1).mean(),
         five,
@@ -633,9 +596,7 @@ def add_of_users() -> None:
     rollout = by_name(action=classes(), before=lambda n: uniform()(n).log(), advantage=normal())
     add("PPO with entropy", lambda: ppo, rollout)
     add("Gaussian by hand", lambda: gaussian, five, TWO_OF_FIVE)
-    add("mean of squares of numbers", lambda: lambda y, t: (y - t).pow(2).mean(), normal(), ONE)
     add("mean with penalty", lambda: lambda y, t: F.mse_loss(y, t) + 0.01 * y.pow(2).mean(), five)
-    add("mean with a constant", lambda: lambda y, t: F.mse_loss(y, t) + 1.5, five)
     add("smoothed by hand", lambda: smoothed_by_hand, classes())
     add("z-loss", lambda: lambda y, t: F.cross_entropy(y, t) + z_loss(y), classes())
     add(
@@ -644,34 +605,18 @@ def add_of_users() -> None:
         counted(TOKENS, is_last_empty=True),
         shape=OF_TOKENS,
     )
-    tokens = normal(TOKENS, CLASSES)
     add(
         "means of dimensions, sum",
         lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(1).sum(),
         five,
     )
-    add(
-        "means over samples, sum", lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(0).sum(), five
-    )
-    add(
-        "means of samples, over len",
-        lambda: lambda y, t: F.mse_loss(y, t, reduction="none").mean(dim=(1, 2)).sum() / len(y),
-        tokens,
-        shape=OF_TOKENS,
-    )
     add("output alone", lambda: lambda y: y.square().mean(), None)
-    add("output alone, softplus sum", lambda: lambda y: F.softplus(-y).sum(), None)
     squares = lambda y, t: (y - t).square().sum()  # noqa: E731
-    add("sum over a constant", lambda: lambda y, t: squares(y, t) / 32, five)
     add("sum over len", lambda: lambda y, t: squares(y, t) / len(y), five)
     add("sum over size(0)", lambda: lambda y, t: squares(y, t) / (2 * t.size(0)), five)
-    add("sum over numel", lambda: lambda y, t: squares(y, t) / y.numel(), five)
-    add("sum over a shape", lambda: lambda y, t: squares(y, t) / math.prod(t.shape), tokens, shape=OF_TOKENS)
     add("sum over a sum of targets", lambda: lambda y, t: (y - t).abs().sum() / t.sum(), uniform(CLASSES))
     add("inner product", lambda: lambda y, t: -torch.einsum("nc,nc->", y, t) / len(y), five)
     add("variational", lambda: variational, five, TWO_OF_FIVE)
-    add("RMSE of samples", lambda: lambda y, t: (y - t).square().mean(1).sqrt().mean(), five)
-    add("norms of samples", lambda: lambda y, t: torch.linalg.vector_norm(y - t, dim=1).mean(), five)
     add(
         "perplexity of samples",
         lambda: lambda y, t: losses_of_tokens(y, t).mean(1).exp().mean(),
@@ -679,13 +624,7 @@ def add_of_users() -> None:
         None,
         OF_TOKENS,
     )
-    add("cosine", lambda: lambda y, t: 1 - F.cosine_similarity(y, t, dim=-1).mean(), five)
-    zeros = lambda y: torch.zeros(len(y), dtype=torch.long)  # noqa: E731
-    add("InfoNCE of a sample's candidates", lambda: lambda y: F.cross_entropy(y / 0.1, zeros(y)), None)
     add("positions in a loop, ignored", lambda: of_next_tokens, counted(TOKENS), shape=OF_TOKENS)
-    add(
-        "one-hot", lambda: lambda y, t: F.mse_loss(y.softmax(1), F.one_hot(t, CLASSES).to(y.dtype)), classes()
-    )
     add("variance of a sample", lambda: lambda y: F.relu(1 - y.var(1)).mean(), None)
 
 
