@@ -163,7 +163,7 @@ def _report(options: argparse.Namespace) -> int:
     for path in options.save:
         try:
             report.save(path)
-        except (OSError, ImportError) as error:
+        except OSError as error:
             raise _UsageError(f"--save {path}: {error}") from error
         print(f"saved {path}", file=sys.stderr)
     return 0

@@ -15,7 +15,7 @@ from gpipe_fast.container import Container, runner_of
 from gpipe_fast.devices import Device, absent_gpu
 from gpipe_fast.layers.structure import Inputs, call_unpacked
 from gpipe_fast.profile import profile_layers
-from gpipe_fast.reports.advice import LayerCosts, Measurements
+from gpipe_fast.reports.advice import LayerCosts
 from gpipe_fast.reports.explanation import Explanation, explain_call, on_absent_device
 from gpipe_fast.reports.memory_report import MemoryReport, OptimizerChoice, optimizer_bytes
 from gpipe_fast.reports.recording import Recording, record
@@ -230,15 +230,15 @@ def steps_of(
         if loss_fn is None:
             backward_of_sum(found)
 
-    def measured(num_microbatches: int) -> Measurements:
+    def layers(num_microbatches: int) -> tuple[list[LayerCosts], list[int]] | None:
         if has_mesh:
-            return Measurements(layers=lambda: _measure_layers_of_ranks(model))
+            return _measure_layers_of_ranks(model)
         first = inputs.structure.build(inputs.dims.split(inputs.tensors, num_microbatches)[0])
-        return Measurements(layers=lambda: _measure_layers(model, model, first, model.devices[0]))
+        return _measure_layers(model, model, first, model.devices[0])
 
     is_one_call, batch_size = loss_fn is not None, inputs.batch_size
     has_mesh = runner_of(model).processes.is_mesh
-    return Steps(model, run, model.recording, batch_size, is_one_call, measured, loss, has_mesh)
+    return Steps(model, run, model.recording, batch_size, is_one_call, layers, loss, has_mesh)
 
 
 def _measure_layers(

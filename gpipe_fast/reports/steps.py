@@ -24,6 +24,7 @@ from gpipe_fast.reports.advice import (
     LEAST_GAIN,
     Alternative,
     Costs,
+    LayerCosts,
     Measurements,
     as_code,
     improvements,
@@ -110,7 +111,8 @@ class Steps:
         recording: records what runs in a block.
         batch_size: the number of samples of the mini-batch.
         is_one_call: whether forward and backward are one call, in the order of ``model.schedule``.
-        measured: what is measured for advice besides steps.
+        layers: measures the layers for micro-batches of this number, and returns their costs, measured
+            independently once or several times, and the balance; None if they cannot be measured.
         loss: the loss, if it is a module.
         has_mesh: whether stages are in several processes, so that layers stay where they are.
     """
@@ -120,7 +122,7 @@ class Steps:
     recording: Callable[[], AbstractContextManager[Recording]]
     batch_size: int
     is_one_call: bool
-    measured: Callable[[int], Measurements] = lambda _: Measurements()
+    layers: Callable[[int], tuple[Sequence[LayerCosts], Sequence[int]] | None] = lambda _: None
     loss: nn.Module | None = None
     has_mesh: bool = False
 
@@ -189,10 +191,11 @@ class Steps:
         recorded = self._record(self._num_steps)
         costs, middle = self._costs(recorded), sorted(recorded, key=Recording.span)[len(recorded) // 2]
         report = report_of(middle, costs.seconds)
-        model, processes = self.model, self.measured(costs.num_microbatches)
-        measured = processes._replace(
-            chunks=self._try_chunks,
-            threads=lambda: self._try_threads(costs.num_stages),
+        model = self.model
+        measured = Measurements(
+            self._try_chunks,
+            lambda: self._try_threads(costs.num_stages),
+            lambda: self.layers(costs.num_microbatches),
         )
         found, withheld = improvements(
             report.step,
