@@ -10,7 +10,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gpipe_fast.lower.launch import KernelSource
@@ -164,8 +163,6 @@ def cached(source: KernelSource, capability: int, folder: str) -> Cubin | None:
 def compile_here(source: KernelSource, capability: int, folder: str) -> Cubin | CompileFailure:
     """Compiles a kernel in this process, and keeps it in Triton's disk cache.
 
-    The source of a generated kernel is kept beside it, for whoever debugs it; nothing reads it.
-
     Args:
         source: a source without a `refusal`, whose entry in the cache is absent or damaged.
         capability: the GPU's compute capability, 90 for 9.0.
@@ -183,12 +180,7 @@ def compile_here(source: KernelSource, capability: int, folder: str) -> Cubin | 
     try:
         with _cache(folder), knobs.compilation.scope():
             knobs.compilation.always_compile = True
-            compiled = compile_kernel(source, capability)
-            if text := generated_from(source.kernel.fn):
-                for file in compiled.metadata_group.values():
-                    Path(file).with_name(f"{source.kernel.fn.__name__}.py").write_text(text)
-                    break
-        return _cubin(source, compiled)
+            return _cubin(source, compile_kernel(source, capability))
     except Exception as error:
         return CompileFailure(_reason(error))
 
