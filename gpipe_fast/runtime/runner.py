@@ -142,6 +142,8 @@ class Runner:
             They last until the stages are made anew.
     """
 
+    _has_old_graphs = False
+
     def __init__(
         self,
         children: dict[str, nn.Module],
@@ -240,8 +242,13 @@ class Runner:
                 "with a mesh, layers stay in the processes that they are in, got the balance "
                 f"{list(balance)}; make a new GPipe with it, and load the state dict"
             )
+        found = Placement.checked(self.children, balance, devices)
+        if found.devices != self.placement.devices:
+            devices = f"devices {list(map(str, found.devices))}"
+            self._check_not_recorded("added, removed or moved", devices)
         with TRACING_LOCK:
-            self._take(Placement.checked(self.children, balance, devices))
+            self._take(found)
+        self.forget_old_graphs()
 
     def _take(self, found: Placement) -> None:
         """Moves the layers to another placement; if that fails, they are as before."""
@@ -251,9 +258,6 @@ class Runner:
         is_moved = found.devices != before.devices
         try:
             self._check_connections(found, self.settings.transport)
-            if is_moved:
-                devices = f"devices {list(map(str, found.devices))}"
-                self._check_not_recorded("added, removed or moved", devices)
             self.move_layers()
             if is_moved:
                 self.pipeline = self._open_pipeline()
@@ -276,7 +280,13 @@ class Runner:
         """Makes the stages anew, and forgets all programs."""
         verify_skippables(nn.Sequential(OrderedDict(self.children)))
         self._start(self.stages_of(self.placement.balance, self.placement.devices))
-        self.pipeline.forget_graphs()
+        self._has_old_graphs = True
+
+    def forget_old_graphs(self) -> None:
+        """Frees the CUDA graphs of former stages. It waits for runs, which may wait for the tracing lock."""
+        if self._has_old_graphs:
+            self._has_old_graphs = False
+            self.pipeline.forget_graphs()
 
     def _start(self, stages: list[Stage], base: Planner | None = None) -> None:
         self.stages = stages
@@ -401,6 +411,7 @@ class Runner:
                 if settings.transport != before.transport:
                     self.pipeline = self._open_pipeline()
                 self.rebuild()
+            self.forget_old_graphs()
         self.pipeline.set_capture(CAPTURES[self.capture])
 
     def _check_can_capture(self, capture: Any) -> None:
@@ -501,6 +512,7 @@ class Runner:
                 is_changed = state is not None and self.follow_changes()
             parts = self._local_parameters(), self.state.buffers
             prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)
+        self.forget_old_graphs()
         self.warn(inputs, training)
         return prepared
 

@@ -158,6 +158,7 @@ def with_loss(
     runner.choose_balance(inputs, training, schedule)
     with TRACING_LOCK:
         runner.follow_changes()
+    runner.forget_old_graphs()
     runner.warn(inputs, training)
     loss, dim, device = objective.loss, runner.output_dim, runner.placement.devices[-1]
     if (

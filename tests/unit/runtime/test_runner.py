@@ -74,6 +74,39 @@ def layers_in_python(pipe: GPipe) -> set[int]:
     return {i for each in runner.runners for i in each.planner.in_python if i < len(runner.layers)}
 
 
+@pytest.mark.parametrize("change", ["setting", "layer", "layer before a step", "balance"])
+def test_a_change_during_a_run_does_not_wait_for_it_under_the_tracing_lock(change: str) -> None:
+    """A layer in Python may wait for the tracing lock, as in the first call of another pipeline."""
+    entered, goes_on = threading.Event(), threading.Event()
+    other = GPipe(nn.Sequential(nn.Linear(6, 6).requires_grad_(False)), [1])
+
+    def call_another(_: nn.Module, x: Tensor) -> Tensor:
+        entered.set()
+        goes_on.wait(20)
+        return x + other(x)
+
+    model = GPipe(nn.Sequential(nn.Linear(6, 6), FunctionLayer(call_another)), [1, 1], backend="eager")
+
+    def make_change() -> None:
+        if change == "setting":
+            model.fuse = not model.fuse
+        elif change == "balance":
+            model.balance = [2]
+        else:
+            model._modules["0"] = nn.Linear(6, 6)
+            model.step(X, target=Y, loss_fn=F.cross_entropy) if "step" in change else model(X)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (lambda: model(X), make_change)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.3)
+    goes_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_runner_with_a_loss_makes_stages_as_any_other() -> None:
     pipe = GPipe(layers(), [3, 3], chunks=2)
     pipe.step(X, target=Y, loss_fn=F.cross_entropy)
