@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,20 +24,18 @@ class Update(NamedTuple):
     """An update of the parameters at the end of a step.
 
     Attributes:
+        model: the model.
         optimizer: the optimizer; None for no update.
         scaler: multiplies the loss, so that small gradients do not vanish in float16; None for 1.
         max_norm: the maximum norm of all gradients together; None for no clipping.
         processes: the processes of the stages.
-        order: the numbers of the model's parameters, of which all ranks have the same.
-        has_gradients: whether it is one of several processes whose parameters need gradients.
     """
 
+    model: nn.Module
     optimizer: Optimizer | None
     scaler: GradScaler | None
     max_norm: float | None
     processes: Processes
-    order: dict[Tensor, int]
-    has_gradients: bool = False
 
     def run(self) -> None:
         """Updates the parameters by the gradients in ``.grad``."""
@@ -49,14 +47,15 @@ class Update(NamedTuple):
 
     def asked(self) -> dict[str, str]:
         """Returns what of it all processes agree on; nothing if this one has no gradients to update with."""
-        if self.optimizer is None and not self.has_gradients:
+        parameters = self.model.parameters() if self.processes.is_mesh else ()
+        if self.optimizer is None and not any(p.requires_grad and not p.is_meta for p in parameters):
             return {}
         values = {"optimizer": self.optimizer, "max_norm": self.max_norm, "scaler": self.scaler}
         return {f"the argument {n}": "None" if value is None else "given" for n, value in values.items()}
 
     def _run(self) -> None:
         """Updates the parameters, as a plain training loop does."""
-        optimizer, scaler, max_norm, *_ = self
+        _, optimizer, scaler, max_norm, _ = self
         if optimizer is None:
             return
         if max_norm is not None:
@@ -101,13 +100,15 @@ class Update(NamedTuple):
 
     def _norms(self, optimizer: Optimizer) -> list[_Norm]:
         """Returns the norm of each gradient."""
+        # All ranks have the same parameters, maybe on the meta device.
+        order = {parameter: number for number, parameter in enumerate(self.model.parameters())}
         found: list[_Norm] = []
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     norm = whole_tensor(foreach_norm([parameter.grad])[0])
                     dtype = str(norm.dtype).removeprefix("torch.")
-                    found.append((number, self.order[parameter], dtype, float(norm).hex()))
+                    found.append((number, order[parameter], dtype, float(norm).hex()))
         return found
 
 
@@ -182,13 +183,9 @@ def checked_update(
         )
     if max_norm is not None:
         _check_max_norm(max_norm, optimizer)
-    order: dict[Tensor, int] = {}
-    if processes.is_mesh and optimizer is not None:
-        order = {parameter: number for number, parameter in enumerate(model.parameters())}
-        if max_norm is not None:
-            _check_numbered(optimizer, order)
-    has_gradients = processes.is_mesh and any(p.requires_grad and not p.is_meta for p in model.parameters())
-    return Update(optimizer, scaler, max_norm, processes, order, has_gradients)
+        if processes.is_mesh:
+            _check_numbered(optimizer, set(model.parameters()))
+    return Update(model, optimizer, scaler, max_norm, processes)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -228,9 +225,9 @@ def _check_max_norm(max_norm: Any, optimizer: Optimizer | None) -> None:
         )
 
 
-def _check_numbered(optimizer: Optimizer, order: dict[Tensor, int]) -> None:
+def _check_numbered(optimizer: Optimizer, known: Set[Tensor]) -> None:
     for parameter in _parameters_of(optimizer):
-        if parameter not in order:
+        if parameter not in known:
             raise ValueError(
                 "max_norm with a mesh clips parameters of the model, got an optimizer with another one, of "
                 f"shape {list(parameter.shape)}, which all processes may have; use another optimizer for it"
