@@ -26,6 +26,7 @@ from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulatio
 from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
+from gpipe_fast.lower.memory import MemoryPlan, parts, plan_memory
 from gpipe_fast.lower.operators import (
     OperatorCall,
     functional_call,
@@ -33,7 +34,6 @@ from gpipe_fast.lower.operators import (
     out_call,
     schema_order_arguments,
 )
-from gpipe_fast.lower.placement import MemoryPlan, parts, plan_memory
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import JOINT_POSITION, StageGraph
 from gpipe_fast.lower.steps import Accumulate, AdoptAsAccumulator, Allocate, Call, Check, Launch, Ref

@@ -28,7 +28,7 @@ from gpipe_fast.lower.arena import place
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTENTION, SavedFraction
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
-from gpipe_fast.lower.placement import MemoryPlan
+from gpipe_fast.lower.memory import MemoryPlan
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value, are_whole
 from gpipe_fast.lower.split import StageGraph, split
 from gpipe_fast.lower.steps import Call

@@ -1,4 +1,8 @@
-"""The compiler: from stages and boundary specs to compiled stages. Equal stages are traced only once."""
+"""The compiler: from stages and boundary specs to compiled stages. Equal stages are traced only once.
+
+It traces, or derives graphs from templates. A compiled stage is lowered later, once a plan asks for a segment
+of it (`CompiledStage.segment`).
+"""
 
 from __future__ import annotations
 
