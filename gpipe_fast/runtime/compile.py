@@ -67,6 +67,8 @@ class Compiler:
         self._max_traces = max_traces
         self._trace_counts: Cache[tuple[Hashable, TorchModes], int] = Cache(_MAX_CACHED)
         self._parts = PartGraphs(_MAX_PARTS)
+        # The states of stages until a trace adds guards, in the state of all layers.
+        self._known: tuple[StateKey | None, dict[tuple[Stage, TorchModes, int], StateKey]] = (None, {})
         self._traces: Cache[Hashable, TracedStage] = Cache(_MAX_CACHED)
         self._families: Cache[tuple[Hashable, Hashable, TorchModes], ShapeFamily] = Cache(_MAX_CACHED)
         self._compiled: Cache[tuple[SegmentKey, GradientLayouts], CompiledStage] = Cache(4 * _MAX_CACHED)
@@ -77,6 +79,7 @@ class Compiler:
         microbatches: Sequence[BoundarySpec],
         layout_history: GradientLayoutHistory | None = None,
         cat_dim: int = 0,
+        state: StateKey | None = None,
     ) -> list[list[CompiledStage]]:
         """Compiles all stages for each micro-batch of a mini-batch, under the calling thread's modes.
 
@@ -87,12 +90,21 @@ class Compiler:
             layout_history: the history of gradient layouts; None if every boundary gradient arrives in the
                 layout of its boundary activation.
             cat_dim: the dimension along which outputs are joined.
+            state: the state of all layers; as long as it is one object, those of stages are found once.
 
         Raises:
             Untraceable: a stage cannot be compiled; it names the stage and the layer.
         """
         with outside_inference_mode(stages):
-            return self._compile(stages, microbatches, layout_history, cat_dim)
+            return self._compile(stages, microbatches, layout_history, cat_dim, state)
+
+    def _state_key(self, stage: Stage, modes: TorchModes, state: StateKey | None) -> StateKey:
+        if state is None or state is not self._known[0]:
+            self._known = state, {}
+        key, known = (stage, modes, stage.states.version), self._known[1]
+        if key not in known:
+            known[key] = stage.state_key(modes)
+        return known[key]
 
     def _compile(
         self,
@@ -100,10 +112,9 @@ class Compiler:
         microbatches: Sequence[BoundarySpec],
         layout_history: GradientLayoutHistory | None,
         cat_dim: int,
+        state: StateKey | None,
     ) -> list[list[CompiledStage]]:
         pipelines: list[list[CompiledStage]] = []
-        # The states of stages, which hold until a trace adds guards.
-        known: dict[tuple[Stage, TorchModes, int], StateKey] = {}
         for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []
             first, given = inputs.split_skips()
@@ -114,9 +125,8 @@ class Compiler:
                 received = _received(compiled[-1], stage) if compiled else first
                 skips = [at_receiver(*stashed.pop(number), stage) for number in stage.pops]
                 modes = TorchModes.now()
-                state = stage, modes, stage.states.version
-                known[state] = known.get(state) or stage.state_key(modes)
-                segment_key = SegmentKey.of(stage, received.with_skips(skips), modes, known[state])
+                layers = self._state_key(stage, modes, state)
+                segment_key = SegmentKey.of(stage, received.with_skips(skips), modes, layers)
                 try:
                     compiled.append(self.compiled(stage, segment_key))
                 except Untraceable as error:
@@ -371,7 +381,7 @@ class Compiler:
         )
         return traced
 
-    def num_sizes_to_trace(self, stage: Stage, inputs: Sequence[BoundarySpec]) -> int | None:
+    def num_sizes_to_trace(self, stage: Stage, inputs: Sequence[BoundarySpec], state: StateKey) -> int | None:
         """Returns how many calls with new sizes will trace a stage after one with these inputs.
 
         The last of them makes a template, if it can, and takes longest.
@@ -380,7 +390,9 @@ class Compiler:
             The number; -1 if a template serves these inputs, too; None if each new size is traced.
         """
         modes = TorchModes.now()
-        family = self._families.lookup((stage.state_key(modes), family_key(inputs[0], ()), modes))
+        family = self._families.lookup(
+            (self._state_key(stage, modes, state), family_key(inputs[0], ()), modes)
+        )
         left = (family or ShapeFamily()).num_sizes_to_trace()
         if not left:
             return None if left is None else -1

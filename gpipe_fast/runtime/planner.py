@@ -343,7 +343,7 @@ class Planner:
     def _compile(self, call: Call) -> list[list[CompiledStage]]:
         with intra_op_threads(call.threads), self._progress(call):
             return self.compiler.compile(
-                self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs
+                self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs, call.state.key
             )
 
     def _lock(self, held: contextlib.ExitStack) -> bool:
@@ -381,7 +381,9 @@ class Planner:
         if number:
             inputs, outlook = f"{inputs} and the number {number}", "; each new number takes as long"
         else:
-            outlook = _outlook(self.compiler.num_sizes_to_trace(self.stages[0], call.microbatches))
+            outlook = _outlook(
+                self.compiler.num_sizes_to_trace(self.stages[0], call.microbatches, call.state.key)
+            )
         what = f"the first call with inputs of {inputs} in this mode"
         with progress.first_call([len(stage.layers) for stage in self.stages], what=what, outlook=outlook):
             yield
