@@ -33,7 +33,7 @@ from gpipe_fast.from_model.dataflow import (
 from gpipe_fast.from_model.evaluate import Function, computes, readers, with_data
 from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.layer import make_layer
-from gpipe_fast.from_model.shares import Shares, with_shares
+from gpipe_fast.from_model.shares import ModelShares, with_shares
 from gpipe_fast.layers.structure import replicate
 from gpipe_fast.runtime.runner import Runner
 from gpipe_fast.torch_private import pytree
@@ -346,7 +346,7 @@ class Output:
     kind: str | None
 
 
-def model_outputs(shares: Shares, names: Sequence[str], loss: str) -> dict[int, Output]:
+def model_outputs(shares: ModelShares, names: Sequence[str], loss: str) -> dict[int, Output]:
     """Returns the tensors that a model returns, by the numbers of their values.
 
     Args:
@@ -368,7 +368,7 @@ def model_outputs(shares: Shares, names: Sequence[str], loss: str) -> dict[int, 
     return found
 
 
-def _output(shares: Shares, name: str, ref: int, loss: str) -> Output | None:
+def _output(shares: ModelShares, name: str, ref: int, loss: str) -> Output | None:
     value, why = shares.flow.values[ref], shares.refused.get(ref)
     for size in value.shape:
         if isinstance(size, Counted):

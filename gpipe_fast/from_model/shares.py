@@ -72,7 +72,7 @@ _LARGE_HINTS = 29, 31, 37, 41, 43, 47, 53, 59, 61
 
 
 @dataclass(frozen=True)
-class Shares:
+class ModelShares:
     """The shares of micro-batches in what a model returns.
 
     Attributes:
@@ -88,7 +88,7 @@ class Shares:
     refused: Mapping[int, str]
     measures: Measures | None
 
-    def at(self, sizes: Mapping[int, int]) -> Shares:
+    def at(self, sizes: Mapping[int, int]) -> ModelShares:
         """Returns them with numbers in the place of some sizes."""
         leaf = functools.partial(at_sizes, sizes=sizes)
         measures = self.measures and self.measures.at(leaf)
@@ -155,7 +155,7 @@ class Measures:
         return vector
 
 
-def with_shares(flow: Dataflow, split: Iterable[int], lengths: Sequence[int], averages: bool) -> Shares:
+def with_shares(flow: Dataflow, split: Iterable[int], lengths: Sequence[int], averages: bool) -> ModelShares:
     """Returns a model's calls with the shares in place of what it returns of all samples.
 
     Args:
@@ -179,7 +179,7 @@ def with_shares(flow: Dataflow, split: Iterable[int], lengths: Sequence[int], av
     }
     wanted = [ref for ref in wanted if ref not in refused]
     if not wanted and not (refused and averages):
-        return Shares(flow, {}, refused, None)
+        return ModelShares(flow, {}, refused, None)
     large = _large_sizes(flow, 1 + len(lengths))
     if large and not refused:  # with them, operators would run on many random numbers
         hints = [*lengths, *_LARGE_HINTS[: len(large)]]
@@ -267,7 +267,7 @@ class _Splitting:
         self._refused = dict(refused)
         self._counting: Measures | None = None
 
-    def shares(self, averages: bool) -> Shares:
+    def shares(self, averages: bool) -> ModelShares:
         """Returns the shares."""
         with undisturbed(_CPU), logging_disabled(), _CPU:
             try:
@@ -299,7 +299,7 @@ class _Splitting:
         new = {old.index: leaf.index for old, leaf in pairs if isinstance(old, Ref)}
         kinds = {new[ref]: kind for ref, kind in self._kinds.items()}
         refused = {new[ref]: why for ref, why in self._refused.items()}
-        return Shares(flow, kinds, refused, self._counting)
+        return ModelShares(flow, kinds, refused, self._counting)
 
     def _split(self) -> None:
         graph, leaves = self._graph()

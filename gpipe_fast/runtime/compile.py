@@ -25,7 +25,7 @@ from gpipe_fast.runtime.compiled import (
     SegmentKey,
     TracedStage,
 )
-from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, share_memory, trace_stage
+from gpipe_fast.runtime.equal_layers import FakeInputs, PartGraphs, layers_share_memory, trace_stage
 from gpipe_fast.runtime.module_warnings import layers_title, log_graph
 from gpipe_fast.runtime.shape_families import ShapeFamily, family_key
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, TorchModes, given_skips
@@ -322,7 +322,9 @@ class Compiler:
         modes = TorchModes.now()  # PyTorch may change them in a trace: its first attention prefers cuDNN
         layers = layers or stage.state_key(modes)
         # Fake tensors in the place of such that share memory would not share it.
-        if stage.traced_device != stage.device and (layers.depends_on_device or share_memory(stage.layers)):
+        if stage.traced_device != stage.device and (
+            layers.depends_on_device or layers_share_memory(stage.layers)
+        ):
             stage.trace_on_own_device()
         inputs = inputs.moved(stage.device, stage.traced_device)
         key = (layers, inputs, gradient_layouts, modes, stage.options.grad_dtype)

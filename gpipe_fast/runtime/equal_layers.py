@@ -67,7 +67,7 @@ def _buffers_share_memory(layers: Sequence[nn.Module]) -> bool:
     return any(numbers[address] > 1 for address in _addresses(buffers_of(layers)))
 
 
-def share_memory(layers: Sequence[nn.Module]) -> bool:
+def layers_share_memory(layers: Sequence[nn.Module]) -> bool:
     """Returns whether parameters or buffers of layers are in the same memory."""
     addresses = _addresses([*parameters_of(layers), *buffers_of(layers)])
     return len(set(addresses)) < len(addresses)

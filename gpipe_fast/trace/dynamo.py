@@ -430,12 +430,12 @@ def _check_operators(module: fx.GraphModule) -> None:
     if is_foreign or any(str(node.target) == "flat_apply" for node in module.graph.nodes):
         raise Refused("it calls a function that torch.compiler was told not to trace")
     names = {str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes}
-    if names & _UNDECLARED_VIEWS:
-        raise Refused(f"it calls {min(names & _UNDECLARED_VIEWS)}, whose results share memory unnoticed")
+    if names & _UNSAFE_SPLITS:
+        raise Refused(f"it calls {min(names & _UNSAFE_SPLITS)}, whose results share memory unnoticed")
 
 
 # A change of their results would not reach their argument.
-_UNDECLARED_VIEWS = frozenset({"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
+_UNSAFE_SPLITS = frozenset({"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
 
 def _check_unchanged(module: fx.GraphModule | None, constants: Iterable[int]) -> None:
@@ -602,13 +602,13 @@ def _answer_cached_call(
 
 
 # A trace does not know of which tensor another is a view, which result of an operator, and how often changed.
-_UNKNOWN_OF_TENSORS = frozenset({"_base", "output_nr", "_version"})
+_UNTRACED_ATTRIBUTES = frozenset({"_base", "output_nr", "_version"})
 _HOOKS_OF_TENSORS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 
 
 def _check_attribute(name: str, source: Source | None) -> None:
     """Checks that an attribute of a tensor has its value, or its effect, in a trace."""
-    if name in _UNKNOWN_OF_TENSORS or (name == "grad" and source is None):
+    if name in _UNTRACED_ATTRIBUTES or (name == "grad" and source is None):
         raise Refused(f"it reads {name} of a tensor, which a trace does not know")
     # The gradient of a computed tensor or of an argument is that of one micro-batch, as in eager mode.
     if name in _HOOKS_OF_TENSORS and source is not None and not _is_argument(source):

@@ -222,7 +222,7 @@ def loss_layer(
     measured = loss.combines != "sum"
     layer: LossLayer = _layer_class(len(dims) + measured)(loss, structure, keeps_output, dim)
     if loss.combines == "exact":
-        layer.module.shares = Shares(layer.module.user, dims, dim, device)
+        layer.module.shares = LossShares(layer.module.user, dims, dim, device)
     layer.isolate(GIVEN)
     return layer
 
@@ -238,9 +238,9 @@ class LossLayer(Skippable):
     module: Any
 
     @property
-    def shares(self) -> Shares | None:
+    def shares(self) -> LossShares | None:
         """The shares of micro-batches; None if they compute the function itself."""
-        found: Shares | None = self.module.shares
+        found: LossShares | None = self.module.shares
         return found
 
     @property
@@ -337,7 +337,7 @@ def _layer_class(num_tensors: int) -> type[Any]:
             super().__init__()
             self.user, self.combines = UserLoss(loss.function, structure), loss.combines
             self.keeps_output, self.dim = keeps_output, dim
-            self.shares: Shares | None = None
+            self.shares: LossShares | None = None
 
         def forward(self, output: Any) -> Generator[Any, Any, Any]:
             tensors = []
@@ -417,7 +417,7 @@ class _Size(NamedTuple):
 _Source = int | tuple[str, ...] | Tensor
 
 
-class Shares:
+class LossShares:
     """The shares of micro-batches in a loss, which is analysed for the first outputs.
 
     Attributes:

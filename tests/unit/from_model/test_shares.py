@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gpipe_fast
 from gpipe_fast import GPipe
 from gpipe_fast.from_model.dataflow import symbol_of
-from gpipe_fast.from_model.shares import Shares, small_lengths, with_shares
+from gpipe_fast.from_model.shares import ModelShares, small_lengths, with_shares
 from tests.unit.from_model.recording import Calls, record_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*stages idle")]
@@ -256,7 +256,7 @@ def test_what_combines_samples_is_refused_by_its_line_or_averaged(name: str) -> 
 LINEAR = nn.Linear(3, 3)
 
 
-def shares_of(function: Callable[[Tensor], Any]) -> Shares:
+def shares_of(function: Callable[[Tensor], Any]) -> ModelShares:
     model = Calls(lambda x: function(LINEAR(x)), [LINEAR])
     return with_shares(record_of(model, NUMBERS.float(), split=[0]), [0], (), averages=False)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.trace.dynamo import Refused
 from gpipe_fast.training.loss_graph import MAX_MEASURES, MixesSamples, fill_measures
-from gpipe_fast.training.losses import Shares, UserLoss
+from gpipe_fast.training.losses import LossShares, UserLoss
 
 CPU = torch.device("cpu")
 OUTPUT = torch.linspace(-2, 2, 50, dtype=torch.float64).view(10, 5).sin()
@@ -22,13 +22,13 @@ COLUMN = TARGET[:, :1]
 CLASSES = torch.tensor([0, 1, 2, -100, 4, 0, -100, 1, 3, 3])
 
 
-def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> Shares:
-    shares = Shares(UserLoss(loss_fn, flatten(target)[1]), [dim], 0, CPU)
+def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> LossShares:
+    shares = LossShares(UserLoss(loss_fn, flatten(target)[1]), [dim], 0, CPU)
     shares.prepare(OUTPUT.requires_grad_(), [target])
     return shares
 
 
-def total(shares: Shares, target: Tensor, sizes: tuple[int, ...], whole: Tensor = OUTPUT) -> Tensor:
+def total(shares: LossShares, target: Tensor, sizes: tuple[int, ...], whole: Tensor = OUTPUT) -> Tensor:
     """Returns the sum of the shares of micro-batches of these sizes."""
     measures = shares.measures([target], len(whole))
     assert measures is not None
@@ -127,7 +127,7 @@ def test_numbers_of_samples_are_not_rounded_to_few_bits(name: str, dtype: torch.
     loss_fn, target, _ = LOSSES[name]
     target = target if target is CLASSES else target.to(dtype)
     output = OUTPUT.detach().to(dtype)
-    shares = Shares(UserLoss(loss_fn, flatten(target)[1]), [0], 0, CPU)
+    shares = LossShares(UserLoss(loss_fn, flatten(target)[1]), [0], 0, CPU)
     shares.prepare(output, [target])
     exact = loss_fn(output.float(), target if target is CLASSES else target.float())
     found = total(shares, target, (3, 7), output)
@@ -137,7 +137,7 @@ def test_numbers_of_samples_are_not_rounded_to_few_bits(name: str, dtype: torch.
 def test_a_sum_of_losses_in_float16_does_not_overflow() -> None:
     output, target = torch.full((3000, 2), 20.0, dtype=torch.float16), torch.zeros(3000, dtype=torch.long)
     output[:, 0] = -20
-    shares = Shares(UserLoss(F.cross_entropy, flatten(target)[1]), [0], 0, CPU)
+    shares = LossShares(UserLoss(F.cross_entropy, flatten(target)[1]), [0], 0, CPU)
     shares.prepare(output, [target])
     torch.testing.assert_close(total(shares, target, (2000, 1000), output).float(), torch.tensor(40.0))
 

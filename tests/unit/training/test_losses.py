@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe, replicate
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.training import losses
-from gpipe_fast.training.losses import Shares, UserLoss, check_target, loss_layer, loss_of
+from gpipe_fast.training.losses import LossShares, UserLoss, check_target, loss_layer, loss_of
 
 CPU = torch.device("cpu")
 LOGITS = torch.linspace(-2, 2, 40, dtype=torch.float64).view(8, 5)
@@ -99,7 +99,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def test_one_analysis_serves_other_sizes(counted: Counted) -> None:
     loss = UserLoss(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), flatten(torch.ones(1))[1])
-    shares = Shares(loss, [0], 0, CPU)
+    shares = LossShares(loss, [0], 0, CPU)
     for batch, length in ((4, 7), (3, 7), (1, 7), (4, 9), (2, 12)):
         shares.prepare(torch.randn(batch, length, 5), [torch.ones(batch, length, dtype=torch.long)])
     assert counted.number == 1
@@ -150,7 +150,7 @@ def test_a_method_is_analysed_once(counted: Counted) -> None:
 
 def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
     loss = UserLoss(lambda y, t: F.mse_loss(y.view(-1, 2, 3).sum(1), t), flatten(torch.ones(1))[1])
-    shares = Shares(loss, [0], 0, CPU)
+    shares = LossShares(loss, [0], 0, CPU)
     shares.prepare(torch.randn(4, 6), [torch.randn(4, 3)])
     found = shares.measures([torch.randn(8, 3)], 8)
     assert found == []
@@ -306,7 +306,7 @@ def test_a_replaced_tensor_of_a_closure_takes_effect() -> None:
 def test_the_check_draws_no_random_numbers_of_the_caller() -> None:
     loss = UserLoss(lambda y, t: (F.dropout(y, 1e-12) - t).square().mean(), flatten(torch.ones(1))[1])
     before = torch.get_rng_state()
-    Shares(loss, [0], 0, CPU).prepare(torch.randn(0, 3).new_ones(4, 3), [torch.ones(4, 3)])
+    LossShares(loss, [0], 0, CPU).prepare(torch.randn(0, 3).new_ones(4, 3), [torch.ones(4, 3)])
     assert torch.equal(torch.get_rng_state(), before)
 
 
