@@ -172,16 +172,15 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
     assert all(each[BACKWARD] >= CHUNKS for each in (*steps, other)), steps
 
 
-def kernels_that_one_device_does_not_load_are_left_out() -> None:
-    """Its stage runs PyTorch's operators, while the other device launches the kernels."""
-    C.fake_cuda_plant(b"unloadable", 1)
-    with one_warning("it does not load on cuda:1 (CUDA error: no kernel image", times=6):
+def kernels_that_do_not_load_are_left_out() -> None:
+    """On one device: equal stages on other devices of the kind have its trace, and PyTorch's operators too."""
+    C.fake_cuda_plant(b"unloadable", 0)
+    with one_warning("it does not load on cuda:0 (CUDA error: no kernel image", times=6):
         case = Case((2, 2), devices=[DEVICE, torch.device("cuda:1")])
         steps = [kernels(case.step()) for _ in range(2)]
     C.fake_cuda_plant(b"", 0)
     assert C.cudaGetLastError() == 0
-    of_one_stage = {**dict.fromkeys(ALL, CHUNKS), FORWARD: 2 * CHUNKS}
-    assert steps[0] == of_one_stage, steps
+    assert not any(steps), steps
 
 
 def a_wrong_forward_is_left_out() -> None:
@@ -235,8 +234,8 @@ def unaligned_inputs_take_the_other_form() -> None:
         assert {aligned for _, aligned in case.step(offset=offset)} == {True}
     for offset in (1, 3):
         found = {(without_hash(name), aligned) for name, aligned in case.step(offset=offset)}
-        reading = {(name, False) for name in (FORWARD, BETWEEN, BACKWARD)}
-        assert found == reading | {(LAST, True), (LAST_BACKWARD, True)}
+        reading = {(name, False) for name in (FORWARD, BACKWARD)}
+        assert found == reading | {(name, True) for name in (LAST, BETWEEN, LAST_BACKWARD)}
 
 
 def batches_without_rows() -> None:
@@ -266,7 +265,7 @@ def checkpoint_modes() -> None:
         found[mode] = [kernels(case.step()) for _ in range(2)][-1]
     assert found["always"] == dict.fromkeys(ALL, CHUNKS) | {FORWARD: 2 * CHUNKS}
     assert found["except_last"].keys() == found["always"].keys() | found["never"].keys()
-    assert not {BETWEEN, LAST_BACKWARD} & found["never"].keys()
+    assert LAST_BACKWARD not in found["never"]
 
 
 def replays_launch_the_kernels() -> None:

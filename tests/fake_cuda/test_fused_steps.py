@@ -20,7 +20,7 @@ CASES = [
     "the_self_test_reports_a_wrong_kernel",
 ]
 LONGER_CASES = [
-    "kernels_that_one_device_does_not_load_are_left_out",
+    "kernels_that_do_not_load_are_left_out",
     "a_wrong_kernel_in_a_captured_step",
     "unaligned_inputs_take_the_other_form",
     "two_steps_may_be_in_flight",

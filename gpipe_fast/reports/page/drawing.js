@@ -12,7 +12,6 @@ const MEANINGS = {
   RECV_F: "receives the boundary activation",
   SEND_B: "sends the boundary gradient",
   RECV_B: "receives the boundary gradient",
-  U: "update of the weights",
 };
 const FONT = '"Inter", "Helvetica Neue", "DejaVu Sans", Arial, sans-serif';
 const AXIS = 24;
@@ -442,9 +441,8 @@ class Timeline {
     const times = `${this.text(end - begin, 1)}, from ${this.text(begin, 1)}`;
     if (type === "wait") return `${stage.name} waits for ${item.name}: ${times}`;
     if (type === "idle") return `${stage.name} is idle (${item.cause}): ${times}`;
-    const of = item.kind === "U" ? "" : ` of micro-batch ${item.microbatch}`;
-    const what = `${item.name}: stage ${parseInt(item.name)}, ${MEANINGS[item.kind] || item.kind}${of}`;
-    return `${what}, ${times}${item.critical ? "; on the critical path" : ""}`;
+    const what = `${item.name}: stage ${parseInt(item.name)}, ${MEANINGS[item.kind] || item.kind}`;
+    return `${what} of micro-batch ${item.microbatch}, ${times}${item.critical ? "; on the critical path" : ""}`;
   }
 
   select(found, x = null, y = null) {
