@@ -32,10 +32,13 @@ _COMPARED = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFun
 _CONTAINERS = (list, dict, set, tuple, frozenset)
 _TORCH = os.path.dirname(torch.__file__)
 _ENVIRONMENT: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
-# Modules' own tables, of hooks, parameters, buffers or modules.
-_TABLE = re.compile(r"\b_(\w*hooks\w*|parameters|buffers|modules)('\])?$")
-_MODULE = re.compile(r"L\['layer'\](\._modules\['[^']*'\])*")
-_ATTRIBUTE = re.compile(rf"{_MODULE.pattern}\.(\w+|__dict__\['\w+'\])")
+# Modules' own tables, of hooks, parameters, buffers or modules; and those of hooks on all modules.
+_OWN_TABLES = "|".join(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_TABLE = re.compile(rf"(\b({_OWN_TABLES})|^G\[.*\]\._global_\w*hooks)('\])?$")
+# A layer, or a module in it; and its attribute.
+_ATTRIBUTE = re.compile(
+    r"(?P<module>L\['layer'\](\._modules\['[^']*'\])*)(?P<attribute>\.(\w+|__dict__\['\w+'\]))?"
+)
 
 
 class Read(NamedTuple):
@@ -203,10 +206,13 @@ def _in_container(value: Any) -> Hashable:
 
 def is_attribute(read: Read, layer: nn.Module) -> bool:
     """Returns whether a value cannot change unless an attribute or a table of a layer's modules does."""
-    return bool(_MODULE.fullmatch(read.name)) or (
-        bool(_ATTRIBUTE.fullmatch(read.name))
-        and (bool(_TABLE.search(read.name)) or is_immutable(read.value(layer)))
-    )
+    found = _ATTRIBUTE.fullmatch(read.name)
+    if found is None:
+        return False
+    module = eval(found["module"], {"L": {"layer": layer}})
+    if any(vars(cls).get("__slots__") for cls in type(module).__mro__):  # beside its ``__dict__``
+        return False
+    return not found["attribute"] or bool(_TABLE.search(read.name)) or is_immutable(read.value(layer))
 
 
 def is_immutable(value: Any) -> bool:
@@ -224,7 +230,8 @@ def _unguarded_state(guards: Guards) -> Callable[[], bool]:
     names = {name for each in guards.code if each.co_filename.startswith(_TORCH) for name in each.co_names}
     snapshot.add_dict_items(vars(torch), [name for name in names if callable(vars(torch).get(name))], False)
     snapshot.add_class(torch.Tensor)
-    for cls in dict.fromkeys(base for own in guards.classes for base in own.__mro__):
+    classes = (*guards.classes, *map(type, guards.classes))
+    for cls in dict.fromkeys(base for own in classes for base in own.__mro__):
         if _is_python_class(cls):
             snapshot.add_class(cls)
             run = [each for each in _functions_of(cls) if each.__code__ in guards.code]

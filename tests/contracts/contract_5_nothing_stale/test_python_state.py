@@ -312,6 +312,44 @@ def compare(
     return [str(w.message) for w in caught if "runs in Python" in str(w.message)]
 
 
+class Meta(type):
+    scale = 2.0
+
+
+class Bare(nn.Module, metaclass=Meta):
+    """A layer whose forward reads only attributes of its own."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot, self._own_hooks, self._hooks_zero = 2.0, [1.0], 0.0
+
+
+# By what the forward multiplies its input.
+BARE: dict[str, tuple[Callable[[Any], Any], Change]] = {
+    "slot": (lambda layer: layer.slot, sets("slot", 3.0)),
+    "type in a slot": (lambda layer: 2 + isinstance(layer.slot, float), sets("slot", 2)),
+    "absence": (lambda layer: 2.0 + hasattr(layer, "slot"), lambda layer: delattr(layer, "slot")),
+    "list like a table": (lambda layer: len(layer._own_hooks), lambda layer: layer._own_hooks.append(1.0)),
+    "minus zero": (lambda layer: math.copysign(2.0, layer._hooks_zero), sets("_hooks_zero", -0.0)),
+    "metaclass": (lambda layer: type(layer).scale, lambda layer: setattr(Meta, "scale", 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_change_of_all_that_a_layer_reads_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, change = BARE[name]
+    monkeypatch.setattr(Meta, "scale", Meta.scale)
+    layer = type("BareLayer", (Bare,), {"read": read, "forward": lambda self, x: x * self.read()})()
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6))
+    pipe, x = GPipe(model, [1, 2], chunks=2), torch.randn(4, 6)
+    for _ in range(2):
+        assert torch.equal(pipe(x), plain_loop(model, x, 2))
+    change(layer)
+    assert torch.equal(pipe(x), plain_loop(model, x, 2))
+
+
 every_mode_and_position = pytest.mark.parametrize(
     ("checkpoint", "position"), list(itertools.product(CHECKPOINT_MODES, (0, 1)))
 )
