@@ -58,7 +58,7 @@ def check_module(module: nn.Sequential, hint: str = "") -> None:
             "occurs again, or let distinct layers share its parameters"
         )
     _check_no_fsdp(module)
-    _check_not_sparse(module)
+    check_not_sparse(module)
     verify_skippables(module)
 
 
@@ -73,8 +73,13 @@ def _check_no_fsdp(module: nn.Sequential) -> None:
             )
 
 
-def _check_not_sparse(module: nn.Sequential) -> None:
-    for number, layer in enumerate(module):
+def check_not_sparse(layers: Iterable[nn.Module]) -> None:
+    """Checks that all parameters and buffers of layers are dense.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for number, layer in enumerate(layers):
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if not nn.parameter.is_lazy(tensor) and tensor.layout is not torch.strided:
                 raise ValueError(

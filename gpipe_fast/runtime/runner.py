@@ -43,6 +43,7 @@ from torch.amp.grad_scaler import GradScaler
 from gpipe_fast._extension import Pipeline, PythonWorkers
 from gpipe_fast.arguments import (
     check_inputs,
+    check_not_sparse,
     check_signature,
     enough_chunks,
     naming_edges,
@@ -605,6 +606,7 @@ class Runner:
         layers: Collection[nn.Module] = self.children.values()
         is_changed = self.state.update(layers)
         if is_changed:
+            check_not_sparse(layers)
             self.processes.check_shards(list(layers))
             if self.settings.deferred_batch_norm:
                 self._begin_state()

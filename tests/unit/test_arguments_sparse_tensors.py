@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_fast import GPipe
 from tests.reference import check_step
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -33,3 +36,16 @@ class Product(nn.Module):
 def test_what_the_error_advises_works(is_made: bool) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), Product(is_made), nn.Linear(8, 8))
     check_step(layers, torch.randn(8, 8), balance=[1, 2])
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+def test_a_buffer_that_gets_sparse_later_is_refused(convert: Callable[[Tensor], Tensor]) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), Product(is_made=True), nn.Linear(8, 8))
+    model, x = GPipe(layers, [1, 2], chunks=2), torch.randn(8, 8)
+    expected = model(x)
+    layers[1].register_buffer("table", convert(MATRIX))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"layer 1 \(Product\) has 'table' of layout"):
+            model(x)
+    del layers[1].table
+    assert torch.equal(model(x), expected)
