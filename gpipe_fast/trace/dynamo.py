@@ -770,12 +770,15 @@ def _reads(
     # ``list(table)`` is guarded by the length alone, ``f(*table)`` without the order.
     of_keys = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
     counted = {guard.originating_source.name for guard in guards if guard.create_fn_name() in of_keys}
-    are_taken = any(
-        not _TAKE_KEYS.isdisjoint(each.co_names) and not each.co_filename.startswith(_TORCH) for each in code
-    )
-    for name in dict.fromkeys(guard.originating_source.name for guard in guards):
+    own_code = {each for each in code if not each.co_filename.startswith(_TORCH)}
+    are_taken = any(not _TAKE_KEYS.isdisjoint(each.co_names) for each in own_code)
+    names = [*dict.fromkeys(guard.originating_source.name for guard in guards)]
+    known = set(names)
+    while names:
+        name = names.pop(0)
+        is_default = "defaults__[" in name
         try:
-            keys = are_taken or name in counted
+            keys = are_taken or is_default or name in counted
             read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
@@ -783,7 +786,19 @@ def _reads(
         if not any(value is function for function in cached_functions):
             _check_guarded(name, value)
         found.append(read)
+        if isinstance(value, types.FunctionType) and value.__code__ in own_code:
+            new = [each for each in _defaults(name, value) if each not in known]
+            names += new
+            known.update(new)
     return tuple(found)
+
+
+def _defaults(name: str, function: types.FunctionType) -> list[str]:
+    """Returns expressions for the default arguments of a function, of which Dynamo guards only the number."""
+    return [
+        *(f"{name}.__defaults__[{index}]" for index in range(len(function.__defaults__ or ()))),
+        *(f"{name}.__kwdefaults__[{key!r}]" for key in function.__kwdefaults__ or ()),
+    ]
 
 
 def _check_guarded(name: str, value: Any) -> None:

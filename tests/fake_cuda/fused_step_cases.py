@@ -173,7 +173,7 @@ def a_kernel_that_does_not_compile_is_left_out() -> None:
 
 
 def kernels_that_do_not_load_are_left_out() -> None:
-    """On one device: equal stages on other devices of the kind have its trace, and PyTorch's operators too."""
+    """On one device: equal stages on others of the kind have its trace, and PyTorch's operators too."""
     C.fake_cuda_plant(b"unloadable", 0)
     with one_warning("it does not load on cuda:0 (CUDA error: no kernel image", times=6):
         case = Case((2, 2), devices=[DEVICE, torch.device("cuda:1")])

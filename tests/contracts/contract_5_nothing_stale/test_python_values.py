@@ -92,6 +92,13 @@ def in_default(read: Read, value: Any) -> Made:
     return layer_of(find, read), lambda value: setattr(find, "__defaults__", (value,))
 
 
+def in_keyword_default(read: Read, value: Any) -> Made:
+    def find(layer: Any, *, value: Any = value) -> Any:
+        return value
+
+    return layer_of(find, read), lambda value: setattr(find, "__kwdefaults__", {"value": value})
+
+
 def in_partial(read: Read, value: Any) -> Made:
     def bound(value: Any) -> functools.partial[Any]:
         return functools.partial(lambda value, unused: value, value)
@@ -122,7 +129,7 @@ PLACES: dict[str, Callable[[Read, Any], Made]] = {
     make.__name__: make
     for make in (
         *(in_attribute, in_dict, in_object, in_class, in_property),
-        *(in_closure, in_default, in_partial, in_global, in_other_module),
+        *(in_closure, in_default, in_keyword_default, in_partial, in_global, in_other_module),
     )
 }
 
