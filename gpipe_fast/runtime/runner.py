@@ -78,6 +78,9 @@ from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 from gpipe_fast.weights.load import forget_data, has_meta_tensors
 
 _Result = TypeVar("_Result")
+# How often a call is planned, if layers in Python change themselves meanwhile. Some state cannot be compared,
+# and counts as changed each time.
+_MOST_PLANS = 3
 # Settings for which stages are made anew.
 _COMPILED = "backend", "deferred_batch_norm", "fuse", "grad_dtype", "transport"
 
@@ -503,14 +506,15 @@ class Runner:
     def prepared_call(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> PreparedCall:
         """Returns the call for these inputs, the present layers and the present settings."""
         with TRACING_LOCK:
-            is_changed = True
-            while is_changed:  # by layers of calls in flight, in Python
+            for _ in range(_MOST_PLANS):
                 with self.processes.compiling():
                     call, plan = self.plan(inputs, training, given)
                 state = self.state if self.planner.in_python else None
-                if state is not None:
-                    state.watch()
-                is_changed = state is not None and self.follow_changes()
+                if state is None:
+                    break
+                state.watch()
+                if not self.follow_changes():  # by layers of calls in flight, in Python
+                    break
             parts = self._local_parameters(), self.state.buffers
             prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)
         self.forget_old_graphs()
