@@ -91,7 +91,7 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
     """Returns the balance with which a step that fits into the memory is fastest.
 
     Estimates are from single layers. So the best partitions by these are compared by their plans, until two
-    fit. The one that needs least is tried last.
+    fit. If none does, the one that needs least is tried.
 
     Args:
         runner: the runner of the layers.
@@ -102,9 +102,10 @@ def _within_memory(runner: Runner, limits: Limits, call: Call) -> list[int]:
         LimitError: nothing fits into the memory.
     """
     estimates = Estimates.of(runner, call, "gpipe" if call.order is None else call.order.schedule)
-    tried = [balance for _, balance in estimates.fastest(limits, _MOST_TRIED)]
-    tried = list(dict.fromkeys([*tried, estimates.smallest()]))
-    found, failure = fastest_of(runner, [(each, call) for each in tried], limits, _ENOUGH)
+    tried = [(balance, call) for _, balance in estimates.fastest(limits, _MOST_TRIED)]
+    found, failure = fastest_of(runner, tried, limits, _ENOUGH)
+    if not found:
+        found, failure = fastest_of(runner, [(estimates.smallest(), call)], limits)
     if call.order is None and not found and failure is not None:
         raise failure
     if not found:

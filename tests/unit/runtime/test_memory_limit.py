@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,3 +40,20 @@ def test_less_is_saved_if_it_does_not_and_the_limit_is_kept() -> None:
     pipe = pipeline(memory=limit)
     assert recomputes(pipe)
     assert needed(pipe) <= limit
+
+
+def test_the_error_says_what_the_balance_that_needs_least_needs() -> None:
+    sizes = itertools.pairwise([16, 16, 8, 16, 64, 16, 16])
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(i, o), nn.GELU(), nn.LayerNorm(o)) for i, o in sizes))
+
+    def too_little(memory: int) -> int:
+        pipe = GPipe(layers, devices=["cpu"] * 2, chunks=4, memory=memory)
+        with pytest.raises(ValueError, match="at least") as caught:
+            pipe(torch.randn(32, 16))
+        found = re.search(r"at least ([\d,]+) bytes", str(caught.value))
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    least = too_little(1000)
+    assert too_little(least - 1) == least
+    GPipe(layers, devices=["cpu"] * 2, chunks=4, memory=least)(torch.randn(32, 16))
