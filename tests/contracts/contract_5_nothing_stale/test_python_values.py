@@ -5,6 +5,7 @@ The next call must show the change, whether the layer is traced again or runs in
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import random
@@ -108,7 +109,7 @@ def in_partial(read: Read, value: Any) -> Made:
 
 
 def in_global(read: Read, value: Any) -> Made:
-    namespace: dict[str, Any] = {"VALUE": value, "__name__": "a_module"}
+    namespace: dict[str, Any] = {"VALUE": value, "__name__": "a_module", "__builtins__": builtins}
     find = types.FunctionType((lambda layer: VALUE).__code__, namespace)  # type: ignore[name-defined] # noqa: F821
     return layer_of(find, read), functools.partial(namespace.__setitem__, "VALUE")
 
@@ -142,8 +143,12 @@ def found_by(layer: nn.Module) -> Tensor | None:
     return found
 
 
+# By value: the error if it is no attribute of the layer.
+REFUSED = {"parameter": "needs a gradient and is not one of its parameters"}
+
+
 def check(case: Case, place: str) -> None:
-    """Checks two calls before a change, and two after it."""
+    """Checks two calls before a change, and two after it, unless the value is refused."""
     make, change = VALUES[case.value]
     value, other = make(1.0), make(2.0)
     layer, replace = PLACES[place](READS[case.read], value)
@@ -157,7 +162,12 @@ def check(case: Case, place: str) -> None:
                 replace(other)
             expected = found_by(layer)
             if expected is not None:  # at some places, values cannot be read
-                found = pipe(X)
+                try:
+                    found = pipe(X)
+                except RuntimeError as error:
+                    if REFUSED.get(case.value, "\0") in str(error):
+                        return
+                    raise
                 assert found.dtype == expected.dtype, (case, place, call)
                 assert torch.equal(found, expected), (case, place, call, found, expected)
 
