@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import enum
 import functools
 import inspect
@@ -746,11 +747,20 @@ def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
     }
 
 
-# Functions that take the keys of a dictionary, which Dynamo does not guard then.
-_TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", *dir(set)}) - {
+# Functions that take the keys of a dictionary, which Dynamo does not guard then, and instructions.
+_TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", "from_bytes", *dir(set)}) - {
     *dir(object),
     *("add", "clear", "copy", "discard", "pop", "remove"),
 }
+_EXTEND = frozenset({"LIST_EXTEND", "SET_UPDATE"})
+# The global variables of a module without a name.
+_SCOPE = re.compile(r"G\['___unnamed_scope_\w+'\]")
+
+
+def _takes_keys(code: types.CodeType) -> bool:
+    return not _TAKE_KEYS.isdisjoint(code.co_names) or any(
+        each.opname in _EXTEND for each in dis.get_instructions(code)
+    )
 
 
 def _reads(
@@ -771,14 +781,14 @@ def _reads(
     of_keys = ("SEQUENCE_LENGTH", "DICT_KEYS_MATCH")
     counted = {guard.originating_source.name for guard in guards if guard.create_fn_name() in of_keys}
     own_code = {each for each in code if not each.co_filename.startswith(_TORCH)}
-    are_taken = any(not _TAKE_KEYS.isdisjoint(each.co_names) for each in own_code)
+    are_taken = any(map(_takes_keys, own_code))
     names = [*dict.fromkeys(guard.originating_source.name for guard in guards)]
     known = set(names)
     while names:
         name = names.pop(0)
         is_default = "defaults__[" in name
         try:
-            keys = are_taken or is_default or name in counted
+            keys = (are_taken or is_default or name in counted) and not _SCOPE.fullmatch(name)
             read = Read(name, compile(name, "<source>", "eval"), entry.__globals__, keys)
             value = read.value(layer)
         except Exception:  # one of Dynamo's own places
@@ -787,15 +797,17 @@ def _reads(
             _check_guarded(name, value)
         found.append(read)
         if isinstance(value, types.FunctionType) and value.__code__ in own_code:
-            new = [each for each in _defaults(name, value) if each not in known]
+            new = [each for each in _held_by(name, value) if each not in known]
             names += new
             known.update(new)
     return tuple(found)
 
 
-def _defaults(name: str, function: types.FunctionType) -> list[str]:
-    """Returns expressions for the default arguments of a function, of which Dynamo guards only the number."""
+def _held_by(name: str, function: types.FunctionType) -> list[str]:
+    """Returns expressions for what a function holds, of which Dynamo may guard only the number."""
+    variables = enumerate(function.__code__.co_freevars)
     return [
+        *(f"{name}.__closure__[{index}].cell_contents" for index, own in variables if own != "__class__"),
         *(f"{name}.__defaults__[{index}]" for index in range(len(function.__defaults__ or ()))),
         *(f"{name}.__kwdefaults__[{key!r}]" for key in function.__kwdefaults__ or ()),
     ]
