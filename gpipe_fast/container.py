@@ -246,16 +246,11 @@ class Container(Placed, LayerSequence):
         return found
 
     def _load_from_state_dict(
-        self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Converts torchgpipe's keys, in a copy of the user's dict."""
         torchgpipe_state_dict.rename_keys(state_dict, prefix, self)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def runner_of(model: Container) -> Runner:

@@ -413,8 +413,8 @@ void Pipeline::run(const Actions& actions, MiniBatch& minibatch, const std::func
       if (&actions == minibatch.plan()->backward.get()) peers_->begin_backward(minibatch.run_number);
       run_here();
     } catch (const c10::Error& error) {
-      // Tells the other processes. If one of them has failed, too, it throws the error that all processes agree on;
-      // so an error that a poll has found there comes here, and is thrown again.
+      // Tells the other processes; throws the error that all agree on if one of them has failed, too. An error that a
+      // poll has found also comes here.
       peers_->fail(error.what_without_backtrace());
       throw;
     } catch (const std::exception& error) {

@@ -78,8 +78,8 @@ from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
 from gpipe_fast.weights.load import forget_data, has_meta_tensors
 
 _Result = TypeVar("_Result")
-# How often a call is planned, if layers in Python change themselves meanwhile. Some state cannot be compared,
-# and counts as changed each time.
+# The most times that a call is planned because layers in Python change meanwhile. A state that cannot be
+# compared counts as changed each time.
 _MOST_PLANS = 3
 # Settings for which stages are made anew.
 _COMPILED = "backend", "deferred_batch_norm", "fuse", "grad_dtype", "transport"
@@ -513,7 +513,7 @@ class Runner:
                 if state is None:
                     break
                 state.watch()
-                if not self.follow_changes():  # by layers of calls in flight, in Python
+                if not self.follow_changes():  # a call in flight may change its layers in Python
                     break
             parts = self._local_parameters(), self.state.buffers
             prepared = PreparedCall(call, plan, self.pipeline, *parts, state, self.planner.layers_in_python)

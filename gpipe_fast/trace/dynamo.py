@@ -747,7 +747,7 @@ def _functions(module: fx.GraphModule | None) -> set[types.FunctionType]:
     }
 
 
-# Functions that take the keys of a dictionary, which Dynamo does not guard then, and instructions.
+# Functions that take the keys of a dictionary, whose order Dynamo does not guard then; and such instructions.
 _TAKE_KEYS = frozenset({"set", "frozenset", "fromkeys", "from_bytes", *dir(set)}) - {
     *dir(object),
     *("add", "clear", "copy", "discard", "pop", "remove"),

@@ -14,17 +14,9 @@ from gpipe_fast.lower.split import split
 from gpipe_fast.lower.steps import Allocate, Call, Release, values_used, values_written
 from gpipe_fast.trace.joint_graph import GraphRole
 from tests.stages import Runner, input_values, run_graph, trace_joint, unequal
+from tests.unit.fuse.graphs import Function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def transposed(x: Tensor) -> Tensor:
