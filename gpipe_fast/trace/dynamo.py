@@ -784,6 +784,7 @@ def _reads(
     are_taken = any(map(_takes_keys, own_code))
     names = [*dict.fromkeys(guard.originating_source.name for guard in guards)]
     known = set(names)
+    places: dict[types.FunctionType, int] = {}  # the first of each function, as an index
     while names:
         name = names.pop(0)
         is_default = "defaults__[" in name
@@ -795,11 +796,16 @@ def _reads(
             continue
         if not any(value is function for function in cached_functions):
             _check_guarded(name, value)
-        found.append(read)
-        if isinstance(value, types.FunctionType) and value.__code__ in own_code:
-            new = [each for each in _held_by(name, value) if each not in known]
+        is_own = isinstance(value, types.FunctionType) and value.__code__ in own_code
+        held = _held_by(name, value) if is_own else []
+        if held and (first := places.setdefault(value, len(found))) < len(found):  # it may hold itself
+            found[first] = found[first]._replace(is_shared=True)
+            read = read._replace(is_shared=True)
+        else:
+            new = [each for each in held if each not in known]
             names += new
             known.update(new)
+        found.append(read)
     return tuple(found)
 
 

@@ -49,12 +49,14 @@ class Read(NamedTuple):
         code: the expression, compiled.
         scope: the global variables of the expression.
         with_keys: whether a forward may have looked for an absent key of it.
+        is_shared: whether it holds a function that another place holds, too.
     """
 
     name: str
     code: CodeType
     scope: dict[str, Any]
     with_keys: bool
+    is_shared: bool = False
 
     def value(self, layer: nn.Module | None) -> Any:
         """Returns the value for a layer."""
@@ -88,11 +90,11 @@ class Conditions:
             # Some expressions make a new object, such as a copy of a class's ``__dict__``.
             and (value := read.value(layer)) is read.value(layer)
         ]
-        num_numbered = sum(_is_numbered(value) for _, value in values)
+        num_numbered = sum(_is_numbered(read, value) for read, value in values)
         self._reads = [
             read
             for read, value in values
-            if (num_numbered > 1 and _is_numbered(value))
+            if (num_numbered > 1 and _is_numbered(read, value))
             or _exact(value, read.with_keys) is not None
             or any(_sentinels_of(value))
         ]
@@ -126,7 +128,7 @@ class Conditions:
         found: list[Hashable] = []
         for read in reads:
             value = read.value(layer)
-            same = numbers.setdefault(id(value), len(numbers)) if _is_numbered(value) else None
+            same = numbers.setdefault(id(value), len(numbers)) if _is_numbered(read, value) else None
             sentinels = tuple(map(_Same, _sentinels_of(value)))
             found.append((same, _exact(value, read.with_keys), sentinels))
         for constant in self._constants:
@@ -170,9 +172,9 @@ def _is_sentinel(value: object) -> bool:
     return _is_object(value) and not getattr(value, "__dict__", None) and not hasattr(value, "__slots__")
 
 
-def _is_numbered(value: object) -> bool:
+def _is_numbered(read: Read, value: object) -> bool:
     """Returns whether a forward may ask if two such values are the same object."""
-    return isinstance(value, _CONTAINERS) or _is_object(value)
+    return read.is_shared or isinstance(value, _CONTAINERS) or _is_object(value)
 
 
 def _sentinels_of(value: Any) -> Iterator[object]:

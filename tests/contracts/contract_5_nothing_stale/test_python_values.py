@@ -100,6 +100,26 @@ def in_keyword_default(read: Read, value: Any) -> Made:
     return layer_of(find, read), lambda value: setattr(find, "__kwdefaults__", {"value": value})
 
 
+def in_recursive_function(read: Read, value: Any) -> Made:
+    def find(layer: Any, times: int = 2, value: Any = value) -> Any:
+        return find(layer, times - 1) if times else value
+
+    return layer_of(find, read), lambda value: setattr(find, "__defaults__", (2, value))
+
+
+def in_function_held_twice(read: Read, value: Any) -> Made:
+    def function_of(value: Any) -> Callable[..., Any]:
+        return lambda layer, value=value: value
+
+    first = second = function_of(value)
+
+    def replace(value: Any) -> None:
+        nonlocal second
+        second = function_of(value)
+
+    return layer_of(lambda layer: (first(layer), second(layer))[1], read), replace
+
+
 def in_partial(read: Read, value: Any) -> Made:
     def bound(value: Any) -> functools.partial[Any]:
         return functools.partial(lambda value, unused: value, value)
@@ -130,7 +150,8 @@ PLACES: dict[str, Callable[[Read, Any], Made]] = {
     make.__name__: make
     for make in (
         *(in_attribute, in_dict, in_object, in_class, in_property),
-        *(in_closure, in_default, in_keyword_default, in_partial, in_global, in_other_module),
+        *(in_closure, in_default, in_keyword_default, in_recursive_function, in_function_held_twice),
+        *(in_partial, in_global, in_other_module),
     )
 }
 
@@ -170,6 +191,11 @@ def check(case: Case, place: str) -> None:
                     raise
                 assert found.dtype == expected.dtype, (case, place, call)
                 assert torch.equal(found, expected), (case, place, call, found, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_replaced_at_each_place_is_seen(place: str) -> None:
+    check(Case("float", "factor", in_place=False), place)
 
 
 @pytest.mark.parametrize(
