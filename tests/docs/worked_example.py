@@ -21,18 +21,16 @@ CAPABILITY = 90
 SHAPES = ((2048, 1024), (2048, 1024), (1024,))
 GUIDE = (ROOT / "docs" / "guide" / "fused_kernels.md").read_text()
 SECTION = GUIDE.partition("\n## A generated kernel\n")[2].partition("\n## ")[0]
-# The layer, the nodes of its graph, the kernel, and what of its machine code accesses memory.
-LAYER, *SHOWN = (re.sub(r"```\w*\n?", "", block).strip() for block in FENCE.findall(SECTION)[:4])
+# The layer, the kernel, and what of its machine code accesses memory.
+LAYER, *SHOWN = (re.sub(r"```\w*\n?", "", block).strip() for block in FENCE.findall(SECTION)[:3])
 
 
-def nodes_and_launch() -> tuple[str, KernelLaunch]:
-    """Returns the ATen nodes of the layer's region, and the launch that replaces them."""
+def launch_of_the_layer() -> KernelLaunch:
     namespace: dict[str, Callable[..., Any]] = {}
     exec(LAYER, {"torch": torch}, namespace)
     (region,) = regions_in(namespace["layer"], *SHAPES, dtypes=[torch.bfloat16] * len(SHAPES))
     (launch,) = launches_in(fragment_of(region))
-    nodes = (unit.node for unit in region.units)
-    return "\n".join(f"{n.name} = {n.target}({', '.join(map(str, n.args))})" for n in nodes), launch
+    return launch
 
 
 def kernel_text(launch: KernelLaunch) -> str:
@@ -53,8 +51,8 @@ def memory_accesses(launch: KernelLaunch) -> str:
 
 
 def main() -> None:
-    nodes, launch = nodes_and_launch()
-    print(LAYER, nodes, kernel_text(launch), memory_accesses(launch), sep="\n\n")
+    launch = launch_of_the_layer()
+    print(LAYER, kernel_text(launch), memory_accesses(launch), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -48,12 +47,6 @@ def diagram(title: str) -> list[str]:
     return match[1].splitlines()
 
 
-def packages() -> dict[str, list[str]]:
-    """Returns the rows of the table of packages, by package."""
-    rows = [line.split(" | ") for line in section("The packages").splitlines() if line.startswith("| `")]
-    return {row[0].strip("| `"): row[1:] for row in rows}
-
-
 def test_paths_and_names_in_the_document_exist() -> None:
     found = references(TEXT + GLOSSARY)
     assert len(found) > 150
@@ -68,28 +61,8 @@ def test_paths_and_names_in_the_document_exist() -> None:
 def test_the_table_lists_every_package() -> None:
     python = [path.parent for path in (ROOT / "gpipe_fast").glob("*/__init__.py")]
     cpp = [path for path in (ROOT / "csrc").iterdir() if path.is_dir()]
-    assert sorted(packages()) == sorted(f"{path.relative_to(ROOT)}/" for path in (*python, *cpp))
-
-
-def importers() -> set[tuple[str, str]]:
-    """Returns pairs of a package of gpipe_fast, and another package or module that imports from it."""
-    found = set()
-    for path in (ROOT / "gpipe_fast").rglob("*.py"):
-        importer = path.relative_to(ROOT / "gpipe_fast").parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                found |= {
-                    (module.split(".")[1], importer) for module in modules if module.startswith("gpipe_fast.")
-                }
-    return found
-
-
-def test_packages_are_imported_only_by_those_that_the_table_names() -> None:
-    found = importers()
-    for package in ("balance", "compat", "doctor", "lower", "reports", "runtime", "trace"):
-        named = re.findall(r"`(?:gpipe_fast/)?(\w+)(?:\.py)?`", packages()[f"gpipe_fast/{package}/"][2])
-        assert {importer for imported, importer in found if imported == package} - {package} == {*named}
+    listed = re.findall(r"^\| `([^`]+)` \|", section("The packages"), re.MULTILINE)
+    assert sorted(listed) == sorted(f"{path.relative_to(ROOT)}/" for path in (*python, *cpp))
 
 
 def test_python_directions_equal_those_that_lint_checks() -> None:
@@ -104,10 +77,6 @@ def test_cpp_directions_equal_those_that_lint_checks() -> None:
     below = runpy.run_path(str(ROOT / ".ci" / "check_includes.py"))["ALLOWED_INCLUDES"]
     drawn = [line.split("──▶") for line in diagram("Directions in C\\+\\+")]
     assert {folder.strip(): {*includes.split()} - {"nothing"} for folder, includes in drawn} == below
-    for folder in below:
-        above = {other for other, under in below.items() if folder in under}
-        importers = packages()[f"csrc/{folder}/"][2]
-        assert (not above and importers.startswith("nothing")) or {*importers.split(", ")} == above, folder
 
 
 def test_contracts_name_their_tests_and_are_cited_by_number() -> None:
