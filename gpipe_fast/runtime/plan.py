@@ -27,6 +27,7 @@ from gpipe_fast.strides import share_memory
 from gpipe_fast.trace.joint_graph import buffers_of, parameters_of
 
 if TYPE_CHECKING:
+    from gpipe_fast.runtime.planner import Call
     from gpipe_fast.runtime.segments import SegmentSearch
 
 # Slots of a connection in inference, where no backward keeps boundary activations of all micro-batches alive.
@@ -130,28 +131,17 @@ Stashed = Sequence[tuple[Tensor | None, bool]]
 def make_plan(
     stages: Sequence[Stage],
     finders: Sequence[SegmentSearch],
-    microbatches: Sequence[BoundarySpec],
-    saved_fractions: Sequence[Sequence[SavedFraction]],
-    num_threads: int,
-    dims: BatchDims,
+    call: Call,
     known: Sequence[Sequence[CompiledStage]] | None,
-    order: StepOrder | None,
-    slots: int | None,
 ) -> PlannedCall:
     """Makes the plan of a mini-batch.
 
     Args:
         stages: the stages of the pipeline.
         finders: by which C++ finds the segments of each stage at run time.
-        microbatches: for each micro-batch, the specs of the first stage's inputs, and of the skip tensors
-            that the caller gives; only the last may differ.
-        saved_fractions: for each stage, the fraction of activations that each micro-batch saves.
-        num_threads: intra-op threads of each stage; the count that the stages were compiled with.
-        dims: the dimensions along which inputs are split and outputs are concatenated.
+        call: the call.
         known: the compiled stages of each micro-batch; None if the boundary tensors between stages are known
             only at run time.
-        order: the order of forwards and backwards of a step; None if the caller runs them apart.
-        slots: how many boundary tensors may wait on a connection, if the schedule has more slots.
 
     Raises:
         TypeError: the last layer returns no tensor.
@@ -159,8 +149,9 @@ def make_plan(
             shares a parameter with a stage on another device.
         ValueError: two stages share a buffer, and one of them could write it.
     """
-    inputs, _ = microbatches[0].split_skips()
-    lengths = [_num_samples(dims, each) for each in microbatches]
+    dims, order, saved_fractions = call.inputs.dims, call.order, call.saved_fractions
+    inputs, _ = call.microbatches[0].split_skips()
+    lengths = [_num_samples(dims, each) for each in call.microbatches]
     if known is None:
         _check_no_replicas(stages)
     else:
@@ -170,7 +161,7 @@ def make_plan(
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
-    schedule = planned_schedule(stages, saved_fractions, training, order, slots)
+    schedule = planned_schedule(stages, saved_fractions, training, order, call.slots)
     forward, backward, step = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
     native = _extension.Plan(
@@ -193,7 +184,7 @@ def make_plan(
         token=BoundaryForm(ONE_TENSOR, [training], []) if stages[-1].options.is_remote else None,
         given_skips=given_skips(stages),
         given_dims=() if order is None else order.given_dims,
-        num_threads=num_threads,
+        num_threads=call.threads,
         parameter_names=_parameter_names(stages),
         inputs=form_of(inputs),
         split_dims=dims.inputs,
@@ -349,40 +340,6 @@ def is_replica(parameter: Tensor, stage: Stage) -> bool:
     return devices_differ(parameter.device, stage.device)
 
 
-def schedule_of(
-    stages: Sequence[Stage], order: StepOrder, saved_fractions: Sequence[Sequence[SavedFraction]]
-) -> Schedule:
-    """Returns the schedule of a step, given the fractions of each stage.
-
-    Raises:
-        TypeError: as for `schedule_for`.
-        ValueError: as for `schedule_for`; or stages are in different processes, and could deadlock.
-    """
-    own_stages = own_stages_of(stages)
-    num_ranks = None if own_stages is None else len(stages) // len(own_stages)
-    num_devices = num_ranks or len({stage.device for stage in stages})
-    found = schedule_for(
-        order.schedule,
-        len(stages),
-        len(saved_fractions[0]),
-        num_devices=num_devices,
-        recomputed=_recomputed(saved_fractions),
-    )
-    if num_ranks is not None:
-        check_unbuffered(found, [ends for ends in _skip_ends(stages) if min(ends) >= 0], num_ranks)
-    return found
-
-
-def _recomputed(saved_fractions: Sequence[Sequence[SavedFraction]]) -> list[tuple[int, int]]:
-    """Returns the stages and micro-batches that recompute."""
-    return [
-        (stage, m)
-        for stage, own in enumerate(saved_fractions)
-        for m, saved_fraction in enumerate(own)
-        if has_recompute(saved_fraction)
-    ]
-
-
 def planned_schedule(
     stages: Sequence[Stage],
     saved_fractions: Sequence[Sequence[SavedFraction]],
@@ -394,22 +351,33 @@ def planned_schedule(
 
     Args:
         stages: the stages.
-        saved_fractions: as for `make_plan`.
+        saved_fractions: for each stage, the fraction of activations that each micro-batch saves.
         training: whether there are backwards.
-        order: as for `make_plan`.
-        slots: as for `make_plan`.
+        order: the order of forwards and backwards of a step; None if the caller runs them apart.
+        slots: how many boundary tensors may wait on a connection, if the schedule has more slots.
 
     Raises:
-        TypeError: as for `schedule_of`.
-        ValueError: as for `schedule_of`.
+        TypeError: as for `schedule_for`.
+        ValueError: as for `schedule_for`; or stages are in different processes, and could deadlock.
     """
-    number, recomputed = len(saved_fractions[0]), _recomputed(saved_fractions)
+    size = len(stages), len(saved_fractions[0])
     if not training:
-        return fill_drain(len(stages), number, slots=_SLOTS_IN_INFERENCE, backward=False)
-    if order is not None:
-        found = schedule_of(stages, order, saved_fractions)
+        return fill_drain(*size, slots=_SLOTS_IN_INFERENCE, backward=False)
+    recomputed = [
+        (stage, m)
+        for stage, own in enumerate(saved_fractions)
+        for m, fraction in enumerate(own)
+        if has_recompute(fraction)
+    ]
+    if order is None:
+        found = fill_drain(*size, recomputed=recomputed)
     else:
-        found = fill_drain(len(stages), number, recomputed=recomputed)
+        own_stages = own_stages_of(stages)
+        num_ranks = None if own_stages is None else len(stages) // len(own_stages)
+        num_devices = num_ranks or len({stage.device for stage in stages})
+        found = schedule_for(order.schedule, *size, num_devices=num_devices, recomputed=recomputed)
+        if num_ranks is not None:
+            check_unbuffered(found, [ends for ends in _skip_ends(stages) if min(ends) >= 0], num_ranks)
     return found if slots is None else found.with_fewer_slots(slots)
 
 

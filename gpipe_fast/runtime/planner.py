@@ -29,7 +29,7 @@ from gpipe_fast.runtime.plan import (
     check_placed,
     make_plan,
     own_stages_of,
-    schedule_of,
+    planned_schedule,
 )
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState, StageTensors
 from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Lock, Stage, TensorSpec, TorchModes
@@ -299,7 +299,8 @@ class Planner:
         """
         check_placed(self.stages)
         if call.order is not None and torch.is_grad_enabled():
-            schedule_of(self.stages, call.order, call.saved_fractions)  # raises before any layer is traced
+            # Raises before any layer is traced.
+            planned_schedule(self.stages, call.saved_fractions, True, call.order)
         eager = self.backend == "eager"
         with contextlib.ExitStack() as held:
             idle = eager or self._lock(held)
@@ -314,7 +315,9 @@ class Planner:
                     searches = self._without(error, searches)
             if self._has_remote_stages and obstacle:
                 raise RuntimeError(f"layers cannot be traced, and with a mesh all have to be: {obstacle}")
-            plan = self._make_plan(call, compiled, searches)
+            if compiled is None:
+                self._check_can_run()
+            plan = make_plan(self.stages, searches, call, compiled)
             if plan.compiled is not None:
                 number, num_others = self._changing_number(call)
                 if num_others > 1:
@@ -392,34 +395,14 @@ class Planner:
         """Returns the number among the inputs that differs from earlier calls: as `changing_number` does."""
         return changing_number(call.inputs.structure, [each for each, _ in self._structures.entries()])
 
-    def _make_plan(
-        self,
-        call: Call,
-        known: Sequence[Sequence[CompiledStage]] | None,
-        searches: Sequence[SegmentSearch],
-    ) -> PlannedCall:
-        """Makes a plan of compiled stages; without these, its chains are found at run time.
-
-        What Python layers return is known only then, and so are the boundary tensors of later layers.
-        """
-        for index, stage in enumerate(self.stages if known is None else ()):
+    def _check_can_run(self) -> None:
+        """Checks that the layers can run in Python."""
+        for index, stage in enumerate(self.stages):
             try:
                 check_can_run(stage.layers)
             except Untraceable as error:
                 error.stage = index
                 raise error.error(failure_message(error, self.stages)) from None
-        dims, fractions = call.inputs.dims, call.saved_fractions
-        return make_plan(
-            self.stages,
-            searches,
-            call.microbatches,
-            fractions,
-            call.threads,
-            dims,
-            known,
-            call.order,
-            call.slots,
-        )
 
     def _searches(self, call: Call) -> list[SegmentSearch]:
         # Programs are lowered for the intra-op thread count of the stages' workers.
