@@ -83,6 +83,8 @@ class Compiler:
     ) -> list[list[CompiledStage]]:
         """Compiles all stages for each micro-batch of a mini-batch, under the calling thread's modes.
 
+        The caller has left inference mode, as by `outside_inference_mode`.
+
         Args:
             stages: the pipeline.
             microbatches: the inputs of the first stage for each micro-batch, and the skip tensors that the
@@ -95,25 +97,6 @@ class Compiler:
         Raises:
             Untraceable: a stage cannot be compiled; it names the stage and the layer.
         """
-        with outside_inference_mode(stages):
-            return self._compile(stages, microbatches, layout_history, cat_dim, state)
-
-    def _state_key(self, stage: Stage, modes: TorchModes, state: StateKey | None) -> StateKey:
-        if state is None or state is not self._known[0]:
-            self._known = state, {}
-        key, known = (stage, modes, stage.states.version), self._known[1]
-        if key not in known:
-            known[key] = stage.state_key(modes)
-        return known[key]
-
-    def _compile(
-        self,
-        stages: Sequence[Stage],
-        microbatches: Sequence[BoundarySpec],
-        layout_history: GradientLayoutHistory | None,
-        cat_dim: int,
-        state: StateKey | None,
-    ) -> list[list[CompiledStage]]:
         pipelines: list[list[CompiledStage]] = []
         for inputs in dict.fromkeys((microbatches[0], microbatches[-1])):
             compiled: list[CompiledStage] = []
@@ -143,6 +126,14 @@ class Compiler:
             for number, gradients in enumerate(joined):
                 pipelines[number] = self._compile_for_gradients(pipelines[number], gradients, layout_history)
         return [pipelines[0]] * (len(microbatches) - 1) + [pipelines[-1]]
+
+    def _state_key(self, stage: Stage, modes: TorchModes, state: StateKey | None) -> StateKey:
+        if state is None or state is not self._known[0]:
+            self._known = state, {}
+        key, known = (stage, modes, stage.states.version), self._known[1]
+        if key not in known:
+            known[key] = stage.state_key(modes)
+        return known[key]
 
     def _compile_for_gradients(
         self,

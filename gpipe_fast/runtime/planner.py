@@ -19,7 +19,7 @@ from gpipe_fast.layers.structure import BatchDims, Inputs, Structure, changing_n
 from gpipe_fast.lower.checkpoint import Checkpoint, SavedFraction
 from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
-from gpipe_fast.runtime.compile import MAX_TRACES, Compiler, TooManyTraces
+from gpipe_fast.runtime.compile import MAX_TRACES, Compiler, TooManyTraces, outside_inference_mode
 from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory, SegmentKey
 from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
 from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings, log
@@ -344,7 +344,7 @@ class Planner:
                 raise
 
     def _compile(self, call: Call) -> list[list[CompiledStage]]:
-        with intra_op_threads(call.threads), self._progress(call):
+        with intra_op_threads(call.threads), self._progress(call), outside_inference_mode(self.stages):
             return self.compiler.compile(
                 self.stages, call.microbatches, self._layout_history, call.inputs.dims.outputs, call.state.key
             )
