@@ -73,11 +73,11 @@ class Call:
     order: StepOrder | None = None
     slots: int | None = None
 
-    def key(self) -> _PlanKey:
+    def key(self) -> Signature:
         """Returns the cache key of the call's plans under the calling thread's modes."""
         inputs, state = self.inputs, self.state
         boundary = _with_given(_boundary(inputs.tensors, inputs.tensors, inputs.structure), self.given)
-        signature = Signature(
+        return Signature(
             boundary,
             inputs.dims,
             self.chunks,
@@ -87,8 +87,8 @@ class Call:
             state.devices,
             self.order,
             self.slots,
+            self.checkpoint,
         )
-        return signature, self.checkpoint
 
     @functools.cached_property
     def microbatches(self) -> list[BoundarySpec]:
@@ -109,8 +109,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Signature:
-    """A cache key: what the programs of a mini-batch depend on, but the checkpoint policy and the layouts of
-    gradients, which the keys of plans add.
+    """The cache key of plans: what the programs of a mini-batch depend on, but the layouts of gradients.
 
     Attributes:
         inputs: the specs of the module's inputs.
@@ -122,6 +121,7 @@ class Signature:
         devices: the devices of their parameters and buffers.
         order: the order of forwards and backwards of a step; None for a forward.
         slots: how many boundary tensors may wait on a connection; None for as many as the schedule allows.
+        checkpoint: the fraction of activations that micro-batches save.
     """
 
     inputs: BoundarySpec
@@ -133,6 +133,7 @@ class Signature:
     devices: tuple[torch.device, ...]
     order: StepOrder | None
     slots: int | None
+    checkpoint: Checkpoint
 
     def changed_since(self, before: Signature) -> list[str]:
         """Returns what differs from an earlier signature, in words for the log."""
@@ -141,10 +142,6 @@ class Signature:
             changed = self.layers.changed_since(before.layers)
             found[found.index("layers")] = f"the state of layers {changed}"
         return found
-
-
-# The cache key of plans.
-_PlanKey = tuple[Signature, Checkpoint]
 
 
 class Planner:
@@ -207,7 +204,7 @@ class Planner:
             )
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        self._plans: Cache[_PlanKey, KnownPlans] = Cache(_MAX_PLANS)
+        self._plans: Cache[Signature, KnownPlans] = Cache(_MAX_PLANS)
         self._structures: Cache[Structure, None] = Cache(_MAX_PLANS)  # of the inputs of calls with a plan
         self._kept = KeptBy(self._plans, self._segments)
         if base is None:
@@ -219,7 +216,7 @@ class Planner:
         # What calls save under limits in bytes, by call and limits; see memory_limit.py.
         self.within: Cache[Hashable, Choice] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
-        self._latest: tuple[_PlanKey, int, PlannedCall] | None = None
+        self._latest: tuple[Signature, int, PlannedCall] | None = None
 
     def plan(self, call: Call) -> PlannedCall:
         """Returns the plan for a call, from the cache or newly made.
@@ -258,15 +255,10 @@ class Planner:
         self._latest = key, num_changes, plan
         return plan
 
-    def _log_new(self, key: _PlanKey) -> None:
-        if self._latest is None:
-            return
-        (signature, checkpoint), (before, checkpoint_before) = key, self._latest[0]
-        changed = signature.changed_since(before)
-        if checkpoint != checkpoint_before:
-            changed.append("checkpoint")
-        what = ", ".join(changed) or "at most layouts of gradients"
-        log.debug("a new plan; its call differs from that of the latest one in %s", what)
+    def _log_new(self, key: Signature) -> None:
+        if self._latest is not None:
+            what = ", ".join(key.changed_since(self._latest[0])) or "at most layouts of gradients"
+            log.debug("a new plan; its call differs from that of the latest one in %s", what)
 
     def _exchange_layers_in_python(self, base: Planner) -> None:
         """Lets this planner and its base run the same layers in Python, apart from the last one here."""
