@@ -114,7 +114,7 @@ def latest_plan(model: GPipe) -> PlannedCall:
 def stages_are_idle(model: GPipe) -> bool:
     """Returns whether no thread holds the lock of any stage."""
     with ExitStack() as held:
-        return all(own.try_lock(held) for own in runner_of(model).planner._segments)
+        return all(own.try_lock(held) for own in runner_of(model).planner.segments)
 
 
 def balance_is_pending(model: GPipe) -> bool:
@@ -124,19 +124,19 @@ def balance_is_pending(model: GPipe) -> bool:
 
 def num_plans(model: GPipe) -> int:
     """Returns the number of signatures with a plan."""
-    return len(runner_of(model).planner._plans)
+    return len(runner_of(model).planner.plans)
 
 
 def owned_objects(model: GPipe) -> list[object]:
     """Returns the Python objects that a pipeline owns, except its layers."""
     runner = runner_of(model)
-    return [runner, runner.planner, *runner.planner._segments, *runner.stages]
+    return [runner, runner.planner, *runner.planner.segments, *runner.stages]
 
 
 def cache_sizes(model: GPipe) -> tuple[list[tuple[int, int]], int]:
     """Returns the sizes of the caches: Python and lowered segments by stage, and gradient layouts."""
     planner = runner_of(model).planner
-    return [(len(s._python_segments), len(s._lowered)) for s in planner._segments], len(
+    return [(len(s._python_segments), len(s._lowered)) for s in planner.segments], len(
         planner._layout_history
     )
 
@@ -177,7 +177,7 @@ def stage_locks_while_compiling(model: GPipe) -> Iterator[list[bool]]:
     found: list[bool] = []
 
     def record_free_locks() -> None:
-        for own in runner_of(model).planner._segments:
+        for own in runner_of(model).planner.segments:
             with ExitStack() as held:
                 found.append(own.try_lock(held))
 

@@ -9,7 +9,7 @@ A stage of 6 GPT blocks, for one size of its input (measured under CPython 3.11 
 
 A segment is kept by up to four caches, and `Eviction` removes it from all::
 
-    Planner._plans             256 signatures     plans, whose chains hold it
+    Planner.plans              256 signatures     plans, whose chains hold it
     Compiler._compiled         512 stages         each with the segments lowered from it
     CompiledStage._segments    as many as are asked for, by what they save
     Segments._lowered          64 of those found at run time, beside layers in Python

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler
 from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
 from gpipe_fast.runtime.plan import PlannedCall
-from gpipe_fast.runtime.segments import Segments
+
+if TYPE_CHECKING:
+    from gpipe_fast.runtime.planner import Planner
 
 
 @dataclass
@@ -29,19 +31,6 @@ class KnownPlans:
     def stages(self) -> set[CompiledStage]:
         """Returns the compiled stages of all plans."""
         return {stage for _, plan in self.by_layouts.entries() for stage in plan.compiled_stages()}
-
-
-@dataclass(eq=False)
-class KeptBy:
-    """What one planner keeps.
-
-    Attributes:
-        plans: its plans.
-        segments: the segments of its stages.
-    """
-
-    plans: Cache[Any, KnownPlans]
-    segments: Sequence[Segments]
 
 
 class Eviction:
@@ -62,11 +51,11 @@ class Eviction:
         self.num_evicted = 0
         self._num_uncounted = 0  # the plans since bytes were counted
         self._compiler = compiler
-        self._planners: list[weakref.ref[KeptBy]] = []  # in the order in which they were made
+        self._refs: list[weakref.ref[Planner]] = []  # in the order in which they were made
 
-    def add(self, kept: KeptBy) -> None:
+    def add(self, planner: Planner) -> None:
         """Counts what another planner of the compiler keeps, too, as long as the planner exists."""
-        self._planners = [each for each in self._planners if each() is not None] + [weakref.ref(kept)]
+        self._refs = [each for each in self._refs if each() is not None] + [weakref.ref(planner)]
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of all plans, programs and graphs, without the templates."""
@@ -90,7 +79,7 @@ class Eviction:
             latest: the plan to keep.
         """
         self._num_uncounted += 1
-        if 16 * self._num_uncounted < sum(len(kept.plans) for kept in self._kept()):
+        if 16 * self._num_uncounted < sum(len(planner.plans) for planner in self._planners()):
             return
         self._num_uncounted = 0
         while self.num_bytes() > self.limit and (self._forget_stage(latest) or self._forget_plan(latest)):
@@ -130,16 +119,16 @@ class Eviction:
     def _all_plans(self) -> list[PlannedCall]:
         return [plan for *_, known in self._known() for _, plan in known.by_layouts.entries()]
 
-    def _kept(self) -> list[KeptBy]:
-        return [kept for each in self._planners if (kept := each()) is not None]
+    def _planners(self) -> list[Planner]:
+        return [planner for each in self._refs if (planner := each()) is not None]
 
     def _known(self) -> list[tuple[Cache[Any, KnownPlans], Any, KnownPlans]]:
         """Returns the plans of each signature, with the cache and the key of each."""
-        return [(kept.plans, key, known) for kept in self._kept() for key, known in kept.plans.entries()]
+        return [(each.plans, key, known) for each in self._planners() for key, known in each.plans.entries()]
 
     def _forget(self, stages: Sequence[CompiledStage]) -> None:
         self._compiler.forget(stages)
-        for segments in (each for kept in self._kept() for each in kept.segments):
+        for segments in (each for planner in self._planners() for each in planner.segments):
             segments.forget({stage.segment_key for stage in stages})
 
 

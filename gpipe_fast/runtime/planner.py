@@ -21,7 +21,7 @@ from gpipe_fast.randomness.random import MinibatchKey, minibatch_key
 from gpipe_fast.runtime.cache import Cache, limit_bytes
 from gpipe_fast.runtime.compile import MAX_TRACES, Compiler, TooManyTraces, outside_inference_mode
 from gpipe_fast.runtime.compiled import CompiledStage, GradientLayoutHistory, SegmentKey
-from gpipe_fast.runtime.eviction import Eviction, KeptBy, KnownPlans
+from gpipe_fast.runtime.eviction import Eviction, KnownPlans
 from gpipe_fast.runtime.module_warnings import InPython, ModuleWarnings, log
 from gpipe_fast.runtime.plan import (
     PlannedCall,
@@ -156,6 +156,8 @@ class Planner:
         compiler: traces the stages.
         eviction: the limit on the bytes that the cache keeps.
         locks: the locks that are held while layers run in Python, in the order of stages.
+        segments: the segments of each stage.
+        plans: the plans, by signature.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class Planner:
         shared = SegmentSharedState(
             self.compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
         )
-        self._segments = [
+        self.segments = [
             Segments(
                 stage,
                 f"stage {i}",
@@ -204,15 +206,14 @@ class Planner:
             )
             for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
         ]
-        self._plans: Cache[Signature, KnownPlans] = Cache(_MAX_PLANS)
+        self.plans: Cache[Signature, KnownPlans] = Cache(_MAX_PLANS)
         self._structures: Cache[Structure, None] = Cache(_MAX_PLANS)  # of the inputs of calls with a plan
-        self._kept = KeptBy(self._plans, self._segments)
         if base is None:
             parameters = (p for stage in stages for p in parameters_of(stage.layers))
             self.eviction = Eviction(limit_bytes(parameters), self.compiler)
         else:
             self.eviction = base.eviction
-        self.eviction.add(self._kept)
+        self.eviction.add(self)
         # What calls save under limits in bytes, by call and limits; see memory_limit.py.
         self.within: Cache[Hashable, Choice] = Cache(_MAX_PLANS)
         # The latest key, number of changes of layouts, and plan: comparing a key is cheaper than hashing it.
@@ -236,7 +237,7 @@ class Planner:
         if self._latest is not None and self._latest[:2] == (key, num_changes):
             self.latest = plan = self._latest[2]
             return plan
-        known = self._plans.lookup(key)
+        known = self.plans.lookup(key)
         found = None if known is None else known.by_layouts.lookup(self._layouts(known.segment_keys))
         if found is None:
             self._log_new(key)
@@ -248,7 +249,7 @@ class Planner:
             call.state.follow_captures()
             before, key = key, call.key()
             if known is None or key != before:
-                self._plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
+                self.plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
                 self._structures[call.inputs.structure] = None
             known.by_layouts[self._layouts(known.segment_keys)] = plan
             self.eviction.run(plan)
@@ -279,7 +280,7 @@ class Planner:
     def _lower_requested(self) -> None:
         """Lowers the runs of layers that ran in Python because their inputs were new."""
         self._lowering_pending.clear()
-        for segments in self._segments:
+        for segments in self.segments:
             segments.lower_requested()
         self.eviction.run(self.latest)
 
@@ -343,11 +344,11 @@ class Planner:
 
     def _lock(self, held: contextlib.ExitStack) -> bool:
         """Acquires the locks of all stages until `held` is closed; returns False if layers are running."""
-        return all(segments.try_lock(held) for segments in self._segments)
+        return all(segments.try_lock(held) for segments in self.segments)
 
     def layers_in_python(self) -> set[int]:
         """Returns the indices of the layers that run in Python: always, or until they are lowered."""
-        return self.in_python.union(*(own.not_yet_lowered() for own in self._segments))
+        return self.in_python.union(*(own.not_yet_lowered() for own in self.segments))
 
     def unknown_stages(self, failed_stage: int | None, reason: str) -> list[str]:
         """Returns, for each stage, the reason why its bytes are not known, where layers run in Python.
@@ -402,7 +403,7 @@ class Planner:
         fractions, in_python = call.saved_fractions, self.backend == "eager"
         return [
             SegmentSearch(segments, modes, StageTensors.of(segments.stage), own, in_python)
-            for segments, own in zip(self._segments, fractions, strict=True)
+            for segments, own in zip(self.segments, fractions, strict=True)
         ]
 
     def _without(self, failure: Untraceable, searches: list[SegmentSearch]) -> list[SegmentSearch]:

@@ -137,7 +137,7 @@ def test_the_model_is_unchanged() -> None:
     tensors = [*model.parameters(), *model.buffers()]
     ids, values = [id(t) for t in tensors], copy.deepcopy([(t.detach(), t.grad) for t in tensors])
     planner = runner_of(model).planner
-    state, plan, python = torch.get_rng_state(), planner.latest, dict(planner._plans)
+    state, plan, python = torch.get_rng_state(), planner.latest, dict(planner.plans)
     model.explain(x, device="cuda")
     model.explain(x)
     assert [id(t) for t in (*model.parameters(), *model.buffers())] == ids
@@ -147,7 +147,7 @@ def test_the_model_is_unchanged() -> None:
         assert gradient is None if tensor.grad is None else torch.equal(tensor.grad, gradient)
     assert torch.equal(torch.get_rng_state(), state)
     assert planner.latest is plan
-    assert dict(planner._plans) == python
+    assert dict(planner.plans) == python
     model(x).sum().backward()  # and it still runs
 
 

@@ -322,7 +322,7 @@ def test_a_loss_that_shares_a_parameter_waits_for_layers_in_calls() -> None:
 
         def try_all() -> None:
             with contextlib.ExitStack() as other:
-                found.extend(each.try_lock(other) for each in base._segments)
+                found.extend(each.try_lock(other) for each in base.segments)
 
         thread = threading.Thread(target=try_all)
         thread.start()
