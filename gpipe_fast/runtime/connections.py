@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gpipe_fast import _extension
-from gpipe_fast.runtime.plan import PlannedCall, StageOutputs
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.stage import TensorSpec
 from gpipe_fast.schedule.memory import max_in_flight
 from gpipe_fast.skip import skips_of
@@ -142,11 +143,11 @@ def _warn_of(one: str, other: str, fault: str) -> None:
 
 def in_flight(connection: Connection, plan: PlannedCall) -> tuple[InFlight, InFlight] | None:
     """Returns the activations and the gradients in flight on a connection; None if known only at run time."""
-    if plan.stage_outputs is None:
+    if plan.compiled is None:
         return None
     slots = max_in_flight(plan.schedule)
     forward, backward = [], []
-    for stages in plan.stage_outputs:
+    for stages in plan.compiled:
         specs = _crossing_specs(connection, stages[connection.sender])
         forward.append([_bytes(spec) for spec in specs])
         backward.append([_bytes(spec) for spec in specs if spec.requires_grad])
@@ -176,11 +177,13 @@ def describe_connections(connections: Sequence[Connection], plan: PlannedCall | 
     return lines
 
 
-def _crossing_specs(connection: Connection, stage_outputs: StageOutputs) -> list[TensorSpec]:
+def _crossing_specs(connection: Connection, sender: CompiledStage) -> Sequence[TensorSpec]:
     """Returns the specs of the boundary tensors that cross a connection for one micro-batch."""
+    plain, stashed = sender.outputs.split_skips()
     if not connection.skips:
-        return list(stage_outputs.tensors)
-    return [spec for number in connection.skips if (spec := stage_outputs.skips[number]) is not None]
+        return plain.tensors
+    each = zip(sender.stage.stashes, stashed, strict=True)
+    return [spec for number, spec in each if number in connection.skips and spec is not None]
 
 
 def _bytes(spec: TensorSpec) -> int:

@@ -19,8 +19,8 @@ from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
 from gpipe_fast.runtime.cache import plan_bytes
-from gpipe_fast.runtime.compiled import CompiledStage, SegmentKey
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec, form_of, given_skips
+from gpipe_fast.runtime.compiled import CompiledStage
+from gpipe_fast.runtime.stage import BoundarySpec, Stage, form_of, given_skips
 from gpipe_fast.schedule import Action, Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
 from gpipe_fast.schedule.unbuffered import check_unbuffered
 from gpipe_fast.strides import share_memory
@@ -48,19 +48,6 @@ class StepOrder(NamedTuple):
     given_dims: tuple[int | None, ...]
 
 
-class StageOutputs(NamedTuple):
-    """The specs of a stage's outputs for one micro-batch: boundary tensors, and stashed skip tensors."""
-
-    tensors: tuple[TensorSpec, ...]
-    skips: dict[int, TensorSpec | None]
-
-    @classmethod
-    def from_compiled(cls, compiled: CompiledStage) -> StageOutputs:
-        """Returns the specs of a compiled stage's outputs."""
-        plain, stashed = compiled.outputs.split_skips()
-        return cls(plain.tensors, dict(zip(compiled.stage.stashes, stashed, strict=True)))
-
-
 @dataclass(frozen=True)
 class PlannedCall:
     """A mini-batch's work, ready to run.
@@ -68,10 +55,7 @@ class PlannedCall:
     Attributes:
         native: the plan that the C++ pipeline runs.
         schedule: the schedule of its actions.
-        draws: whether any operator draws random numbers; None if known only at run time.
         compiled: the compiled stages for the first micro-batch, and for the last; None if not compiled.
-        segment_keys: the keys of the compiled stages.
-        unfused_layers: the names of layers whose attention with dropout runs without a fused kernel on a GPU.
         obstacle: why the plan is valid for one call only; empty if it is not.
         failed_stage: the stage whose trace failed, which is the obstacle; None if none failed.
         is_step: whether forwards and backwards are one run.
@@ -79,25 +63,20 @@ class PlannedCall:
 
     native: _extension.Plan
     schedule: Schedule
-    draws: bool | None
     compiled: Sequence[Sequence[CompiledStage]] | None
-    segment_keys: Sequence[SegmentKey] = ()
-    unfused_layers: Sequence[str] = ()
     obstacle: str = ""
     failed_stage: int | None = None
     is_step: bool = False
 
     @cached_property
+    def draws(self) -> bool | None:
+        """Whether any operator draws random numbers; None if known only at run time."""
+        return None if self.compiled is None else any(s.traced.ports.draws for s in self.compiled[0])
+
+    @cached_property
     def num_bytes(self) -> int:
         """An estimate of the bytes of the plan, without its programs."""
         return plan_bytes(sum(map(len, self.schedule.stages)))
-
-    @property
-    def stage_outputs(self) -> list[list[StageOutputs]] | None:
-        """The stages' outputs for the first and for the last micro-batch; None if known only at run time."""
-        if self.compiled is None:
-            return None
-        return [[StageOutputs.from_compiled(stage) for stage in pipeline] for pipeline in self.compiled]
 
     def possible_losses(self, stage: Stage) -> list[Tensor]:
         """Returns uninitialized tensors like the first output of the last layer: the loss of a step.
@@ -193,18 +172,13 @@ def make_plan(
         if known is not None
         else partial(_check_boundaries, dims, lengths, order is not None),
     )
-    if known is None:
-        return PlannedCall(native, schedule, None, None, is_step=is_step)
-    distinct = list(dict.fromkeys((*known[0], *known[-1])))
-    for stage in distinct:
+    plan = PlannedCall(native, schedule, known and (known[0], known[-1]), is_step=is_step)
+    for stage in plan.compiled_stages():
         stage.traced.drop_graph()
-    draws = any(stage.traced.ports.draws for stage in known[0])
-    keys = [stage.segment_key for stage in distinct]
-    unfused = _unfused_layers(known[0])
-    return PlannedCall(native, schedule, draws, (known[0], known[-1]), keys, unfused, is_step=is_step)
+    return plan
 
 
-def _unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
+def unfused_layers(compiled: Sequence[CompiledStage]) -> list[str]:
     """Returns the names of layers whose attention with dropout runs without a fused kernel on a GPU."""
     return [
         f"stage {index}, {layer_title(each.stage.first_layer + layer, each.stage.layers[layer])}"

@@ -30,6 +30,7 @@ from gpipe_fast.runtime.plan import (
     make_plan,
     own_stages_of,
     planned_schedule,
+    unfused_layers,
 )
 from gpipe_fast.runtime.segments import Segments, SegmentSearch, SegmentSharedState, StageTensors
 from gpipe_fast.runtime.stage import TRACING_LOCK, BoundarySpec, Lock, Stage, TensorSpec, TorchModes
@@ -249,7 +250,8 @@ class Planner:
             call.state.follow_captures()
             before, key = key, call.key()
             if known is None or key != before:
-                self.plans[key] = known = KnownPlans(plan.segment_keys, Cache(_MAX_LAYOUTS))
+                keys = [stage.segment_key for stage in plan.compiled_stages()]
+                self.plans[key] = known = KnownPlans(keys, Cache(_MAX_LAYOUTS))
                 self._structures[call.inputs.structure] = None
             known.by_layouts[self._layouts(known.segment_keys)] = plan
             self.eviction.run(plan)
@@ -315,7 +317,7 @@ class Planner:
                 number, num_others = self._changing_number(call)
                 if num_others > 1:
                     self.module_warnings.add_number(number)
-                self.module_warnings.add_unfused(plan.unfused_layers)
+                self.module_warnings.add_unfused(unfused_layers(plan.compiled[0]))
                 for own in self.stages:
                     own.arena.release_cached()  # the cached blocks have the sizes of other plans
             return replace(plan, obstacle=obstacle, failed_stage=failed_stage)
