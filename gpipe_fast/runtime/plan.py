@@ -131,11 +131,11 @@ def make_plan(
     dims, order, saved_fractions = call.inputs.dims, call.order, call.saved_fractions
     inputs, _ = call.microbatches[0].split_skips()
     lengths = [_num_samples(dims, each) for each in call.microbatches]
+    check_outputs = partial(_check_outputs, dims, lengths, order is not None)
     if known is None:
         _check_no_replicas(stages)
     else:
-        outputs = [(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known]
-        _check_outputs(outputs, dims, lengths, order is not None)
+        check_outputs([(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known])
     own_stages = own_stages_of(stages)
     _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
     training = needs_backward(stages, inputs, known)
@@ -170,7 +170,7 @@ def make_plan(
         cat_dim=dims.outputs,
         check_outputs=None
         if known is not None
-        else partial(_check_boundaries, dims, lengths, order is not None),
+        else lambda found: check_outputs([(m.form.structure, [t.shape for t in m.tensors]) for m in found]),
     )
     plan = PlannedCall(native, schedule, known and (known[0], known[-1]), is_step=is_step)
     for stage in plan.compiled_stages():
@@ -479,19 +479,11 @@ def _skip_ends(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     return found
 
 
-def _check_boundaries(
-    dims: BatchDims, lengths: Sequence[int], is_step: bool, microbatches: Sequence[_extension.Boundary]
-) -> None:
-    """Checks that the outputs of a run can be concatenated, as `_check_outputs` does."""
-    found = [(m.form.structure, [t.shape for t in m.tensors]) for m in microbatches]
-    _check_outputs(found, dims, lengths, is_step)
-
-
 def _check_outputs(
-    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]],
     dims: BatchDims,
     lengths: Sequence[int],
     is_step: bool,
+    microbatches: Sequence[tuple[Structure, Sequence[Sequence[int]]]],
 ) -> None:
     """Checks that outputs can be concatenated; ``lengths`` are the micro-batches' samples.
 
