@@ -30,6 +30,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces, outside_inference_mode
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
+from gpipe_fast.runtime.module_warnings import layers_title
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (
@@ -230,11 +231,7 @@ class Segments:
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
         """Lowers a run of layers unless they have changed; reports its untraceable layer, if there is one."""
         shape = progress.title_of(segment_key.input_specs.tensors)
-        new = f"the first call with micro-batches of {shape} in this mode"
-        with (
-            _with_modes(segment_key.modes, part),
-            progress.first_call([len(part.layers)], part.first_layer, new),
-        ):
+        with _tracing(part, segment_key, f"the first call with micro-batches of {shape} in this mode"):
             if not segment_key.layers.holds(part.layers):  # some guards depend on modes, such as autocast
                 return
             compiler = self._shared.compiler
@@ -275,11 +272,7 @@ class Segments:
 
     def _compile_now(self, part: Stage, segment_key: SegmentKey) -> CompiledStage:
         shape = progress.title_of(segment_key.input_specs.tensors)
-        new = f"gradients in a new layout, for micro-batches of {shape}"
-        with (
-            _with_modes(segment_key.modes, part),
-            progress.first_call([len(part.layers)], part.first_layer, new),
-        ):
+        with _tracing(part, segment_key, f"gradients in a new layout, for micro-batches of {shape}"):
             if not segment_key.layers.holds(part.layers):
                 raise RuntimeError(
                     f"the module was changed between forward and backward, and {self.name} received "
@@ -352,10 +345,9 @@ class Segments:
         return found
 
     def _name_of(self, part: Stage) -> str:
-        first, last = part.first_layer, part.first_layer + len(part.layers) - 1
-        if first == last:
-            return f"{self.name}, {layer_title(first, part.layers[0])}"
-        return f"{self.name}, layers {first} to {last}"
+        is_one = len(part.layers) == 1
+        layers = layer_title(part.first_layer, part.layers[0]) if is_one else layers_title(part)
+        return f"{self.name}, {layers}"
 
 
 @dataclass(frozen=True)
@@ -392,14 +384,19 @@ class SegmentSearch:
 
 
 @contextlib.contextmanager
-def _with_modes(modes: TorchModes, part: Stage) -> Iterator[None]:
-    """Sets a segment's modes for a block, except determinism and default dtype, which are process-wide."""
+def _tracing(part: Stage, segment_key: SegmentKey, new: str) -> Iterator[None]:
+    """Sets a segment's modes for a block in which it may be traced, and shows what is new about the call.
+
+    Determinism and the default dtype stay as they are, since they are process-wide.
+    """
+    modes = segment_key.modes
     with (
         outside_inference_mode([part]),
         torch.set_grad_enabled(modes.grad),
         exact_autocast(modes.autocast),
         intra_op_threads(modes.num_threads),
         with_operator_settings(modes),
+        progress.first_call([len(part.layers)], part.first_layer, new),
     ):
         yield
 
