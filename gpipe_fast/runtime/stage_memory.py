@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -292,11 +292,6 @@ def _add_whole(
     end.append(Change("under_way", -sum(each.outputs.get(_plain(last), 0) for each in own)))
 
 
-def _staying_bytes(programs: Iterable[ProgramIR], device: torch.device) -> int:
-    """Returns the scratch memory that stays between runs: see Arena in csrc/program/program.h."""
-    return max(program.arena_bytes for program in programs) if device.type == "cpu" else 0
-
-
 def _aligned(compiled: CompiledStage, is_joined: bool) -> frozenset[int]:
     """Returns the outputs that are joined and whose micro-batches are aligned, as slices must be."""
     alignment = alignment_of(compiled.stage.device)
@@ -345,8 +340,9 @@ def _sizes(
         _unread(lowered, device),
         spec_bytes([spec for i, spec in enumerate(out.tensors) if i not in joined], device),
         _value_bytes(forward, placed, device),
-        _staying_bytes(programs, device),
-        _peak(forward, False, device, placed=placed),
+        # On the CPU, it stays between runs: see Arena in csrc/program/program.h.
+        max(each.arena_bytes for each in programs) if device.type == "cpu" else 0,
+        max(most for most, _ in _course(forward, False, device, placed=placed)),
         sum(freed.values()),
         {
             (kind, is_first): part
@@ -482,11 +478,6 @@ def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
         for base in [base_of[port.index]]
         if base in own and users[base] == 1
     }
-
-
-def _peak(program: ProgramIR, is_first: bool, device: torch.device, **others: Any) -> int:
-    """Returns the most that a run needs at a time, without scratch memory that stays; see `_course`."""
-    return max(most for most, _ in _course(program, is_first, device, **others))
 
 
 def _course(
