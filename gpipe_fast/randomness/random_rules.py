@@ -174,21 +174,14 @@ def _rand(source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, de
     return source.draw(_keyed.keyed_uniform, size, 0.0, 1.0, dtype=dtype, device=device)
 
 
-@_factory(["randn", "randn.generator"], ["randn_like", "randn_like.generator"])
+@_factory(["randn", "randn.generator", "normal.float_float"], ["randn_like", "randn_like.generator"])
 def _randn(
-    source: DrawSource, size: Sequence[int], dtype: torch.dtype | None, device: torch.device
-) -> Tensor:
-    return _normal_of_size(source, size, dtype, device, 0.0, 1.0)
-
-
-@_factory(["normal.float_float"])
-def _normal_of_size(
     source: DrawSource,
     size: Sequence[int],
     dtype: torch.dtype | None,
     device: torch.device,
-    mean: float,
-    std: float,
+    mean: float = 0.0,
+    std: float = 1.0,
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     return source.draw(_keyed.keyed_normal, size, mean, std, dtype=dtype, device=device)
@@ -283,14 +276,9 @@ def _multinomial(source: DrawSource, weights: Tensor, num_samples: int, replacem
     return (weights / waits).topk(num_samples, dim=-1).indices
 
 
-def _register_fakes() -> None:
-    """Registers fake kernels of the keyed ops, which return results without drawing."""
-
-    def fake_draw(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
-        return torch.empty(size, **to)
-
-    for op in ("bernoulli", "uniform", "normal", "exponential", "integer"):
-        torch.library.register_fake(f"gpipe_fast::keyed_{op}", fake_draw)
+def _fake_draw(key: Tensor, layer: int, ordinal: int, size: Sequence[int], *_: Any, **to: Any) -> Tensor:
+    return torch.empty(size, **to)
 
 
-_register_fakes()
+for _op in ("bernoulli", "uniform", "normal", "exponential", "integer"):
+    torch.library.register_fake(f"gpipe_fast::keyed_{_op}", _fake_draw)
