@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -121,7 +120,9 @@ def profile_layers(
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads must be a positive integer, got {threads!r}")
     layers = _layers(module)
-    target = first_device() if device is None else _devices.parse_device(device, "device")
+    target = (_devices.default_devices() or [torch.device("cpu")])[0]
+    if device is not None:
+        target = _devices.parse_device(device, "device")
     if target.type not in ("cpu", "cuda"):
         raise ValueError(f"layers can be profiled only on CPU and CUDA devices, got {target}")
     check_layers_have_data(layers)
@@ -131,7 +132,9 @@ def profile_layers(
     threads = threads or threads_of(module)
     times: list[list[tuple[float, float]]] = [[] for _ in layers]
     with (
-        _isolated_random_state(target),
+        torch.random.fork_rng([target] if target.type == "cuda" else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
         intra_op_threads(threads),
         working("measuring layers", show=progress) as work,
     ):
@@ -209,23 +212,9 @@ def table(profiles: Iterable[LayerProfile]) -> str:
     return f"{text}\n\nintra-op threads: {threads}" if counts else text
 
 
-def first_device() -> torch.device:
-    """Returns the first CUDA device if CUDA is available, else the CPU."""
-    devices = _devices.default_devices()
-    return devices[0] if devices else torch.device("cpu")
-
-
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # named_children() would skip repeated occurrences of a layer.
     return [(name, layer) for name, layer in module._modules.items() if layer is not None]
-
-
-@contextlib.contextmanager
-def _isolated_random_state(device: torch.device) -> Iterator[None]:
-    """Restores PyTorch's random state after a block, and enables gradients inside it."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _measured(
