@@ -46,7 +46,7 @@ def expand(target: Any, arguments: Arguments, results: Sequence[Tensor | None]) 
 
 def _map(template: str, *operands: Value) -> Value:
     shape = torch.broadcast_shapes(*(o.shape for o in operands))
-    return Mapped(tuple(shape), WIDE, template, operands, WIDE)
+    return Mapped(tuple(shape), WIDE, template, operands)
 
 
 def _reduce(operation: str, operand: Value, dims: Sequence[int]) -> Value:
@@ -70,7 +70,7 @@ def _as(result: Tensor | None, value: Value) -> Value | None:
     if isinstance(value, Reduced) and value.dtype != result.dtype:
         value = Reduced(value.shape, result.dtype, value.operation, value.operand, value.dims)
     elif value.dtype != result.dtype:
-        value = Mapped(value.shape, result.dtype, "{0}", (value,), None)
+        value = Mapped(value.shape, result.dtype, "{0}", (value,))
     return value if value.shape == shape else View(shape, value.dtype, value)
 
 

@@ -268,9 +268,7 @@ class _Search:
 
         def visit(value: Value) -> AxisSet:
             if value not in found:
-                if isinstance(value, Constant):
-                    found[value] = frozenset()
-                elif value not in self.computed and not isinstance(value, View):
+                if value not in self.computed and not isinstance(value, View):
                     found[value] = frozenset(shaped[value]) - repeated.get(value, frozenset())
                 else:
                     own: AxisSet = frozenset().union(*(visit(o) for o in operands_of(value)))

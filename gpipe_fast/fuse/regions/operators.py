@@ -15,7 +15,7 @@ aten = torch.ops.aten
 # The arguments of an operator by name, with values in place of nodes.
 Arguments = Mapping[str, Any]
 
-# Float dtypes that kernels compute in fp32.
+# Float dtypes that kernels compute in fp32. They also read masks.
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 DTYPES = FLOATS | {torch.bool}
 
@@ -43,23 +43,12 @@ def map_operator(target: Any, arguments: Arguments, result: Tensor) -> Value:
         Unsupported: a region cannot compute it.
     """
     shape, dtype = tuple(result.shape), result.dtype
-    if target in _FILLS:
-        return Constant(shape, dtype, _FILLS[target](arguments))
-    if target in _COPIES:
-        return Mapped(shape, dtype, "{0}", (arguments["self"],), None)
-    if target in _COMPARISONS:
-        return _comparison(_COMPARISONS[target], arguments, shape)
-    if target in _LOGICAL:
-        operands = _tensors(arguments, "self", "other")
-        if any(o.dtype != torch.bool for o in operands):
-            raise Unsupported
-        return Mapped(shape, torch.bool, _LOGICAL[target], operands, None)
-    if target in _SELECTS:
-        return _select(_SELECTS[target](arguments), shape, dtype)
     if dtype not in FLOATS:
         raise Unsupported
+    if target in _COPIES:
+        return Mapped(shape, dtype, "{0}", (arguments["self"],))
     template, operands = _EXPRESSIONS[target](arguments)
-    return Mapped(shape, dtype, template, operands, dtype)
+    return Mapped(shape, dtype, template, operands)
 
 
 def is_element_wise(target: Any) -> bool:
@@ -74,44 +63,8 @@ def _tensors(arguments: Arguments, *names: str) -> tuple[Value, ...]:
         given = arguments.get(name)
         if given is None:
             continue
-        found.append(given if isinstance(given, Value) else _constant(given))
+        found.append(given if isinstance(given, Value) else Constant((), torch.float32, float(given)))
     return tuple(found)
-
-
-def _constant(number: float) -> Constant:
-    dtype = {bool: torch.bool, int: torch.int64}.get(type(number), torch.float32)
-    return Constant((), dtype, number)
-
-
-def _comparison(symbol: str, arguments: Arguments, shape: tuple[int, ...]) -> Mapped:
-    operands = _tensors(arguments, "self", "other")
-    common = torch.float32 if any(o.dtype in FLOATS for o in operands) else torch.int64
-    # A number is rounded to the tensor's dtype, as PyTorch does.
-    tensors = [o for o in operands if o.shape or not isinstance(o, Constant)]
-    if len(tensors) == 1 and tensors[0].dtype in FLOATS:
-        rounded = tensors[0].dtype
-        operands = tuple(
-            Mapped((), rounded, "{0}", (o,), torch.float32) if o is not tensors[0] else o for o in operands
-        )
-    return Mapped(shape, torch.bool, f"{{0}} {symbol} {{1}}", operands, common)
-
-
-def _select(operands: tuple[Value, Value, Value], shape: tuple[int, ...], dtype: torch.dtype) -> Mapped:
-    condition, *chosen = operands
-    if condition.dtype != torch.bool:
-        raise Unsupported
-    converted = tuple(c if c.dtype == dtype else Mapped(c.shape, dtype, "{0}", (c,), None) for c in chosen)
-    return Mapped(shape, dtype, "tl.where({0}, {1}, {2})", (condition, *converted), None)
-
-
-def _chosen(arguments: Arguments) -> tuple[Value, Value, Value]:
-    condition, *others = _tensors(arguments, "condition", "self", "other")
-    return condition, others[0], others[1]
-
-
-def _filled(arguments: Arguments) -> tuple[Value, Value, Value]:
-    mask, value, own = _tensors(arguments, "mask", "value", "self")
-    return mask, value, own
 
 
 Expression = tuple[str, tuple[Value, ...]]
@@ -137,8 +90,7 @@ def _rsub(arguments: Arguments) -> Expression:
 
 
 def _div(arguments: Arguments) -> Expression:
-    other = arguments["other"]
-    number = other.number if isinstance(other, Constant) and not other.shape else other
+    number = arguments["other"]
     if not isinstance(number, Value):  # PyTorch multiplies by the reciprocal on a GPU
         if not number:
             raise Unsupported
@@ -255,36 +207,5 @@ _EXPRESSIONS: dict[Any, Callable[[Arguments], Expression]] = {
     aten.gelu_backward.default: _gelu('{0} * activation_derivative({1}, "KIND")', "grad_output", "self"),
     aten.native_dropout_backward.default: _dropout_backward,
 }
-_COMPARISONS = {
-    getattr(getattr(aten, name), overload): symbol
-    for name, symbol in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
-    for overload in ("Scalar", "Tensor")
-}
-_LOGICAL = {
-    aten.logical_not.default: "{0} == 0",
-    aten.bitwise_not.default: "{0} == 0",
-    aten.logical_and.default: "{0} & {1}",
-    aten.bitwise_and.Tensor: "{0} & {1}",
-    aten.logical_or.default: "{0} | {1}",
-    aten.bitwise_or.Tensor: "{0} | {1}",
-}
-_SELECTS: dict[Any, Callable[[Arguments], tuple[Value, Value, Value]]] = {
-    aten.where.self: _chosen,
-    aten.where.ScalarSelf: _chosen,
-    aten.where.ScalarOther: _chosen,
-    aten.masked_fill.Scalar: _filled,
-    aten.masked_fill.Tensor: _filled,
-}
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
-_FILLS: dict[Any, Callable[[Arguments], float]] = {
-    aten.full.default: lambda a: a["fill_value"],
-    aten.full_like.default: lambda a: a["fill_value"],
-    aten.scalar_tensor.default: lambda a: a["s"],
-    aten.zeros.default: lambda a: 0,
-    aten.zeros_like.default: lambda a: 0,
-    aten.new_zeros.default: lambda a: 0,
-    aten.ones.default: lambda a: 1,
-    aten.ones_like.default: lambda a: 1,
-    aten.new_ones.default: lambda a: 1,
-}
-_TARGETS = frozenset().union(_EXPRESSIONS, _COMPARISONS, _LOGICAL, _SELECTS, _COPIES, _FILLS)
+_TARGETS = _COPIES.union(_EXPRESSIONS)

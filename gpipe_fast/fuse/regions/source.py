@@ -30,10 +30,7 @@ import triton.language as tl
 
 from gpipe_fast.kernels.activations import activate, activation_derivative, hyperbolic_tangent
 """
-_TYPES = {
-    torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
-    torch.bool: "tl.int1", torch.int64: "tl.int64",
-}  # fmt: skip
+_TYPES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 # What a reduction of no elements gives.
 _NEUTRAL = {"sum": "0.0", "max": 'float("-inf")'}
 _PLAIN = frozenset({"_to_copy", "clone", "full", "full_like", "zeros", "zeros_like", "sum", "mul", "add"})
@@ -193,7 +190,7 @@ class _Writer:
         mask = self._mask(rows, cols)
         address = self._address(f"p_in{index}", strides)
         text = f"tl.load({address}, mask={mask})" if mask else f"tl.load({address})"
-        if root.dtype in FLOATS and root.dtype != torch.float32:
+        if root.dtype in _TYPES:
             text += ".to(tl.float32)"
         self._names[root] = name = f"x{index}"
         (self._inside if rows else self._before).append(f"{name} = {text}")
@@ -207,7 +204,7 @@ class _Writer:
                 assert isinstance(value, Reduced)
                 name = self._names[value] = f"sum{len(self._names)}"
                 self._before.append(f"{name} = tl.zeros([ROWS, COLS], tl.float32)")
-                operand = self._operand(value.operand, torch.float32)
+                operand = self._operand(value.operand)
                 masked = f"tl.where(m_row, {operand}, 0.0)" if self._masks_rows else operand
                 yield True, f"{name} += {masked}"
                 continue
@@ -221,28 +218,18 @@ class _Writer:
             found = self._reduction(value)
         else:
             assert isinstance(value, Mapped)
-            if value.template == "{0}":
-                (operand,) = value.operands
-                found = self._operand(operand, value.dtype, alone=True)
-            else:
-                constants = all(isinstance(root_of(o), Constant) for o in value.operands)
-                names = [self._operand(o, value.computes_in, alone=constants) for o in value.operands]
-                found = value.template.format(*names)
+            found = value.template.format(*map(self._operand, value.operands))
         return _rounded(found, value.dtype)
 
-    def _operand(self, value: Value, dtype: torch.dtype | None, alone: bool = False) -> str:
-        """Returns a value's name as an expression of a dtype; for all floats that is fp32."""
+    def _operand(self, value: Value) -> str:
+        """Returns a value as an expression in fp32."""
         root = root_of(value)
-        own = root.dtype
         if isinstance(root, Constant):
-            wanted = dtype or own
-            number = literal(_number(root.number, own, wanted))
-            kind = "tl.float32" if wanted in FLOATS else _TYPES[wanted]
-            return f"tl.full([1, 1], {number}, {kind})" if alone else number
-        return _converted(self._names[root], own, dtype or own)
+            return literal(root.number)
+        return self._names[root] if root.dtype in FLOATS else f"{self._names[root]}.to(tl.float32)"
 
     def _reduction(self, value: Reduced) -> str:
-        operand = self._operand(value.operand, torch.float32, alone=True)
+        operand = self._operand(value.operand)
         axes = self._loops.shaped[value.operand]
         if not set(axes) - set(self._loops.shaped[value]):
             return operand  # over dimensions of one element
@@ -277,7 +264,7 @@ class _Writer:
             others.append("(first_col == 0)")
         if not rows and loops.rows:
             others.append("(program == 0)")
-        name, address = self._operand(value, value.dtype, alone=True), self._address(pointer, strides)
+        name, address = self._names[root], self._address(pointer, strides)
         text = _store(
             address if " " in address else f"{address} + tl.zeros([1, 1], tl.int32)",
             f"{name}{_cast(value.dtype)}",
@@ -291,32 +278,12 @@ def _store(address: str, value: str, mask: str) -> str:
 
 
 def _cast(dtype: torch.dtype) -> str:
-    return f".to({_TYPES[dtype]})" if dtype in FLOATS and dtype != torch.float32 else ""
+    return f".to({_TYPES[dtype]})" if dtype in _TYPES else ""
 
 
 def _rounded(text: str, dtype: torch.dtype) -> str:
     """Returns an expression rounded to a dtype, in fp32."""
-    if dtype not in FLOATS or dtype == torch.float32:
-        return text
-    return f"({text}).to({_TYPES[dtype]}).to(tl.float32)"
-
-
-def _converted(text: str, own: torch.dtype, dtype: torch.dtype) -> str:
-    if own == dtype or (own in FLOATS and dtype in FLOATS):
-        return text
-    if dtype == torch.bool:
-        return f"({text} != 0)"
-    kind = "tl.float32" if dtype in FLOATS else _TYPES[dtype]
-    return f"({text}).to({kind})" if " " in text else f"{text}.to({kind})"
-
-
-def _number(number: float, own: torch.dtype, dtype: torch.dtype) -> float:
-    """Returns the number of a constant tensor with its own dtype, converted to a dtype."""
-    if own in FLOATS and own != torch.float32:
-        number = float(torch.tensor(number, dtype=own, device="cpu"))
-    if dtype in FLOATS:
-        return float(number)
-    return bool(number) if dtype == torch.bool else int(number)
+    return f"({text}).to({_TYPES[dtype]}).to(tl.float32)" if dtype in _TYPES else text
 
 
 def _indented(statements: Sequence[str], depth: int) -> Iterator[str]:

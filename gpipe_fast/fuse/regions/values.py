@@ -37,7 +37,7 @@ class Input(Value):
 
 @dataclass(frozen=True, eq=False)
 class Constant(Value):
-    """A tensor whose elements are all one number.
+    """A number among an operator's arguments.
 
     Attributes:
         number: the number.
@@ -52,13 +52,11 @@ class Mapped(Value):
 
     Attributes:
         template: the expression in Triton's language, with ``{0}`` for the first operand.
-        operands: the operands.
-        computes_in: the dtype to which each operand is converted first; None keeps its own.
+        operands: the operands, which are converted to fp32 first.
     """
 
     template: str
     operands: tuple[Value, ...]
-    computes_in: torch.dtype | None
 
 
 @dataclass(frozen=True, eq=False)
