@@ -6,8 +6,8 @@ Read in PyTorch 2.11.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -26,34 +26,21 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 
-@contextlib.contextmanager
-def patched_reserve_size() -> Iterator[None]:
+def patched_reserve_size() -> contextlib.AbstractContextManager[Any]:
     """Makes the size of cuDNN's reserve space for batch norms 0 in a block; programs accept any size.
 
-    cuDNN reports the size only for integer sizes, not for symbols, and only on a GPU.
+    cuDNN reports the size only for integer sizes, not for symbols, and only on a GPU. CPU-only builds may
+    lack the function.
     """
     name = "_get_cudnn_batch_norm_reserve_space_size"
-    original = getattr(torch._C, name, None)
-    setattr(torch._C, name, lambda input, training: 0)
-    try:
-        yield
-    finally:
-        if original is None:  # CPU-only builds may lack the function
-            delattr(torch._C, name)
-        else:
-            setattr(torch._C, name, original)
+    # A mock would keep the tensors that it is called with.
+    return mock.patch.object(torch._C, name, lambda input, training: 0, create=True)  # noqa: PT008
 
 
-@contextlib.contextmanager
-def fused_attention_allowed() -> Iterator[None]:
+def fused_attention_allowed() -> contextlib.AbstractContextManager[Any]:
     """Lets nn.MultiheadAttention call its fused operator, which it does not if it detects a trace."""
     module = torch.nn.modules.activation
-    original_check = module._is_make_fx_tracing
-    module._is_make_fx_tracing = lambda: False
-    try:
-        yield
-    finally:
-        module._is_make_fx_tracing = original_check
+    return mock.patch.object(module, "_is_make_fx_tracing", lambda: False)  # noqa: PT008
 
 
 def backward_without_autocast() -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,9 @@ Read in PyTorch 2.11.0 and 2.14.1.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
@@ -25,7 +27,6 @@ def engine() -> Any:
     return variable._execution_engine
 
 
-def set_engine(new: Any) -> None:
-    """Replaces autograd's engine for calls from Python."""
-    variable: Any = torch.autograd.Variable
-    variable._execution_engine = new
+def engine_replaced(new: Any) -> contextlib.AbstractContextManager[Any]:
+    """Replaces autograd's engine for calls from Python in a block."""
+    return mock.patch.object(torch.autograd.Variable, "_execution_engine", new)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -56,15 +56,9 @@ def _empty_grouped_mm(
     return found
 
 
-@contextlib.contextmanager
-def logging_disabled() -> Iterator[None]:
+def logging_disabled() -> contextlib.AbstractContextManager[Any]:
     """Keeps fake modes from logging an operator that raised; the caller handles the error."""
-    before = _logger.disabled
-    _logger.disabled = True
-    try:
-        yield
-    finally:
-        _logger.disabled = before
+    return mock.patch.object(_logger, "disabled", True)
 
 
 def from_meta(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:

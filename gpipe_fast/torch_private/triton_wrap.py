@@ -6,8 +6,9 @@ Its nodes refer to side tables of kernels and constants. Read in PyTorch 2.11.0 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import (
@@ -17,8 +18,9 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 
 
-@contextlib.contextmanager
-def arguments_added(more: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
+def arguments_added(
+    more: Callable[[Any], dict[str, Any]],
+) -> contextlib.AbstractContextManager[Any]:
     """Shows PyTorch further arguments of a launch in a block, where it looks which tensors the kernel writes.
 
     Args:
@@ -32,8 +34,4 @@ def arguments_added(more: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
         known = more(kernel_side_table.get_kernel(kernel_idx)) | kwargs
         return original(kernel_idx, constant_args_idx, known, tma_descriptor_metadata)
 
-    triton_kernel_wrap.get_mutated_tensors = get_mutated_tensors
-    try:
-        yield
-    finally:
-        triton_kernel_wrap.get_mutated_tensors = original
+    return mock.patch.object(triton_kernel_wrap, "get_mutated_tensors", get_mutated_tensors)

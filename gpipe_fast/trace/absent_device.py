@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_fast._extension import run_backward
-from gpipe_fast.torch_private.autograd import engine, set_engine
+from gpipe_fast.torch_private.autograd import engine, engine_replaced
 
 
 @contextlib.contextmanager
@@ -24,11 +24,8 @@ def backward_without_gpu() -> Iterator[None]:
     if torch.cuda.is_available() or isinstance(original, _Engine):
         yield
         return
-    set_engine(_Engine(original))
-    try:
+    with engine_replaced(_Engine(original)):
         yield
-    finally:
-        set_engine(original)
 
 
 class _Engine:

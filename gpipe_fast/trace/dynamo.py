@@ -527,7 +527,6 @@ def _capturing(
     observed = _Observed()
     dynamo.forget_imports()
     random_state = random.getstate()  # a capture draws from `random` where the layer does
-    disabled = dynamo.logger.disabled
     with (
         dynamo.compile_lock,
         DisableTransforms(),
@@ -543,12 +542,12 @@ def _capturing(
         dynamo.dynamo_timed("gpipe_capture"),
         dynamo.function_modes_cleared(),
         shown() if shown is not None else contextlib.nullcontext(),
+        # A refused layer runs in Python, which is not an error.
+        mock.patch.object(dynamo.logger, "disabled", True),
     ):
         try:
-            dynamo.logger.disabled = True  # a refused layer runs in Python, which is not an error
             yield observed
         finally:
-            dynamo.logger.disabled = disabled
             random.setstate(random_state)
 
 
