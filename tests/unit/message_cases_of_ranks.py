@@ -366,7 +366,6 @@ def largest_of_replicas() -> None:
     layer.measure(torch.zeros(64), [t], 4, Ranks(0, 1, dist.HashStore(), 0.2, num_replicas=2))
 
 
-REPLICAS = Ranks(0, 2, dist.HashStore(), 0.2, num_replicas=2)
 FOUR = mock.Mock(**{"size.return_value": 4})
 SHARDS = Ranks(0, 1, dist.HashStore(), 0.2, num_shards=2)
 

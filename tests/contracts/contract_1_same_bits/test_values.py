@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -191,16 +189,6 @@ def test_a_changed_constant_is_traced_again() -> None:
         actual = pipe(x, constant)
         assert torch.equal(actual.view(torch.int32), expected.view(torch.int32)) or constant != constant
     assert num_plans(pipe) == 7
-
-
-def test_a_pipeline_with_several_outputs_is_garbage_collected() -> None:
-    """The plan refers through C++ to a callback that makes plans; the garbage collector cannot see that."""
-    pipe = GPipe(nn.Sequential(nn.Linear(6, 6), TwoHeads()), [1, 1], chunks=2)
-    pipe(features())[0].sum().backward()
-    reference = weakref.ref(pipe)
-    del pipe
-    gc.collect()
-    assert reference() is None
 
 
 EXPANDED: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {

@@ -41,16 +41,6 @@ from tests.untraceable import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_hooks_on_parameters_see_the_complete_gradient_once() -> None:
-    layers = model(FunctionLayer(branch_on_data))
-    weight, seen = layers[2].held.weight, []
-    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
-    with without_warnings():
-        ours = pipeline_step(GPipe(layers, [2, 5], chunks=M), features())
-    assert len(seen) == 1
-    assert unequal(ours, loop_step(layers, features(), M)) == []
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_second_backward_gives_the_same_gradients_and_buffers(checkpoint: str) -> None:

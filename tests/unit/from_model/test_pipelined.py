@@ -270,22 +270,6 @@ def test_a_report_records_steps_and_changes_nothing(loss: bool) -> None:
     assert {action.kind.value for action in report.critical_path} <= {"F", "SEND_F", "RECV_F"}
 
 
-class Branching(nn.Module):
-    """Runs in Python."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
-
-
-@pytest.mark.filterwarnings("ignore:.*runs in Python")
-def test_a_report_lists_blocks_in_python() -> None:
-    model = WithLoss()
-    model.blocks[1] = Branching()
-    (own,) = pipelined(model, X, X).report(X, X).python
-    assert "(Branching)" in own.layers
-    assert own.seconds > 0
-
-
 def test_averages_are_accepted_knowingly() -> None:
     class Spread(Net):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]

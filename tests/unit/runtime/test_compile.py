@@ -36,32 +36,6 @@ def compile_stages(
     return compiler.compile(stages, [BoundarySpec((first or spec(8, 4),))])[0]
 
 
-def test_equal_stages_are_traced_once() -> None:
-    compiler = Compiler()
-    result = compile_stages(compiler, stages_of(*(block() for _ in range(4))))
-    assert compiler.num_traces == 1
-    assert len({id(stage.traced) for stage in result}) == 1
-    assert [stage.stage.first_layer for stage in result] == [0, 1, 2, 3]
-    # Stages share their programs as data, but each stage has its own segment.
-    assert len({id(stage.segment(0.0)) for stage in result}) == 4
-    assert result[0].segment(0.0) is result[0].segment(0.0)
-
-
-def test_each_kind_of_input_and_mode_is_traced_once() -> None:
-    stages, constant = stages_of(nn.Linear(4, 4)), spec(8, 4, requires_grad=False)
-    for other in (spec(7, 4), TensorSpec.of(torch.empty(4, 8).t(), True), constant):
-        compiler = Compiler()
-        for first in (None, other, None):
-            compile_stages(compiler, stages, first)
-        assert compiler.num_traces == 2
-    with torch.no_grad():
-        compile_stages(compiler, stages, constant)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (stage,) = compile_stages(compiler, stages)
-    assert stage.outputs.tensors[0].dtype is torch.bfloat16
-    assert compiler.num_traces == 4
-
-
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

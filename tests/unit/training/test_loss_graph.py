@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe_fast.layers.structure import flatten
 from gpipe_fast.trace.dynamo import Refused
@@ -342,10 +342,3 @@ def test_a_target_that_is_not_split_is_the_same_for_all() -> None:
     fill_measures(vector, 10, [])
     found = sum(shares(output, [scale], vector) for output in OUTPUT.split(4))
     torch.testing.assert_close(found, (OUTPUT * scale).mean())
-
-
-@pytest.mark.parametrize("reduction", ["none", "of rows"])
-def test_a_loss_of_several_elements_is_refused(reduction: str) -> None:
-    loss = nn.MSELoss(reduction="none") if reduction == "none" else lambda y, t: (y - t).sum(1)
-    with pytest.raises(ValueError, match="loss_fn must return a tensor with one element, got"):
-        shares_of(loss, TARGET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,12 +74,6 @@ def test_losses_in_half_precision_become_float32() -> None:
     assert layer_of(torch.sum)(torch.ones(4, dtype=torch.float64)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("result", [torch.ones(2), 1.0, None])
-def test_results_that_are_no_single_number_are_refused(result: Any) -> None:
-    with pytest.raises(ValueError, match="loss_fn must return a tensor with one element, got"):
-        layer_of(lambda output: result)(torch.ones(4))
-
-
 class Counted:
     """Counts analyses."""
 
@@ -109,10 +104,14 @@ def test_one_analysis_serves_other_sizes(counted: Counted) -> None:
     assert counted.number == 3
 
 
-def test_a_step_analyses_a_loss_once(counted: Counted) -> None:
+LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, lambda: LOSS.forward])
+def test_a_step_analyses_a_loss_once(make: Callable[[], Any], counted: Counted) -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), [1, 1], chunks=3)
     for size in (8, 8, 7, 1, 8):
-        loss = nn.CrossEntropyLoss()  # made anew
+        loss = make()  # anew; the second one, a method, of one module
         pipe.step(torch.randn(size, 4), target=torch.ones(size, dtype=torch.long), loss_fn=loss)
     assert counted.number == 1
 
@@ -134,18 +133,6 @@ def test_a_target_that_is_no_longer_split_is_another_one() -> None:
     for target in (weights, replicate(weights)):
         found = pipe.step(x, target=target, loss_fn=lambda y, t: y.square().sum() / t.square().sum())
         torch.testing.assert_close(found, layers(x).square().sum().detach() / weights.square().sum())
-
-
-class Squares(nn.Module):
-    def loss(self, y: Tensor, t: Tensor) -> Tensor:
-        return F.mse_loss(y, t)
-
-
-def test_a_method_is_analysed_once(counted: Counted) -> None:
-    pipe, owner = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3), Squares()
-    for _ in range(3):
-        pipe.step(torch.randn(8, 4), target=torch.randn(8, 3), loss_fn=owner.loss)
-    assert counted.number == 1
 
 
 def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
@@ -250,17 +237,6 @@ def test_a_loss_that_changes_a_buffer_is_refused() -> None:
     assert loss.number == 0
 
 
-def test_code_that_decides_by_the_size_of_the_mini_batch_is_refused() -> None:
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=3)
-
-    def loss(y: Tensor, t: Tensor) -> Tensor:
-        return F.mse_loss(y, t) * (1 if len(y) == 12 else 2)
-
-    pipe.step(torch.randn(9, 4), target=torch.randn(9, 3), loss_fn=loss)
-    with pytest.raises(ValueError, match="its Python code decides by the number of samples"):
-        pipe.step(torch.randn(12, 4), target=torch.randn(12, 3), loss_fn=loss)
-
-
 @pytest.mark.parametrize("name", ["requires_grad", "is_leaf"])
 def test_code_that_asks_for_the_graph_of_the_output(name: str) -> None:
     torch.manual_seed(0)
@@ -279,13 +255,6 @@ def test_a_negative_batch_dim_is_that_of_the_target_too(dim: int) -> None:
     layers, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 7, 4), torch.randn(5, 7, 3)
     pipe = GPipe(layers, [1], chunks=3, batch_dim=dim)
     torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), F.mse_loss(layers(x), y).detach())
-
-
-def test_a_parameter_that_belongs_to_no_module_is_refused() -> None:
-    scale = nn.Parameter(torch.ones(()))
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], chunks=2)
-    with pytest.raises(ValueError, match="a tensor that requires a gradient and is no parameter of it; pass"):
-        pipe.step(torch.randn(4, 4), target=torch.randn(4, 3), loss_fn=lambda y, t: (y - t).mean() * scale)
 
 
 def test_a_replaced_tensor_of_a_closure_takes_effect() -> None:

@@ -127,19 +127,6 @@ def test_a_thread_count_set_after_the_forward_does_not_affect_its_backward(
     assert threads_of(result, by_threads) == [2]
 
 
-def test_stages_are_lowered_for_the_threads_they_run_with() -> None:
-    """On some machines, a product may accumulate in place with 1 thread but not with 3."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 17)), torch.randn(64, 17)
-    for callers, threads in ((1, 3), (3, 1)):
-        with intra_op_threads(threads):
-            expected = loop_step(model, x, 4)
-        pipe = GPipe(model, [1, 2], chunks=4)
-        pipe.threads_per_stage = threads
-        with intra_op_threads(callers):
-            assert unequal(pipeline_step(pipe, x), expected) == [], f"{threads} threads"
-
-
 @pytest.mark.parametrize("first", ["call", "memory", "inference"])
 def test_decisions_of_lowering_are_made_with_the_threads_of_stages(
     first: str, monkeypatch: pytest.MonkeyPatch
