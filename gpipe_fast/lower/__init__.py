@@ -6,7 +6,7 @@ operator calls, memory offsets and gradient accumulations that C++ runs. What fi
     checkpoint  split  ladder                             what is saved
     operator_examples  operator_times  operator_memory    what an operator costs, measured or estimated
     lower  operators  values  alias  gradients  launch    the steps of a program
-    arena  memory                                         where its values are
+    memory                                                where its values are
     program  program_template  steps                      the result, for one size or with formulas
     work                                                  bytes and launches, for reports
 """

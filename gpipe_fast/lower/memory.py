@@ -1,19 +1,91 @@
-"""Memory of a program's values: arena offsets, releases after the last use, and the parts of a run."""
+"""Memory of a program's values: offsets in the arena, the block of memory that values share whose live ranges
+do not overlap; releases after the last use; and the parts of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from gpipe_fast._extension import alignment_of
-from gpipe_fast.lower.arena import Chain, LiveRange, place, reuse_chains
+from gpipe_fast import _extension
 from gpipe_fast.lower.operators import is_pointwise
 from gpipe_fast.lower.program import ProgramIR, StorageKind, Value
 from gpipe_fast.lower.steps import Call, Release, Step, values_in, values_used, values_written
 from gpipe_fast.strides import span
 from gpipe_fast.trace.joint_graph import GraphRole
+
+
+@dataclass(frozen=True)
+class LiveRange:
+    """The live range of a value.
+
+    Attributes:
+        size: in bytes.
+        begin: the step that first writes the value.
+        end: the last step that reads the value; at least ``begin``.
+        reuses: values whose live ranges end at ``begin`` and whose memory the value may reuse in place.
+    """
+
+    size: int
+    begin: int
+    end: int
+    reuses: tuple[int, ...] = ()
+
+
+class Chain(NamedTuple):
+    """Values that reuse one another's memory in place, one after another.
+
+    Attributes:
+        values: the values, in order of their live ranges.
+        size: in bytes, of each.
+        begin: the step that first writes the first value.
+        end: the last step that reads the last value.
+    """
+
+    values: tuple[int, ...]
+    size: int
+    begin: int
+    end: int
+
+
+def place(chains: Sequence[Chain], alignment: int) -> tuple[dict[int, int], int]:
+    """Assigns offsets to chains; returns the offset of each value, and the total number of bytes.
+
+    All values of a chain have one offset. C++ places the chains (csrc/program/place.h).
+    """
+    starts, total = _extension.place([chain[1:] for chain in chains], alignment)
+    return {v: start for chain, start in zip(chains, starts, strict=True) for v in chain.values}, total
+
+
+def reuse_chains(live_ranges: Mapping[int, LiveRange]) -> list[Chain]:
+    """Groups values that reuse one another's memory in place, in order of their live ranges."""
+    chains: list[list[int]] = []
+    chain_of: dict[int, list[int]] = {}
+    for value in sorted(live_ranges, key=lambda v: live_ranges[v].begin):
+        live_range = live_ranges[value]
+        for dying in live_range.reuses:
+            chain = chain_of.get(dying)
+            before = live_ranges.get(dying)
+            if (
+                chain
+                and before
+                and chain[-1] == dying
+                and before.end == live_range.begin
+                and before.size == live_range.size
+            ):
+                chain.append(value)
+                chain_of[value] = chain
+                break
+        else:
+            chain_of[value] = [value]
+            chains.append(chain_of[value])
+    return [
+        Chain(tuple(c), live_ranges[c[0]].size, live_ranges[c[0]].begin, live_ranges[c[-1]].end)
+        for c in chains
+    ]
 
 
 @dataclass(frozen=True)
@@ -67,7 +139,7 @@ def plan_memory(program: ProgramIR, device: torch.device) -> MemoryPlan:
         for position, step in enumerate(steps)
         for s in (step, *(Release(v) for v in ends.get(position, ())))
     ]
-    return MemoryPlan(reuse_chains(live_ranges), alignment_of(device))
+    return MemoryPlan(reuse_chains(live_ranges), _extension.alignment_of(device))
 
 
 def parts(program: ProgramIR) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from gpipe_fast._extension import Arena, Resizing
 from gpipe_fast._extension import Program as NativeProgram
 from gpipe_fast.lower.accumulation import AccumulationPolicy
-from gpipe_fast.lower.arena import place
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, SAVE_ATTENTION, SavedFraction
 from gpipe_fast.lower.ladder import Ladder
 from gpipe_fast.lower.lower import lower, lower_unplaced
@@ -123,13 +122,11 @@ class ProgramTemplate:
             chain._replace(size=known[size])
             for chain, size in zip(self._memory.chains, self._sizes, strict=True)
         ]
-        offsets, arena_bytes = place(chains, self._memory.alignment)
         for i, value, (sizes, strides, offset) in self._values:
             values[i] = replace(
                 value,
                 sizes=known[sizes],
                 strides=known[strides],
-                index=offsets.get(i, value.index),
                 offset=known[offset],
             )
         for i, j, argument in self._constants:
@@ -137,7 +134,9 @@ class ProgramTemplate:
             assert isinstance(step, Call)
             arguments = (*step.arguments[:j], known[argument], *step.arguments[j + 1 :])
             steps[i] = replace(step, arguments=arguments)
-        return replace(self.program, values=values, steps=steps, arena_bytes=arena_bytes)
+        program = replace(self.program, values=values, steps=steps)
+        replace(self._memory, chains=chains).place(program)
+        return program
 
     def build(self, numbers: Sequence[int], arena: Arena, device: torch.device, **how: Any) -> NativeProgram:
         """Builds the C++ program for numbers: after the first one of a stage, a copy with other sizes.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpipe_fast._extension import alignment_of
-from gpipe_fast.lower.arena import LiveRange, place, reuse_chains
+from gpipe_fast.lower.memory import LiveRange, place, reuse_chains
 
 SEEDS = range(40)
 ALIGNMENT = alignment_of(torch.device("cpu"))
