@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import starmap
 
 import torch
 from torch import fx
 
 from gpipe_fast.lower.gradients import is_dense
 from gpipe_fast.lower.split import parameter_uses
-from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.joint_graph import GraphPort, GraphRole, JointGraph, PortNode, copy_node
 
 aten = torch.ops.aten
@@ -49,16 +49,9 @@ def hoist_parameter_casts(joint: JointGraph) -> JointGraph:
             placeholders = _add_placeholders(graph, casts)
         port = casts.get(node)
         copies[node] = copy_node(node, graph, copies) if port is None else placeholders[port]
-    return replace(
-        joint,
-        module=graph_module(joint.module, graph),
-        inputs=(
-            *(PortNode(port, copies[node]) for port, node in joint.inputs),
-            *(PortNode(port, node) for port, node in placeholders.items()),
-        ),
-        outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
-        parameter_uses=parameter_uses(joint),
-    )
+    found = joint.with_graph(graph, copies)
+    inputs = (*found.inputs, *starmap(PortNode, placeholders.items()))
+    return replace(found, inputs=inputs, parameter_uses=parameter_uses(joint))
 
 
 def _casts(joint: JointGraph) -> dict[fx.Node, GraphPort]:
@@ -98,6 +91,3 @@ def _add_placeholders(graph: fx.Graph, casts: Mapping[fx.Node, GraphPort]) -> di
             node.meta["val"] = whole.new_empty_strided(whole.shape, whole.stride(), dtype=dtype)
             placeholders[port] = node
     return placeholders
-
-
-__all__ = ["hoist_parameter_casts"]

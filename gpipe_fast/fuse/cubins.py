@@ -31,8 +31,6 @@ from gpipe_fast.fuse.cubin import (
 )
 from gpipe_fast.lower.launch import KernelLaunch, KernelSource
 
-__all__ = ["CompileFailure", "Cubin", "KernelSource", "cubins"]
-
 # The number of kernels to compile at once; 0 compiles in the process that asks.
 WORKERS_VARIABLE = "GPIPE_FAST_COMPILE_WORKERS"
 # A compilation takes up to 0.5 GB of memory, so that more of them are started only if the user says so.

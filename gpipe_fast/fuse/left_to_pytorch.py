@@ -12,8 +12,7 @@ from gpipe_fast.fuse.regions.operators import DTYPES
 from gpipe_fast.fuse.rewriter import moved_bytes
 from gpipe_fast.lower.launch import is_launch
 from gpipe_fast.lower.split import StageGraph
-from gpipe_fast.lower.work import ATTENTION, is_product_or_attention
-from gpipe_fast.torch_private.operators import OpOverload
+from gpipe_fast.lower.work import ATTENTION, is_product_or_attention, operator_name
 from gpipe_fast.trace.traceability import layer_of
 
 PRODUCT = "matrix product"
@@ -57,17 +56,11 @@ def left_in(graph: StageGraph, reasons: Mapping[str, str]) -> tuple[Left, ...]:
         moved = moved_bytes(node)
         if not moved or is_launch(node):
             continue
-        name = _operator_name(node)
+        name = operator_name(node)
         kind = _kind_of_product(name)
         reason = kind or reasons.get(node.name) or _why_no_unit(node)
         found.append(Left(node.name, name, layer_of(node), 0 if kind else moved, reason))
     return tuple(found)
-
-
-def _operator_name(node: fx.Node) -> str:
-    if isinstance(node.target, OpOverload):
-        return str(node.target._schema.name.partition("::")[2])
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _kind_of_product(name: str) -> str | None:

@@ -9,7 +9,7 @@ layer run in Python, where Triton launches the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -27,9 +27,8 @@ from gpipe_fast.lower.launch import (
     pointer_type,
 )
 from gpipe_fast.strides import may_overlap, overlaps_itself, span
-from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
-from gpipe_fast.trace.joint_graph import JointGraph, PortNode
+from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
 
@@ -258,12 +257,7 @@ def _replaced(joint: JointGraph, launches: Mapping[fx.Node, _Launch]) -> JointGr
             copies[node] = _add_launch(graph, node, launches[node], copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return replace(
-        joint,
-        module=graph_module(joint.module, graph),
-        inputs=tuple(PortNode(port, copies[node]) for port, node in joint.inputs),
-        outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
-    )
+    return joint.with_graph(graph, copies)
 
 
 def _add_launch(

@@ -282,6 +282,3 @@ def producer_of(node: fx.Node) -> fx.Node:
         assert isinstance(producer, fx.Node)
         node = producer
     return node
-
-
-__all__ = ["Ladder", "Rung", "bytes_of", "is_backward", "producer_of", "read_by_backward"]

@@ -116,6 +116,3 @@ def operations(node: fx.Node) -> int:
         return 0 if count is None else int(count(*args, **kwargs, out_val=node.target(*args, **kwargs)))
     except CANNOT_RUN:
         return 0
-
-
-__all__ = ["nanoseconds", "operations"]

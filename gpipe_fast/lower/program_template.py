@@ -347,6 +347,3 @@ def are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(are_equal, a, b))
     return bool(a == b)
-
-
-__all__ = ["Program", "ProgramTemplate", "ProgramTemplates", "ProgramsOfStage", "are_equal", "lower_graphs"]

@@ -234,6 +234,3 @@ def parameter_uses(joint: JointGraph) -> Mapping[int, int]:
         if port.role is GraphRole.PARAMETER:
             uses[port.index] += sum(count_reads(user, node) for user in node.users if not is_backward(user))
     return dict(uses)
-
-
-__all__ = ["JOINT_POSITION", "SplitGraphs", "StageGraph", "parameter_uses", "split"]

@@ -112,6 +112,3 @@ class GraphValues:
         if isinstance(argument, (list, tuple)):
             return [self.argument(a) for a in argument]
         return argument
-
-
-__all__ = ["GraphValues"]

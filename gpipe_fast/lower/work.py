@@ -99,8 +99,14 @@ def is_product_or_attention(name: str) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Returns whether a node of a graph is fused attention."""
-    target = node.target
-    return isinstance(target, OpOverload) and target._schema.name.partition("::")[2].startswith(ATTENTION)
+    return isinstance(node.target, OpOverload) and operator_name(node).startswith(ATTENTION)
+
+
+def operator_name(node: fx.Node) -> str:
+    """Returns the name of a node's operator, without its overload, or that of another function."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target._schema.name.partition("::")[2])
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def access_of(step: Step) -> Access | None:

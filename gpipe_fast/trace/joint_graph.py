@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from gpipe_fast.layers.quantized import parts_of
 from gpipe_fast.layers.structure import ONE_TENSOR, Structure
 from gpipe_fast.torch_private import pytree
+from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
 from gpipe_fast.trace.gradient_layouts import ArrivingLayouts, GradientLayout, GradientLayouts
 from gpipe_fast.trace.tensor_metadata import AnyTensor
@@ -102,6 +103,14 @@ class JointGraph:
         """Returns the result nodes with this role by index, or the placeholders if no result has it."""
         found = {n.port.index: n.node for n in self.outputs if n.port.role is role}
         return found or {n.port.index: n.node for n in self.inputs if n.port.role is role}
+
+    def with_graph(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> JointGraph:
+        """Returns the joint graph with another graph, given the copies of its placeholders and results."""
+        inputs, outputs = (
+            tuple(PortNode(port, copies[node]) for port, node in nodes)
+            for nodes in (self.inputs, self.outputs)
+        )
+        return replace(self, module=graph_module(self.module, graph), inputs=inputs, outputs=outputs)
 
     @property
     def ports(self) -> TracedPorts:

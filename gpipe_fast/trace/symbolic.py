@@ -23,14 +23,12 @@ from torch import Tensor, fx
 
 from gpipe_fast.strides import bits_of, span, with_bits
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, from_meta
-from gpipe_fast.torch_private.graphs import graph_module
 from gpipe_fast.trace.formulas import Formulas
 from gpipe_fast.trace.gradient_layouts import GradientLayouts
 from gpipe_fast.trace.joint_graph import (
     GraphPort,
     GraphRole,
     JointGraph,
-    PortNode,
     PortTensor,
     TracedPorts,
 )
@@ -208,13 +206,7 @@ class _Writer:
             )
             copy.meta = {**node.meta, "val": self.value(value)} if "val" in node.meta else dict(node.meta)
             copies[node] = copy
-        module = graph_module(joint.module, graph)
-        return replace(
-            joint,
-            module=module,
-            inputs=tuple(PortNode(port, copies[node]) for port, node in joint.inputs),
-            outputs=tuple(PortNode(port, copies[node]) for port, node in joint.outputs),
-        )
+        return joint.with_graph(graph, copies)
 
     def value(self, value: Any) -> Any:
         """Returns a node's value: a tensor's metadata, a number, or a list of these."""

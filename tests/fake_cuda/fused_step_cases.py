@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from gpipe_fast import GPipe
 from gpipe_fast.fuse import cubins as machine_code
 from gpipe_fast.fuse import left_out, replacement_check
-from gpipe_fast.fuse.cubin import generated_from, kernel_of
-from gpipe_fast.fuse.cubins import CompileFailure, Cubin, cubins
+from gpipe_fast.fuse.cubin import CompileFailure, Cubin, generated_from, kernel_of
+from gpipe_fast.fuse.cubins import cubins
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.reports.checkup import check_fused
 from tests.fake_cuda import interpreter

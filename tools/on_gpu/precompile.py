@@ -21,8 +21,8 @@ from bench.gpu.bare import programs_of
 from bench.gpu.subjects import ROWS, STAGES, Subject
 from gpipe_fast import GPipe
 from gpipe_fast.container import runner_of
-from gpipe_fast.fuse.cubin import FOLDER_VARIABLE
-from gpipe_fast.fuse.cubins import CompileFailure, cubins, sources_of
+from gpipe_fast.fuse.cubin import FOLDER_VARIABLE, CompileFailure
+from gpipe_fast.fuse.cubins import cubins, sources_of
 from gpipe_fast.lower.launch import KernelLaunch
 from gpipe_fast.lower.steps import Launch
 from gpipe_fast.runtime.runner import Runner

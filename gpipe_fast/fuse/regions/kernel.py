@@ -110,6 +110,3 @@ def _launch(
         launch_partial_sums(tensor, result.dtype).view(result.shape) if is_partial else tensor
         for tensor, result, is_partial in zip(stored, results, are_partial, strict=True)
     )
-
-
-__all__ = ["block_of", "config_of", "fragment_of", "partial_sum_bytes"]

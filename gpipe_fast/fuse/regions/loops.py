@@ -31,6 +31,7 @@ from gpipe_fast.fuse.regions.values import (
     operands_of,
     root_of,
 )
+from gpipe_fast.lower.work import operator_name
 
 # A program holds a row of at most so many elements in registers.
 MAX_ROW = 8192
@@ -320,10 +321,4 @@ class Region:
     @property
     def operators(self) -> Sequence[str]:
         """The names of the units' operators, as in ``native_layer_norm``."""
-        return [operator_name(unit) for unit in self.units]
-
-
-def operator_name(unit: Unit) -> str:
-    """Returns the name of a unit's operator, without its overload."""
-    schema = getattr(unit.node.target, "_schema", None)
-    return str(unit.node.target) if schema is None else schema.name.partition("::")[2]
+        return [operator_name(unit.node) for unit in self.units]

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_fast.fuse.regions.layout import Layout, Strides, contiguous_strides
-from gpipe_fast.fuse.regions.loops import Access, Region, operator_name
+from gpipe_fast.fuse.regions.loops import Access, Region
 from gpipe_fast.fuse.regions.operators import FLOATS, literal
 from gpipe_fast.fuse.regions.values import Constant, Mapped, Reduced, Value, root_of
 from gpipe_fast.kernels.launch import cdiv
+from gpipe_fast.lower.work import operator_name
 
 _IMPORTS = """\
 import triton
@@ -107,7 +108,7 @@ class _Writer:
             for inside, statement in self._unit_statements(unit.values):
                 own = self._inside if inside else self._before
                 if inside not in commented:
-                    own.append(f"# {operator_name(unit)}")
+                    own.append(f"# {operator_name(unit.node)}")
                     commented.append(inside)
                 own.append(statement)
         for i, access in enumerate(self._region.outputs):

@@ -25,8 +25,8 @@ import triton
 
 from gpipe_fast.fuse import compile_helper, cubin, cubins
 from gpipe_fast.fuse.compile_helper import job_of
-from gpipe_fast.fuse.cubins import CompileFailure, Cubin, KernelSource
-from gpipe_fast.lower.launch import NUMBER_TYPES
+from gpipe_fast.fuse.cubin import CompileFailure, Cubin
+from gpipe_fast.lower.launch import NUMBER_TYPES, KernelSource
 from tests.unit.fuse import triton_kernels
 
 ROOT = Path(__file__).parents[3]
@@ -347,7 +347,8 @@ def test_without_a_helper_this_process_compiles(
 
 
 COMPILE = """
-    from gpipe_fast.fuse.cubins import Cubin, cubins
+    from gpipe_fast.fuse.cubin import Cubin
+    from gpipe_fast.fuse.cubins import cubins
     from tests.unit.fuse.test_cubins import source
     print("started", flush=True)
     made = cubins([source(block=64 << i) for i in range(8)], (9, 0))
