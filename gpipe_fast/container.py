@@ -13,7 +13,7 @@ from gpipe_fast.compat import torchgpipe_state_dict
 from gpipe_fast.devices import casts_of
 from gpipe_fast.layers.structure import LayerSequence
 from gpipe_fast.runtime.runner import Runner
-from gpipe_fast.unsupported import refuse_jit_script
+from gpipe_fast.unsupported import refuse
 from gpipe_fast.weights.load import (
     Initialize,
     has_meta_tensors,
@@ -194,7 +194,7 @@ class Container(Placed, LayerSequence):
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises RuntimeError. ``torch.jit.script`` calls this method."""
-        refuse_jit_script()
+        refuse("torch.jit.script")
 
     def load_weights(self, source: Source, *, strict: bool = True, init: Initialize | None = None) -> Any:
         """Loads a state dict or a file, stage by stage. Layers on the meta device get memory first.

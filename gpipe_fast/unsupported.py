@@ -85,9 +85,9 @@ def has_observers(inputs: Sequence[Tensor], modules: Callable[[], Iterable[nn.Mo
     transform = innermost_transform()
     if transform is not None:
         name = transform.key().name.lower()
-        _refuse(f"torch.func.{name}" + (" (which vjp and jacrev use)" if name == "grad" else ""))
+        refuse(f"torch.func.{name}" + (" (which vjp and jacrev use)" if name == "grad" else ""))
     if jit_trace() is not None:
-        _refuse("torch.jit.trace")
+        refuse("torch.jit.trace")
     if has_dual_level():
         _refuse_tangents(inputs, modules())
     if any(type(tensor) is not Tensor and isinstance(tensor, FakeTensor) for tensor in inputs):
@@ -136,24 +136,20 @@ def _refuse_tangents(inputs: Iterable[Tensor], modules: Iterable[nn.Module]) -> 
     tables = (t for m in modules for t in (m._parameters, m._buffers, vars(m)))
     held = (value for table in tables for value in table.values() if isinstance(value, Tensor))
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in chain(inputs, held)):
-        _refuse("forward-mode AD (its tangents would be lost)")
+        refuse("forward-mode AD (its tangents would be lost)")
 
 
 def _refuse_tracer(mode: str) -> NoReturn:
-    _refuse("torch.export" if torch.compiler.is_exporting() else mode)
+    refuse("torch.export" if torch.compiler.is_exporting() else mode)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(f"{what} cannot look into a GPipe, whose layers run in C++; {_ADVICE}")
-
-
-def refuse_jit_script() -> NoReturn:
-    """Refuses ``torch.jit.script``.
+def refuse(what: str) -> NoReturn:
+    """Refuses a transform or a tracer.
 
     Raises:
         RuntimeError: always.
     """
-    _refuse("torch.jit.script")
+    raise RuntimeError(f"{what} cannot look into a GPipe, whose layers run in C++; {_ADVICE}")
 
 
 def global_hook() -> str | None:
