@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ from gpipe_fast.trace.joint_graph import parameters_of
 from gpipe_fast.trace.layer_states import LayerStates
 from gpipe_fast.unsupported import global_hook, has_observers, without_observers
 from gpipe_fast.user_warning import warn_user, warns_of_idle_stages
-from gpipe_fast.weights.load import forget_data, has_meta_tensors
+from gpipe_fast.weights.load import forget_data
 
 _Result = TypeVar("_Result")
 # The most times that a call is planned because layers in Python change meanwhile. A state that cannot be
@@ -190,11 +190,6 @@ class Runner:
     def layers(self) -> list[nn.Module]:
         """The layers, in order."""
         return [*self.children.values()]
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Yields all modules of all layers."""
-        for layer in self.layers:
-            yield from layer.modules()
 
     def partitions(self) -> list[nn.Sequential]:
         """Returns the layers of each stage, under their names."""
@@ -553,7 +548,7 @@ class Runner:
 
     def _observed(self, inputs: Inputs, function: Callable[[str | None], _Result]) -> _Result:
         """Calls a function, without the modes and hooks around it, with the name of a global hook or None."""
-        if not has_observers(inputs.tensors, self.modules):
+        if not has_observers(inputs.tensors, lambda: nn.ModuleList(self.layers).modules()):
             return function(None)
         return without_observers(function, global_hook())
 
@@ -580,14 +575,11 @@ class Runner:
             return
         with TRACING_LOCK:
             self.detect_changes()
-            if any(map(has_meta_tensors, self._own_layers())):
+            if any(tensor.is_meta for tensor in self.own_tensors()):
                 return
             found = self._observed(inputs, lambda _: first_balance(self, inputs, training, schedule))
             if found is not None:
                 self._take(self.placement._replace(balance=found, is_pending=False))
-
-    def _own_layers(self) -> Iterable[nn.Module]:
-        return (partition for partition, device in self.placed() if device.type != "meta")
 
     def call_of(self, inputs: Inputs, training: bool, given: StepInputs | None = None) -> Call:
         """As for `updated_call`, if nothing has changed since."""
