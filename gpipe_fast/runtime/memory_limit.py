@@ -30,7 +30,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from torch import fx
 
 from gpipe_fast.lower.alias import source_of
 from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, NO_RECOMPUTE, Checkpoint, SavedFraction
@@ -322,13 +321,10 @@ def _times(joint: JointGraph) -> tuple[int, int]:
     times = Counter[bool]()
     for node in joint.module.graph.nodes:
         computes = node.op == "call_function" and node.target is not operator.getitem
-        if computes and source_of(node).base is node:
-            times[is_backward(node)] += _time_of(node)
+        has_value = isinstance(node.meta.get("val"), (AnyTensor, tuple, list))
+        if computes and has_value and source_of(node).base is node:
+            times[is_backward(node)] += nanoseconds(node)
     return times[False], times[True]
-
-
-def _time_of(node: fx.Node) -> int:
-    return nanoseconds(node) if isinstance(node.meta.get("val"), (AnyTensor, tuple, list)) else 0
 
 
 def _fraction(rungs: Sequence[Rung], rung: int) -> SavedFraction:
