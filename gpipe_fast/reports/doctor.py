@@ -168,12 +168,11 @@ def _in_python(model: GPipe) -> list[str]:
 
 
 def _plans(model: GPipe) -> list[str]:
-    eviction = runner_of(model).planner.eviction
-    plans, templates = (
-        f"{number / 2**20:.1f} MiB" for number in (eviction.num_bytes(), eviction.template_bytes())
-    )
+    planner = runner_of(model).planner
+    eviction, sizes = planner.eviction, (planner.eviction.num_bytes(), planner.compiler.template_bytes())
+    plans, templates = (f"{number / 2**20:.1f} MiB" for number in sizes)
     limit = f"of at most {eviction.limit / 2**20:.1f} MiB"
-    lines = [f"{eviction.num_kept()} kept, with programs and graphs of about {plans} {limit}"]
+    lines = [f"{len(eviction.plans())} kept, with programs and graphs of about {plans} {limit}"]
     lines += [f"{eviction.num_evicted} evicted since the model was made"] if eviction.num_evicted else []
     return [*lines, f"templates for further sizes: about {templates} {limit}"]
 

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from gpipe_fast.layers.device_memory import device_memory_bytes
 from gpipe_fast.layers.quantized import stored_bytes
-from gpipe_fast.trace.joint_graph import JointGraph
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -62,37 +61,18 @@ class Cache(OrderedDict[_Key, _Value]):
         return found
 
 
-_NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
-_VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data
-_NATIVE_VALUE_BYTES = 560  # the same as a C++ object
-_PLAN_BYTES = 20_000  # a plan without its programs: the signature, keys of states, and
-_ACTION_BYTES = 400  # the actions
+# Without constants, which belong to the graph.
+NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
+VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data
+NATIVE_VALUE_BYTES = 560  # the same as a C++ object
+PLAN_BYTES = 20_000  # a plan without its programs: the signature, keys of states, and
+ACTION_BYTES = 400  # the actions
 
 # The variable of the environment with the limit, in MiB.
 LIMIT_VARIABLE = "GPIPE_FAST_PLANS_MIB"
 # By default, plans may keep this fraction of the parameters' bytes; or this fraction of the host's memory, at
 # most so many bytes, if that is more.
 _FRACTION_OF_PARAMETERS, _FRACTION_OF_HOST, _MAX_OF_HOST = 1 / 8, 1 / 16, 1 << 30
-
-
-def graph_bytes(joint: JointGraph) -> int:
-    """Returns the bytes of a joint graph."""
-    return _NODE_BYTES * len(joint.module.graph.nodes)
-
-
-def program_bytes(num_values: int) -> int:
-    """Returns the bytes of a program as data, without its constants, which belong to the graph."""
-    return _VALUE_BYTES * num_values
-
-
-def native_bytes(num_values: int) -> int:
-    """Returns the bytes of a program as a C++ object, without its constants."""
-    return _NATIVE_VALUE_BYTES * num_values
-
-
-def plan_bytes(num_actions: int) -> int:
-    """Returns the bytes of a plan without its programs."""
-    return _PLAN_BYTES + _ACTION_BYTES * num_actions
 
 
 def limit_bytes(parameters: Iterable[Tensor]) -> int:

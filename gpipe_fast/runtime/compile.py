@@ -17,7 +17,7 @@ from torch import Tensor
 from gpipe_fast.fuse.availability import fusion_of, with_user_launches
 from gpipe_fast.lower.accumulation import AccumulationPolicy
 from gpipe_fast.lower.program_template import ProgramTemplates
-from gpipe_fast.runtime.cache import Cache, graph_bytes, program_bytes
+from gpipe_fast.runtime.cache import NODE_BYTES, VALUE_BYTES, Cache
 from gpipe_fast.runtime.compiled import (
     ArrivingLayouts,
     CompiledStage,
@@ -206,20 +206,19 @@ class Compiler:
         traces = {id(traced): traced for traced in (*self._traces.values(), *(s.traced for s in stages))}
         shared = self._reusable_graphs()
         written = {id(graph): graph for traced in traces.values() if (graph := traced.written_graph())}
-        graphs = [graph for key, graph in written.items() if key not in shared]
-        programs = sum(stage.num_bytes() for stage in stages) + sum(t.num_bytes() for t in traces.values())
-        return programs + sum(map(graph_bytes, graphs))
+        programs = sum(stage.native_bytes for stage in stages) + sum(t.num_bytes() for t in traces.values())
+        return programs + _bytes_of(graph for key, graph in written.items() if key not in shared)
 
     def template_bytes(self) -> int:
         """Returns an estimate of the bytes of the templates, and of the traces kept for other stages."""
         templates = [family.template for family in list(self._families.values()) if family.template]
         num_values = sum(ProgramTemplates.of(template).num_values() for template in templates)
-        graphs = sum(map(graph_bytes, self._reusable_graphs().values()))
-        return graphs + program_bytes(num_values)
+        return _bytes_of(self._reusable_graphs().values()) + VALUE_BYTES * num_values
 
     def _reusable_graphs(self) -> dict[int, JointGraph]:
         families = (graph for family in list(self._families.values()) for graph in family.graphs())
-        return {id(graph): graph for graph in (*families, *self._parts.graphs())}
+        parts = (graph for _, (graph, _) in self._parts.entries())
+        return {id(graph): graph for graph in (*families, *parts)}
 
     def cached(self) -> list[CompiledStage]:
         """Returns the cached compiled stages, the least recently used first."""
@@ -399,6 +398,10 @@ class Compiler:
         if found is None:
             found = self._families[key] = ShapeFamily()
         return found
+
+
+def _bytes_of(graphs: Iterable[JointGraph]) -> int:
+    return NODE_BYTES * sum(len(graph.module.graph.nodes) for graph in graphs)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from gpipe_fast.lower.checkpoint import SavedFraction
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.program_template import Program, ProgramsOfStage, ProgramTemplates, lower_graphs
 from gpipe_fast.lower.split import SplitGraphs, split
-from gpipe_fast.runtime.cache import Cache, native_bytes, program_bytes
+from gpipe_fast.runtime.cache import NATIVE_VALUE_BYTES, VALUE_BYTES, Cache
 from gpipe_fast.runtime.module_warnings import layers_title
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, TorchModes, form_of, outputs_of
 from gpipe_fast.strides import bits_of
@@ -176,7 +176,7 @@ class TracedStage:
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of the lowered stages, without the graph."""
         programs = (program for each in list(self.lowered.values()) for program in each.all_programs())
-        return sum(program_bytes(program.num_values) for program in programs)
+        return VALUE_BYTES * sum(program.num_values for program in programs)
 
     def written_graph(self) -> JointGraph | None:
         """Returns the graph if it is in memory."""
@@ -256,6 +256,7 @@ class CompiledStage:
         segment_key: the segment key that it was compiled for.
         outputs: the specs of its outputs.
         traced: its graph, possibly shared with other stages.
+        native_bytes: an estimate of the bytes of its C++ programs, without those of the trace.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class CompiledStage:
         )
         self._note_sharded_gradients()
         self._segments: dict[tuple[SavedFraction, bool], Segment] = {}
-        self._native_bytes = 0
+        self.native_bytes = 0
 
     def _note_sharded_gradients(self) -> None:
         """Notes what this process computes of the gradients of sharded parameters.
@@ -323,15 +324,9 @@ class CompiledStage:
             progress.step("splitting", self.stage.first_layer, len(self.stage.layers))
             lowered = self.traced.lower(*key)
             self._segments[key] = self._build(lowered)
-            programs = lowered.all_programs()
-            self._native_bytes += sum(
-                native_bytes(each.num_values) + each.constant_bytes() for each in programs
-            )
+            for each in lowered.all_programs():
+                self.native_bytes += NATIVE_VALUE_BYTES * each.num_values + each.constant_bytes()
         return self._segments[key]
-
-    def num_bytes(self) -> int:
-        """Returns an estimate of the bytes of the C++ programs, without those of the trace."""
-        return self._native_bytes
 
     def _build(self, lowered: LoweredStage) -> Segment:
         stage = self.stage

@@ -73,10 +73,6 @@ def layers_share_memory(layers: Sequence[nn.Module]) -> bool:
     return len(set(addresses)) < len(addresses)
 
 
-def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    return set(_addresses(tensors))
-
-
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Returns the addresses of storages. Tensor subclasses are left out, because they are not traced."""
     strided = (t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided)
@@ -134,12 +130,8 @@ class FakeInputs(NamedTuple):
         return (self.structure, self.skips, *map(key_of_fake, self.tensors))
 
 
-class PartGraphs(Cache[Hashable, tuple[JointGraph, str]]):
-    """The graphs of traced parts, for all parts in the same state, and the layers they were made for."""
-
-    def graphs(self) -> list[JointGraph]:
-        """Returns the graphs."""
-        return [joint for _, (joint, _) in self.entries()]
+# The graphs of traced parts, for all parts in the same state, and the layers they were made for.
+PartGraphs = Cache[Hashable, tuple[JointGraph, str]]
 
 
 def trace_stage(
@@ -215,9 +207,9 @@ def _depend_on_each_other(parts: Sequence[Stage], joints: Sequence[JointGraph]) 
         for joint in joints
         for node in joint.module.graph.find_nodes(op="get_attr")
     ]
-    memory = set().union(*(_memory_of(buffers_of(part.layers)) for part in parts)) if constants else set()
+    memory = {address for part in parts for address in _addresses(buffers_of(part.layers))}
     uses_other = any(joint.written_inputs or _reads_whole_memory(joint) for joint in joints[1:])
-    return uses_other or not _memory_of(constants).isdisjoint(memory)
+    return uses_other or not memory.isdisjoint(_addresses(constants))
 
 
 def _reads_whole_memory(joint: JointGraph) -> bool:

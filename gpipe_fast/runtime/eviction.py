@@ -59,15 +59,7 @@ class Eviction:
 
     def num_bytes(self) -> int:
         """Returns an estimate of the bytes of all plans, programs and graphs, without the templates."""
-        return self._compiler.num_bytes() + sum(plan.num_bytes for plan in self._all_plans())
-
-    def template_bytes(self) -> int:
-        """Returns an estimate of the bytes of the templates."""
-        return self._compiler.template_bytes()
-
-    def num_kept(self) -> int:
-        """Returns the number of plans that are kept."""
-        return len(self._all_plans())
+        return self._compiler.num_bytes() + sum(plan.num_bytes for plan in self.plans())
 
     def run(self, latest: PlannedCall | None) -> None:
         """Forgets the least recently used stages, plans and templates until the rest is within the limit.
@@ -84,7 +76,7 @@ class Eviction:
         self._num_uncounted = 0
         while self.num_bytes() > self.limit and (self._forget_stage(latest) or self._forget_plan(latest)):
             pass
-        while self.template_bytes() > self.limit and self._compiler.forget_oldest_template():
+        while self._compiler.template_bytes() > self.limit and self._compiler.forget_oldest_template():
             pass
 
     def _forget_stage(self, latest: PlannedCall | None) -> bool:
@@ -114,9 +106,10 @@ class Eviction:
         return False
 
     def _used(self) -> set[CompiledStage]:
-        return {stage for plan in self._all_plans() for stage in plan.compiled_stages()}
+        return {stage for plan in self.plans() for stage in plan.compiled_stages()}
 
-    def _all_plans(self) -> list[PlannedCall]:
+    def plans(self) -> list[PlannedCall]:
+        """Returns the plans that are kept."""
         return [plan for *_, known in self._known() for _, plan in known.by_layouts.entries()]
 
     def _planners(self) -> list[Planner]:

@@ -18,7 +18,7 @@ from gpipe_fast.layers.batchnorm import statistics_indices
 from gpipe_fast.layers.sharded import is_gathered
 from gpipe_fast.layers.structure import ONE_TENSOR, BatchDims, Structure, layer_title
 from gpipe_fast.lower.checkpoint import SavedFraction, has_recompute
-from gpipe_fast.runtime.cache import plan_bytes
+from gpipe_fast.runtime.cache import ACTION_BYTES, PLAN_BYTES
 from gpipe_fast.runtime.compiled import CompiledStage
 from gpipe_fast.runtime.stage import BoundarySpec, Stage, form_of, given_skips
 from gpipe_fast.schedule import Action, Kind, Schedule, ScheduleChoice, fill_drain, schedule_for
@@ -76,7 +76,7 @@ class PlannedCall:
     @cached_property
     def num_bytes(self) -> int:
         """An estimate of the bytes of the plan, without its programs."""
-        return plan_bytes(sum(map(len, self.schedule.stages)))
+        return PLAN_BYTES + ACTION_BYTES * sum(map(len, self.schedule.stages))
 
     def possible_losses(self, stage: Stage) -> list[Tensor]:
         """Returns uninitialized tensors like the first output of the last layer: the loss of a step.

@@ -17,7 +17,7 @@ from gpipe_fast._extension import Arena
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR
 from gpipe_fast.lower.split import split
-from gpipe_fast.runtime.cache import Cache, limit_bytes, native_bytes, program_bytes
+from gpipe_fast.runtime.cache import NATIVE_VALUE_BYTES, VALUE_BYTES, Cache, limit_bytes
 from gpipe_fast.trace import layer_states
 from gpipe_fast.trace.layer_states import LayerState
 from tests.heap import heap_bytes
@@ -78,7 +78,7 @@ def test_bytes_of_programs_as_data() -> None:
     graph = split(trace_joint(layers, x), 0.0).backward
     assert graph is not None
     made, measured = python_bytes(lambda: lower(graph))
-    assert within_a_factor_of_two(program_bytes(made[0].num_values), measured)
+    assert within_a_factor_of_two(VALUE_BYTES * made[0].num_values, measured)
 
 
 def test_bytes_of_native_programs() -> None:
@@ -89,7 +89,9 @@ def test_bytes_of_native_programs() -> None:
     for _ in range(COUNT):
         kept += [program.build(Arena(), device) for program in lowered]
     measured = (heap_bytes() - before) // COUNT
-    assert within_a_factor_of_two(sum(native_bytes(program.num_values) for program in lowered), measured)
+    assert within_a_factor_of_two(
+        NATIVE_VALUE_BYTES * sum(program.num_values for program in lowered), measured
+    )
 
 
 def test_the_limit_follows_the_parameters_and_the_environment(
