@@ -116,11 +116,8 @@ class ModuleState:
             in_python: the indices of layers that have run in Python since then, which may change themselves.
         """
         with torch.set_grad_enabled(self.modes.grad), exact_autocast(self.modes.autocast):  # for the guards
-            return self._is_changed(in_python)
-
-    def _is_changed(self, in_python: Container[int]) -> bool:
-        key, _ = self._known.get(self.modes.of_captures(), (None, 0))
-        others = {index for index in self._watched if index not in in_python}
-        if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
-            return True
-        return key is not None and not key.guards_hold(self.layers, others, True)
+            key, _ = self._known.get(self.modes.of_captures(), (None, 0))
+            others = {index for index in self._watched if index not in in_python}
+            if not all(self._watched[index].unchanged([self.layers[index]]) for index in others):
+                return True
+            return key is not None and not key.guards_hold(self.layers, others, True)
