@@ -17,9 +17,6 @@ from gpipe_fast.balance.partition import balance_by_cost
 from gpipe_fast.devices import Device, checked_devices
 from gpipe_fast.layers.device_memory import check_partitions_fit
 from gpipe_fast.runtime.processes import ONE_PROCESS, Processes
-from gpipe_fast.runtime.stage import Stage, StageOptions
-from gpipe_fast.skip import skips_of
-from gpipe_fast.trace.layer_states import LayerStates
 
 _Item = TypeVar("_Item")
 
@@ -77,27 +74,6 @@ class Placement(NamedTuple):
     def partitions(self, children: Mapping[str, nn.Module]) -> list[nn.Sequential]:
         """Returns the layers of each stage, under their names."""
         return [nn.Sequential(OrderedDict(own)) for own in _partitions_of(children.items(), self.balance)]
-
-    def stages(
-        self, layers: Sequence[nn.Module], own: range, options: StageOptions, states: LayerStates
-    ) -> list[Stage]:
-        """Returns a stage for each partition.
-
-        Args:
-            layers: all layers of the model.
-            own: the stages of this process.
-            options: what holds for all stages.
-            states: the known states of the layers.
-        """
-        stages: list[Stage] = []
-        skips = skips_of(layers)
-        parts = _partitions_of(layers, self.balance)
-        first = 0
-        for index, (part, device) in enumerate(zip(parts, self.devices, strict=True)):
-            here = options._replace(is_remote=index not in own)
-            stages.append(Stage(part, first, device, skips=skips, options=here, states=states))
-            first += len(part)
-        return stages
 
 
 def resolve_devices(devices: Iterable[Device] | Device | None) -> list[torch.device] | None:

@@ -34,6 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -323,11 +324,15 @@ class Runner:
             devices=() if is_absent else tuple(devices),
         )
         own = range(len(balance)) if is_absent else self.processes.stages_of(len(balance))
-        stages = Placement(balance, devices, None).stages(self.layers, own, options, LayerStates())
         # A weak reference: the processes keep plans, and those, in C++, their stages.
         processes: Processes = weakref.proxy(self.processes)
-        for index, stage in enumerate(stages):
+        layers, skips, states = self.layers, skips_of(self.layers), LayerStates()
+        stages: list[Stage] = []
+        for index, (end, size) in enumerate(zip(accumulate(balance), balance, strict=True)):
+            here, first = options._replace(is_remote=index not in own), end - size
+            stage = Stage(layers[first:end], first, devices[index], skips=skips, options=here, states=states)
             stage.own_group = partial(_own_group, processes, index)
+            stages.append(stage)
         return stages
 
     def planner_for(
