@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,22 +137,15 @@ def make_plan(
     else:
         check_outputs([(p[-1].outputs.structure, [s.shape for s in p[-1].outputs.tensors]) for p in known])
     own_stages = own_stages_of(stages)
-    _check_shared_buffers(_written_buffers(stages, known), _used_tensors(stages, known))
+    _check_shared_buffers(stages, known)
     training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
     schedule = planned_schedule(stages, saved_fractions, training, order, call.slots)
     forward, backward, step = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
+    chains = _chains(stages, saved_fractions, known, defers)
     native = _extension.Plan(
-        stages=[
-            _extension.StagePlan(**own, chains=chains, has_fixed_chains=known is not None, finder=finder)
-            for own, chains, finder in zip(
-                _stage_arguments(stages),
-                _chains(stages, saved_fractions, known, defers),
-                finders,
-                strict=True,
-            )
-        ],
+        stages=_stage_plans(stages, finders, chains, known is not None),
         num_skips=len(stages[-1].skips),
         forward=forward,
         backward=backward,
@@ -222,19 +215,6 @@ def needs_backward(
     return torch.is_grad_enabled() and any(needed)
 
 
-def _written_buffers(
-    stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
-) -> dict[int, list[Tensor]]:
-    """Returns, by stage of this process, the buffers that its forward may write: if not compiled, all buffers
-    in training.
-    """
-    if known is not None:
-        here = [not stage.options.is_remote for stage in stages]
-        return {i: stage.written_buffers() for i, stage in enumerate(known[0]) if here[i]}
-    writing = any(layer.training for stage in stages for layer in stage.layers)
-    return {i: buffers_of(stage.layers) for i, stage in enumerate(stages)} if writing else {}
-
-
 def _check_no_replicas(stages: Sequence[Stage]) -> None:
     for stage in stages:
         if _replicated_parameters(stage):
@@ -245,21 +225,29 @@ def _check_no_replicas(stages: Sequence[Stage]) -> None:
             )
 
 
-def _stage_arguments(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """Returns arguments of the C++ StagePlan, with parameters and buffers by index in the model."""
+def _stage_plans(
+    stages: Sequence[Stage],
+    finders: Sequence[SegmentSearch],
+    chains: Sequence[Sequence[Sequence[_extension.Segment]]],
+    has_fixed_chains: bool,
+) -> list[_extension.StagePlan]:
+    """Returns the C++ plans of stages, with parameters and buffers by index in the model."""
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _index_by_id(parameters_of(layers)), _index_by_id(buffers_of(layers))
     return [
-        {
-            "num_layers": len(stage.layers),
-            "parameters": [parameters[id(p)] for p in parameters_of(own)],
-            "buffers": [buffers[id(b)] for b in buffers_of(own)],
-            "replicated_parameters": _replicated_parameters(stage) if own else [],
-            "gathered_parameters": [i for i, p in enumerate(parameters_of(own)) if is_gathered(p)],
-            "device": stage.device,
-            "statistics": statistics_indices(own, buffers_of(own)) if stage.options.deferred else [],
-        }
-        for stage in stages
+        _extension.StagePlan(
+            num_layers=len(stage.layers),
+            parameters=[parameters[id(p)] for p in parameters_of(own)],
+            buffers=[buffers[id(b)] for b in buffers_of(own)],
+            replicated_parameters=_replicated_parameters(stage) if own else [],
+            gathered_parameters=[i for i, p in enumerate(parameters_of(own)) if is_gathered(p)],
+            device=stage.device,
+            statistics=statistics_indices(own, buffers_of(own)) if stage.options.deferred else [],
+            chains=chain,
+            has_fixed_chains=has_fixed_chains,
+            finder=finder,
+        )
+        for stage, finder, chain in zip(stages, finders, chains, strict=True)
         for own in [[] if stage.options.is_remote else stage.layers]
     ]
 
@@ -365,24 +353,26 @@ def _schedule_parts(
     return forward, _extension_actions(schedule.backward_part(), stages) if training else None, None
 
 
-def _used_tensors(
-    stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None
-) -> list[list[Tensor]]:
-    """Returns, by stage, its buffers; and if compiled, the tensors to which its layers merely refer.
+def _check_shared_buffers(stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None) -> None:
+    """Checks that no stage of this process uses a buffer that the forward of another one may write.
 
-    Those of stages in other processes are left out.
+    If stages are not compiled, each may write all of its buffers in training. The tensors to which layers
+    merely refer are known of compiled ones.
     """
-    constants = [[] for _ in stages] if known is None else [stage.traced.constants() for stage in known[0]]
-    return [
-        [] if stage.options.is_remote else [*buffers_of(stage.layers), *referred]
-        for stage, referred in zip(stages, constants, strict=True)
-    ]
-
-
-def _check_shared_buffers(written: Mapping[int, Sequence[Tensor]], used: Sequence[Sequence[Tensor]]) -> None:
-    for writer, buffers in written.items():
-        for buffer in buffers:
-            for other, tensors in enumerate(used):
+    is_training = any(layer.training for stage in stages for layer in stage.layers)
+    written: dict[int, list[Tensor]] = {}
+    used: dict[int, list[Tensor]] = {}
+    for index, stage in enumerate(stages):
+        buffers = buffers_of(stage.layers)
+        if known is None:
+            written[index], used[index] = buffers if is_training else [], buffers
+        elif not stage.options.is_remote:
+            compiled = known[0][index]
+            written[index] = compiled.written_buffers()
+            used[index] = [*buffers, *compiled.traced.constants()]
+    for writer, own in written.items():
+        for buffer in own:
+            for other, tensors in used.items():
                 if other != writer and any(t is buffer or share_memory(t, buffer) for t in tensors):
                     raise ValueError(
                         f"stage {writer} writes a buffer of shape {list(buffer.shape)} that stage {other} "
