@@ -71,7 +71,7 @@ from gpipe_fast.trace.fake import RealLayouts
 from gpipe_fast.trace.layer_states import LayerState, LayerStates
 from gpipe_fast.trace.symbols import symbolic_size
 
-# Returns what forward reads from a tensor, given a function such as `bool`, its arguments, the calls so far,
+# Returns what forward reads from a tensor, given a method such as `item`, its arguments, the calls so far,
 # and a function that returns the tensors of modules.
 Decide = Callable[[Any, Nested, Dataflow, ReadOwned], Any]
 
@@ -498,15 +498,14 @@ class _Attempt:
         where = place_of(next(x for x in pytree.tree_leaves(arguments) if isinstance(x, fx.Node)))
         if graph is None:
             self._fail(CannotCut(f"a function between blocks branches on a tensor at {where}"))
-        target = bool if name == "bool" else getattr(Tensor, name)
         try:
             reader = GraphReader(graph, self._seen(dynamo.sources_of(graph)))
-            answer = self._decide(target, reader.nested(arguments), reader.flow(), self._read)
+            answer = self._decide(name, reader.nested(arguments), reader.flow(), self._read)
         except Unknown as reason:
             self._fail(CannotCut(f"forward branches on a tensor at {where}, which depends on {reason}"))
         except Exception as error:
             self._fail(error)
-        self._decisions.append((target, arguments, answer, where))
+        self._decisions.append((name, arguments, answer, where))
         return answer
 
     def _value_of(self, source: Source | None) -> Any:

@@ -141,7 +141,7 @@ class Call:
     """A call of a function or of a module.
 
     Attributes:
-        target: the function or the module.
+        target: the module, the function, or the name of a method of the first argument.
         arguments: its positional and keyword arguments.
         result: what it returned.
         draws: whether it draws random numbers.
@@ -194,7 +194,7 @@ class Decision:
     """A number that forward reads from a tensor, and by which it decides what to do.
 
     Attributes:
-        target: the function that returned it, as ``bool``.
+        target: the name of the method that returned it, as ``item``.
         arguments: its arguments.
         answer: the number.
         position: how many calls come before it.

@@ -82,9 +82,9 @@ def computes(
 
 
 def _reads(
-    flow: Dataflow, target: Any, arguments: Nested, given: Sequence[int], read: Callable[[Owned], Tensor]
+    flow: Dataflow, target: str, arguments: Nested, given: Sequence[int], read: Callable[[Owned], Tensor]
 ) -> Function:
-    """Returns a function that calls another one, as `bool`, with values that it computes.
+    """Returns a function that calls a method of a tensor, as ``item``, with values that it computes.
 
     Raises:
         Unknown: as for `computes`.
@@ -114,7 +114,7 @@ def readers(flow: Dataflow, may_read: bool) -> list[Function]:
 def decide_by(tensors: Sequence[Tensor], may_read: bool, opened: Container[nn.Module]) -> Any:
     """Returns a function that reads from tensors what forward reads from its inputs."""
 
-    def decide(target: Any, arguments: Nested, flow: Dataflow, own: Callable[[Owned], Tensor]) -> Any:
+    def decide(target: str, arguments: Nested, flow: Dataflow, own: Callable[[Owned], Tensor]) -> Any:
         def read(owned: Owned) -> Tensor:
             if owned.owner not in opened and owned.name in owned.owner._buffers:
                 raise Unknown(f"{owned.name!r} of a {type(owned.owner).__name__}, which may change it")
@@ -153,7 +153,7 @@ def _compared_draw(flow: Dataflow, arguments: Nested) -> int | None:
         return flow.calls[producers[refs[0]]] if is_one else None
 
     comparison = maker(arguments.leaves)
-    if comparison is None or getattr(comparison.target, "__name__", "").strip("_") not in _COMPARISONS:
+    if comparison is None or getattr(comparison.target, "__name__", comparison.target) not in _COMPARISONS:
         return None
     draw = maker(comparison.arguments.leaves)
     if draw is None or draw.target is not torch.rand:

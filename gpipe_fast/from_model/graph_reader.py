@@ -215,7 +215,8 @@ class GraphReader:
         for tensor in run.changed:
             self._check_changed(tensor, where)
         mutates = tuple(sorted({self._refs[id(tensor)].index for tensor in run.changed}))
-        function, arguments = self._function(node), self.nested((node.args, node.kwargs), where)
+        function: Any = target.target if isinstance(target, WholeCall) else target
+        arguments = self.nested((node.args, node.kwargs), where)
 
         def result(tensor: Tensor) -> Ref:
             is_changed = any(tensor is each for each in run.changed)
@@ -263,17 +264,6 @@ class GraphReader:
         else:
             return _Unknown(str(node.name))
         return found
-
-    def _function(self, node: fx.Node) -> Any:
-        target: Any = node.target
-        if isinstance(target, WholeCall):
-            return target.target
-        if node.op == "call_method":
-            return getattr(Tensor, target)
-        name = getattr(target, "__name__", "")
-        if getattr(operator, name, None) is target and isinstance(self._known(node.args[0]), Ref):
-            return getattr(Tensor, f"__{name.strip('_')}__", target)
-        return target
 
     def _check_changed(self, tensor: Tensor, where: Place) -> None:
         """Checks that a tensor that is changed in place is no input, and none that the model keeps."""

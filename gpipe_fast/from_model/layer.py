@@ -249,15 +249,9 @@ class _Writer:
             expression = f"self.{self._module(call.target)}({', '.join([*codes, *named])})"
             tables = ", ".join(f"{table!r}: t{index}" for index, (table, _) in enumerate(call.tables))
             return f"({expression}, {{{tables}}})" if tables else expression
-        target = call.target
-        name = getattr(target, "__name__", "")
-        if name == "__get__":  # an attribute such as x.T
-            return f"{codes[0]}.{target.__self__.__name__}"
-        if getattr(Tensor, name, None) is target:
-            if name == "__getitem__":
-                return f"{codes[0]}[{codes[1]}]"
-            return f"{codes[0]}.{name}({', '.join([*codes[1:], *named])})"
-        return f"{self._function(target)}({', '.join([*codes, *named])})"
+        if isinstance(call.target, str):
+            return f"{codes[0]}.{call.target}({', '.join([*codes[1:], *named])})"
+        return f"{self._function(call.target)}({', '.join([*codes, *named])})"
 
     def _module(self, module: nn.Module) -> str:
         for name, known in self.modules.items():

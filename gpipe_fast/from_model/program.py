@@ -255,9 +255,10 @@ class SourcesOf(TorchFunctionMode):
         self._calls: dict[Any, deque[Call | None]] = {}
         for index, call in enumerate(flow.calls):
             if call.is_module or call.draws:
-                self._calls.setdefault(call.target, deque()).append(call if index in wanted else None)
+                target = getattr(Tensor, call.target) if isinstance(call.target, str) else call.target
+                self._calls.setdefault(target, deque()).append(call if index in wanted else None)
         # The model may change these in place.
-        copies = (call for call in flow.calls if call.target is Tensor.clone)
+        copies = (call for call in flow.calls if call.target == "clone")
         self._cloned = {ref for call in copies for ref in call.arguments.refs()}
         self._hooks = contextlib.ExitStack()
         self._depth = 0

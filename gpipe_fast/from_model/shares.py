@@ -370,16 +370,8 @@ class _Splitting:
     @staticmethod
     def _node(graph: fx.Graph, call: Call, nodes: Mapping[Any, fx.Node]) -> fx.Node:
         args, kwargs = call.arguments.build(lambda leaf: nodes[leaf] if isinstance(leaf, _INPUTS) else leaf)
-        name = getattr(call.target, "__name__", "")
-        if name == "__idiv__":
-            return graph.call_function(operator.itruediv, args)
-        if name == "__get__":  # an attribute such as x.T
-            return graph.call_function(getattr, (args[0], call.target.__self__.__name__))
-        if getattr(Tensor, name, None) is not call.target:
-            return graph.call_function(call.target, args, kwargs)
-        if name.startswith("__") and hasattr(operator, name):
-            return graph.call_function(getattr(operator, name), args, kwargs)
-        return graph.call_method(name, args, kwargs)
+        kind = "call_method" if isinstance(call.target, str) else "call_function"
+        return graph.create_node(kind, call.target, args, kwargs)
 
     def _is_output(self, leaf: Any) -> bool:
         return isinstance(leaf, Ref) and leaf.index >= self._flow.num_inputs
@@ -457,7 +449,6 @@ class _Splitting:
         is_same = (node.op, node.target) == (origin.op, origin.target) and arguments == own.arguments
         if is_same and not any(self._values[ref].storage in self._mutated for ref in own.result.refs()):
             return own.result.build(lambda leaf: leaf)
-        target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
         grad = own.surroundings.grad and any(
             self._values[x.index].requires_grad if isinstance(x, Ref) else x.read().requires_grad
             for x in arguments.leaves
@@ -473,7 +464,7 @@ class _Splitting:
         found = pytree.tree_map(result, value)
         leaves, spec = pytree.tree_flatten(found)
         returned = Nested(tuple(leaves), spec)
-        call = Call(target, arguments, returned, False, (), own.surroundings, own.place)
+        call = Call(node.target, arguments, returned, False, (), own.surroundings, own.place)
         self._added.setdefault(position, []).append(call)
         return found
 

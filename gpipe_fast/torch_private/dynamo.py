@@ -374,8 +374,8 @@ def elements_answered(answer: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """Answers what captured code reads from the elements of tensors by a function, in a block.
 
     Args:
-        answer: returns the result of a method of a tensor, such as ``item`` or ``equal``, or of ``bool``. It
-            is called with the graph so far, the method's name, and the nodes of its arguments.
+        answer: returns the result of a method of a tensor, such as ``item``, ``equal`` or ``__bool__``. It is
+            called with the graph so far, the method's name, and the nodes of its arguments.
     """
     translator = symbolic_convert.InstructionTranslatorBase
     step, call, call_torch = (
@@ -406,7 +406,7 @@ def elements_answered(answer: Callable[[Any, str, Any], Any]) -> Iterator[None]:
         if pointer is not None and self.stack and _is_branch(self.instructions[pointer].opname):
             top = self.stack[-1].realize()
             if isinstance(top, TensorVariable):
-                self.stack[-1] = answered(self, "bool", [top], {})
+                self.stack[-1] = answered(self, "__bool__", [top], {})
         return step(self)
 
     with (
