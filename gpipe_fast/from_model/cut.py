@@ -20,7 +20,7 @@ from itertools import chain
 
 from torch import nn
 
-from gpipe_fast.from_model.dataflow import Call, CannotCut, Counted, Dataflow, Size
+from gpipe_fast.from_model.dataflow import Call, CannotCut, Counted, Dataflow, Size, symbol_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, in
     """Returns the first of some values that has a dimension of a size, and that dimension; or None."""
     for ref in refs:
         for dim, number in enumerate(flow.values[ref].shape):
-            if isinstance(number, Size) and number.is_size(size):
+            if number == Size(symbol_of(size)):
                 return ref, dim
     return None
 

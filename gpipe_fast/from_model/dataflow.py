@@ -426,20 +426,6 @@ class Size:
         symbols = {symbol_of(index): sympy.Symbol(name, integer=True) for index, name in names.items()}
         return python_of(self.expression.xreplace(symbols))
 
-    @property
-    def is_batch(self) -> bool:
-        """Whether it is the batch size."""
-        return self.sizes() == [0] and self.is_size(0)
-
-    @property
-    def follows_batch(self) -> bool:
-        """Whether it depends on the batch size."""
-        return 0 in self.sizes()
-
-    def is_size(self, index: int) -> bool:
-        """Returns whether it is one of the sizes."""
-        return bool(self.expression == symbol_of(index))
-
     def sizes(self) -> list[int]:
         """Returns the indices of the sizes on which it depends."""
         names = {str(symbol) for symbol in self.expression.free_symbols}
@@ -453,4 +439,4 @@ def at_sizes(leaf: Any, sizes: Sequence[int] | Mapping[int, int]) -> Any:
 
 def batch_dims(value: RecordedTensor) -> list[int]:
     """Returns the dimensions of a value whose size follows the batch size, the first of all sizes."""
-    return [dim for dim, size in enumerate(value.shape) if isinstance(size, Size) and size.follows_batch]
+    return [dim for dim, size in enumerate(value.shape) if isinstance(size, Size) and 0 in size.sizes()]

@@ -210,8 +210,8 @@ def _abstract(large: Mapping[int, int], leaf: Any) -> Any:
 
 
 def _is_concatenated(flow: Dataflow, ref: int) -> bool:
-    dims = batch_dims(flow.values[ref])
-    return len(dims) > 1 or (len(dims) == 1 and flow.values[ref].shape[dims[0]].is_batch)
+    sizes = [flow.values[ref].shape[dim] for dim in batch_dims(flow.values[ref])]
+    return len(sizes) > 1 or sizes == [Size(symbol_of(0))]
 
 
 def small_lengths(conditions: Sequence[Any], lengths: Sequence[int]) -> Sequence[int]:
