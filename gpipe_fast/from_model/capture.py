@@ -38,7 +38,6 @@ from gpipe_fast.from_model.graph_reader import (
     Run,
     Seen,
     WholeCall,
-    map_tensors,
     open_dataclass,
     place_of,
 )
@@ -463,7 +462,7 @@ class _Attempt:
             made = torch.empty_strided(shape, _strides_like(x, shape), dtype=x.dtype, device=self._device)
             return made.requires_grad_(x.requires_grad).clone() if x.requires_grad else made
 
-        return map_tensors(fake, returned)
+        return pytree.tree_map_only(Tensor, fake, returned)
 
     def _refuse_argument(self, value: Any, name: str, kind: type) -> None:
         """Refuses a block with an argument that no node can have; other modules are opened."""

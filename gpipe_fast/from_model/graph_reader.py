@@ -229,11 +229,10 @@ class GraphReader:
             found: Any = tuple(map(result, tensors))
             left = iter(found)
             tables = {k: x for k, x in target.tables.items() if x is not dict or target.written[k]}
-            returned = map_tensors(
-                lambda _: next(left), (target.result, target.written) if tables else target.result
-            )
+            everything = (target.result, target.written) if tables else target.result
+            returned = pytree.tree_map_only(Tensor, lambda _: next(left), everything)
         else:
-            returned = found = map_tensors(result, example)
+            returned = found = pytree.tree_map_only(Tensor, result, example)
         keeps_state = isinstance(function, nn.Module) and (
             function in self._seen.blocks or any(True for _ in function.buffers())
         )
@@ -332,11 +331,6 @@ def plain(value: Any, leaf: Callable[[Any], Any]) -> Any:
     if len(leaves) == 1 and leaves[0] is value:
         return leaf(value)
     return pytree.tree_unflatten([plain(each, leaf) for each in leaves], spec)
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Returns a nested value, with each tensor replaced by a function's result."""
-    return pytree.tree_map_only(Tensor, function, value)
 
 
 def place_of(node: fx.Node) -> Place:
