@@ -122,7 +122,6 @@ class Calls:
     def _forget(self) -> None:
         # By all but sizes: the shapes of the latest new kind of call, dimensions that vary, and the kinds.
         self._kinds: Cache[Any, tuple[list[torch.Size], list[Group], list[CallKind]]] = Cache(_MAX_KINDS)
-        self._structures: Cache[Structure, None] = Cache(_MAX_KINDS)  # of the arguments
         self._programs: list[Program] = []
 
     def set_blocks(
@@ -183,7 +182,7 @@ class Calls:
                 "a model with a mesh cannot be copied or pickled, because its processes make it together; "
                 "save model.state_dict(), which has the tensors of the own stages"
             )
-        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_structures", "_programs")}
+        return {k: v for k, v in vars(self).items() if k not in ("_kinds", "_programs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -218,8 +217,7 @@ class Calls:
 
     def note_number(self, structure: Structure) -> None:
         """Warns, once, if a number among the arguments of a new kind of call differs from earlier calls."""
-        number, num_others = changing_number(structure, self._structures)
-        self._structures[structure] = None
+        number, num_others = changing_number(structure, (known for known, *_ in self._kinds))
         if num_others > 1 and not self._warned_of_numbers:
             self._warned_of_numbers = True
             warn_user(changing_number_text(number))
