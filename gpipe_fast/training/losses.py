@@ -273,21 +273,21 @@ class LossLayer(Skippable):
             return
         others: list[Tensor] = []
         if self.shares is not None:
-            try:
-                found = self.shares.measures(targets, batch_size)
-            except MixesSamples as error:
-                raise ValueError(_refusal(self.function, error)) from None
+            found = self.shares.analysis
             if found is None:
                 # Layers before the loss run in Python, and it is analysed during the run.
                 again = functools.partial(self.measure, measures, targets, batch_size, processes)
                 self.shares.waiting.append((again, measures))
                 return
-            if processes.num_replicas > 1 and not all(self.shares.are_sums):
+            try:
+                others = found.measures(targets, batch_size)
+            except MixesSamples as error:
+                raise ValueError(_refusal(self.function, error)) from None
+            if processes.num_replicas > 1 and not all(found.split.are_sums):
                 raise ValueError(
                     f"{name_of(self.function)} computes a number of all targets that is no sum, and with "
                     "replicas those of several processes would have to be combined; pass normalizer="
                 )
-            others = found
         fill_measures(measures, batch_size, others)
         if processes.num_replicas > 1:
             measures.copy_(processes.sum_of_counts(measures))
@@ -422,6 +422,7 @@ class LossShares:
 
     Attributes:
         loss: the user's loss.
+        analysis: the latest analysis; None before the first outputs are known.
         waiting: what to call once the loss is analysed, with the vector of measures that it fills.
     """
 
@@ -437,12 +438,12 @@ class LossShares:
             device: the device of the last stage.
         """
         self.loss, self._dims, self._output_dim, self._device = loss, tuple(dims), output_dim, device
-        self._found: _Analysis | None = None
+        self.analysis: _Analysis | None = None
         self.waiting: list[tuple[Callable[[], None], Tensor]] = []
 
     def is_stale(self) -> bool:
         """Returns whether something that the loss reads besides its arguments has changed."""
-        return self._found is not None and not self._found.state.holds([self.loss])
+        return self.analysis is not None and not self.analysis.state.holds([self.loss])
 
     def prepare(self, output: Any, targets: Sequence[Tensor]) -> None:
         """Analyses the loss, unless that has happened for outputs and targets like these.
@@ -457,11 +458,8 @@ class LossShares:
             ValueError: it does not return one element.
         """
         tensors, structure = flatten(output)
-        if (
-            self._found is not None
-            and structure == self.loss.output
-            and self._found.holds([*tensors, *targets])
-        ):
+        known = self.analysis
+        if known is not None and structure == self.loss.output and known.holds([*tensors, *targets]):
             return
         self.loss.output = structure
         dims = [_dim_of(tensor, self._output_dim) for tensor in tensors]
@@ -485,26 +483,16 @@ class LossShares:
                     raise
                 continue
             if found.holds([*tensors, *targets]):
-                self._found = found
+                self.analysis = found
                 break
         else:
             raise MixesSamples("its Python code decides by the number of samples")
         while self.waiting:
             self.waiting.pop()[0]()
 
-    def measures(self, targets: Sequence[Tensor], batch_size: int) -> list[Tensor] | None:
-        """Returns the measures of a mini-batch but its size; None before the first outputs are known."""
-        return None if self._found is None else self._found.measures(targets, batch_size)
-
-    @property
-    def are_sums(self) -> tuple[bool, ...]:
-        """For each measure, whether those of replicas add up."""
-        assert self._found is not None
-        return self._found.split.are_sums
-
     def __call__(self, output: Any, targets: Sequence[Tensor], measures: Tensor) -> Any:
         """Returns the share of a micro-batch."""
-        found = self._found
+        found = self.analysis
         assert found is not None
         # Few objects are read here, because all of them are guarded in each call.
         is_tensor = isinstance(output, Tensor)

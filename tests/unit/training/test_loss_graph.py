@@ -22,16 +22,16 @@ COLUMN = TARGET[:, :1]
 CLASSES = torch.tensor([0, 1, 2, -100, 4, 0, -100, 1, 3, 3])
 
 
-def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> LossShares:
-    shares = LossShares(UserLoss(loss_fn, flatten(target)[1]), [dim], 0, CPU)
+def shares_of(loss_fn: Any, target: Tensor, dim: int | None = 0) -> Any:
+    shares: Any = LossShares(UserLoss(loss_fn, flatten(target)[1]), [dim], 0, CPU)
     shares.prepare(OUTPUT.requires_grad_(), [target])
     return shares
 
 
 def total(shares: LossShares, target: Tensor, sizes: tuple[int, ...], whole: Tensor = OUTPUT) -> Tensor:
     """Returns the sum of the shares of micro-batches of these sizes."""
-    measures = shares.measures([target], len(whole))
-    assert measures is not None
+    assert shares.analysis is not None
+    measures = shares.analysis.measures([target], len(whole))
     vector = torch.zeros(MAX_MEASURES, dtype=torch.float64)
     fill_measures(vector, len(whole), measures)
     parts = zip(whole.split(sizes), target.split(sizes), strict=True)
@@ -114,8 +114,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int]] = {
 def test_the_shares_of_unequal_micro_batches_add_up(name: str) -> None:
     loss_fn, target, num_measures = LOSSES[name]
     shares = shares_of(loss_fn, target)
-    assert len(shares.are_sums) == num_measures
-    assert all(shares.are_sums)
+    assert len(shares.analysis.split.are_sums) == num_measures
+    assert all(shares.analysis.split.are_sums)
     expected = loss_fn(OUTPUT, target)
     for sizes in ((10,), (5, 5), (1, 8, 1), (2, 2, 2, 4)):
         torch.testing.assert_close(total(shares, target, sizes), expected)
@@ -127,7 +127,7 @@ def test_numbers_of_samples_are_not_rounded_to_few_bits(name: str, dtype: torch.
     loss_fn, target, _ = LOSSES[name]
     target = target if target is CLASSES else target.to(dtype)
     output = OUTPUT.detach().to(dtype)
-    shares = LossShares(UserLoss(loss_fn, flatten(target)[1]), [0], 0, CPU)
+    shares: Any = LossShares(UserLoss(loss_fn, flatten(target)[1]), [0], 0, CPU)
     shares.prepare(output, [target])
     exact = loss_fn(output.float(), target if target is CLASSES else target.float())
     found = total(shares, target, (3, 7), output)
@@ -137,14 +137,14 @@ def test_numbers_of_samples_are_not_rounded_to_few_bits(name: str, dtype: torch.
 def test_a_sum_of_losses_in_float16_does_not_overflow() -> None:
     output, target = torch.full((3000, 2), 20.0, dtype=torch.float16), torch.zeros(3000, dtype=torch.long)
     output[:, 0] = -20
-    shares = LossShares(UserLoss(F.cross_entropy, flatten(target)[1]), [0], 0, CPU)
+    shares: Any = LossShares(UserLoss(F.cross_entropy, flatten(target)[1]), [0], 0, CPU)
     shares.prepare(output, [target])
     torch.testing.assert_close(total(shares, target, (2000, 1000), output).float(), torch.tensor(40.0))
 
 
 def test_a_number_of_targets_that_is_no_sum_is_marked() -> None:
     shares = shares_of(lambda y, t: y.sum() / t.max(), TARGET)
-    assert shares.are_sums == (True, False)
+    assert shares.analysis.split.are_sums == (True, False)
     torch.testing.assert_close(total(shares, TARGET, (3, 7)), OUTPUT.sum() / TARGET.max())
 
 
@@ -300,7 +300,7 @@ HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_what_mixes_samples_is_found_where_it_does_not_matter(name: str) -> None:
     with pytest.raises((MixesSamples, Refused)):
         shares = shares_of(HIDDEN[name], TARGET.detach().clone())
-        shares.measures([TARGET], len(OUTPUT))
+        shares.analysis.measures([TARGET], len(OUTPUT))
 
 
 SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -313,7 +313,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_that_replicas_cannot_add_up_are_marked(name: str) -> None:
-    assert not all(shares_of(SUMS[name], TARGET).are_sums)
+    assert not all(shares_of(SUMS[name], TARGET).analysis.split.are_sums)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -139,7 +139,7 @@ def test_sizes_in_the_code_of_a_user_are_kept(counted: Counted) -> None:
     loss = UserLoss(lambda y, t: F.mse_loss(y.view(-1, 2, 3).sum(1), t), flatten(torch.ones(1))[1])
     shares = LossShares(loss, [0], 0, CPU)
     shares.prepare(torch.randn(4, 6), [torch.randn(4, 3)])
-    found = shares.measures([torch.randn(8, 3)], 8)
+    found = shares.analysis.measures([torch.randn(8, 3)], 8)
     assert found == []
 
 
