@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,17 +99,9 @@ def move_parts(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
         for parameter in each._parameters.values():
             if parameter is None or type(parameter) in _PLAIN or is_wrapper(parameter):
                 continue
-            for holder in (parameter, *_holders(vars(parameter)), *_holders(vars(each))):
-                held = {name: value for name, value in vars(holder).items() if isinstance(value, Tensor)}
-                vars(holder).update((name, move(value)) for name, value in held.items())
-
-
-def _holders(attributes: Mapping[str, Any], depth: int = _DEPTH) -> Iterator[Any]:
-    """Yields the objects in attributes that may hold tensors."""
-    for value in attributes.values():
-        if depth > 1 and _may_hold_tensors(value):
-            yield value
-            yield from _holders(vars(value), depth - 1)
+            for path, owner, tensor in chain(*(_walk_attributes(x, "", _DEPTH) for x in (parameter, each))):
+                if owner is not each:
+                    vars(owner)[path.rpartition(".")[2]] = move(tensor)
 
 
 def _rewrapped(tensor: Any, convert: Callable[[Tensor], Tensor]) -> Any:
