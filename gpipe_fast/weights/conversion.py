@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_fast.weights.lazy_tensor import Entry
+from gpipe_fast.weights.lazy_tensor import Entry, entry_of
 from gpipe_fast.weights.source import Entries
 
 
@@ -48,14 +48,10 @@ def converted(module: nn.Module, entries: Entries) -> Entries:
             groups.setdefault(target, []).append((pattern, entries[name]))
     for target, parts in groups.items():
         converter = by_pattern[parts[0][0]]
-        trial = [(pattern, Entry(each.like, functools.partial(_same, each.like))) for pattern, each in parts]
+        trial = [(pattern, entry_of(each.like)) for pattern, each in parts]
         for key, like in _convert(module, converter, target, trial).items():
             found[key] = Entry(like, functools.partial(_convert_one, module, converter, target, parts, key))
     return found
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _convert_one(
