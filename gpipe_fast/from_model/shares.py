@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import linecache
-import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from gpipe_fast.from_model.graph_reader import plain
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import ShapeEnv, enable_python_dispatcher, logging_disabled
 from gpipe_fast.trace.fake import RealLayouts
-from gpipe_fast.trace.symbols import symbolic_size
+from gpipe_fast.trace.symbols import evaluated, symbolic_size
 from gpipe_fast.training.loss_graph import (
     MAX_MEASURES,
     Input,
@@ -397,11 +396,8 @@ class _Splitting:
 
     def _size(self, size: Any) -> Any:
         size = _abstract(self._large, size)
-        if not isinstance(size, Size):
-            return size
-        names = {i: f"n{i}" for i in range(len(self._sizes))}
-        numbers = {names[i]: number for i, number in enumerate(self._sizes)}
-        return eval(size.code(names), {"math": math, "torch": torch}, numbers)
+        numbers = {symbol_of(i): number for i, number in enumerate(self._sizes)}
+        return evaluated(size.expression, numbers) if isinstance(size, Size) else size
 
     # Calls of a graph.
 
