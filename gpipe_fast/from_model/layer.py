@@ -246,20 +246,12 @@ class _Writer:
             each[name] = f"(t{index} := {self._constant(kind)}({each[name]}))"
         codes, named = [each[i] for i in range(len(args))], [f"{name}={each[name]}" for name in kwargs]
         if call.is_module:
-            expression = f"self.{self._module(call.target)}({', '.join([*codes, *named])})"
+            expression = f"self.{_name_in(self.modules, 'm', call.target)}({', '.join([*codes, *named])})"
             tables = ", ".join(f"{table!r}: t{index}" for index, (table, _) in enumerate(call.tables))
             return f"({expression}, {{{tables}}})" if tables else expression
         if isinstance(call.target, str):
             return f"{codes[0]}.{call.target}({', '.join([*codes[1:], *named])})"
         return f"{self._function(call.target)}({', '.join([*codes, *named])})"
-
-    def _module(self, module: nn.Module) -> str:
-        for name, known in self.modules.items():
-            if known is module:
-                return name
-        name = f"m{len(self.modules)}"
-        self.modules[name] = module
-        return name
 
     def _function(self, function: Any) -> str:
         name = getattr(function, "__name__", "")
@@ -268,18 +260,13 @@ class _Writer:
         return self._constant(function)
 
     def _constant(self, value: Any) -> str:
-        for name, known in self.constants.items():
-            if known is value or (type(known) is type(value) and known == value):
-                return name
-        name = f"c{len(self.constants)}"
-        self.constants[name] = value
-        return name
+        return _name_in(self.constants, "c", value)
 
     def _leaf(self, leaf: Any) -> str:
         if isinstance(leaf, Ref):
             return self._names[leaf.index]
         if isinstance(leaf, Owned):
-            return f"self.{self._tensor(leaf)}"
+            return f"self.{_name_in(self.owned, 'p', leaf)}"
         if isinstance(leaf, Device):
             return "device"
         if isinstance(leaf, Size):
@@ -289,14 +276,6 @@ class _Writer:
         if type(leaf) is float:
             return repr(leaf) if math.isfinite(leaf) else f"float('{leaf}')"
         return self._constant(leaf)
-
-    def _tensor(self, owned: Owned) -> str:
-        for name, known in self.owned.items():
-            if known == owned:
-                return name
-        name = f"p{len(self.owned)}"
-        self.owned[name] = owned
-        return name
 
     def _nested(self, value: Any) -> str:
         if isinstance(value, _Code):
@@ -320,6 +299,17 @@ class _Writer:
 class _Code:
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+def _name_in(table: dict[str, Any], prefix: str, value: Any) -> str:
+    """Returns the name of a module in a table, or of a value that is equal, which is added if need be."""
+    by_value = not isinstance(value, nn.Module)
+    for name, known in table.items():
+        if known is value or (by_value and type(known) is type(value) and known == value):
+            return name
+    name = f"{prefix}{len(table)}"
+    table[name] = value
+    return name
 
 
 def _block(head: str, lines: Sequence[str]) -> list[str]:
