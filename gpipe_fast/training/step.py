@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -121,20 +121,9 @@ def run_step(
         def offer(outputs: Sequence[Tensor]) -> None:
             processes.offer_losses(losses_of(outputs[0], divisor))
 
-    found = longer.run(
-        inputs,
-        training,
-        StepInputs(
-            given.tensors,
-            given.order,
-            divisor,
-            shape_of_loss(runner.output_dim),
-            scaler,
-            offer,
-            given.measure,
-            asked,
-        ),
-    )
+    shape = shape_of_loss(runner.output_dim)
+    given = replace(given, divisor=divisor, shape=shape, scaler=scaler, offer=offer, asked=asked)
+    found = longer.run(inputs, training, given)
     parts, output = found if objective.keeps_output and processes.has_last_stage else (found, None)
     if torch.is_grad_enabled():  # the gradients are there; nothing reads these ones
         torch.autograd.backward(parts, torch.ones_like(parts))
