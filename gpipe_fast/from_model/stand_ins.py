@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 from unittest import mock
 
@@ -30,26 +30,27 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, vars(module)
 
 
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, dict[str, Any], str, Tensor]]:
+    """Yields the tensors of modules: the module, its table, the name in it, and the tensor."""
+    for module in modules:
+        for table in _tables(module):
+            yield from ((module, table, name, x) for name, x in table.items() if isinstance(x, Tensor))
+
+
 def owners(names: Names) -> dict[int, tuple[Tensor, Owned]]:
     """Returns the tensors of modules and where they are, by identity; the outermost owner counts."""
-    return {
-        id(tensor): (tensor, Owned(module, name))
-        for module in reversed(list(names))
-        for table in _tables(module)
-        for name, tensor in table.items()
-        if isinstance(tensor, Tensor)
-    }
+    found = _tensors(reversed(list(names)))
+    return {id(tensor): (tensor, Owned(module, name)) for module, _, name, tensor in found}
 
 
-def has_own_class(tensor: Any) -> bool:
+def has_own_class(tensor: Tensor) -> bool:
     """Returns whether a tensor has a class that its fake tensor lacks."""
-    return isinstance(tensor, Tensor) and type(tensor) not in (Tensor, nn.Parameter)
+    return type(tensor) not in (Tensor, nn.Parameter)
 
 
 def with_own_classes(names: Names) -> set[nn.Module]:
     """Returns the modules that have a tensor of a class that its fake tensor lacks; not for a DTensor."""
-    tensors = ((m, x) for m in names for table in _tables(m) for x in table.values())
-    return {m for m, x in tensors if has_own_class(x) and not is_sharded(x)}
+    return {module for module, _, _, x in _tensors(names) if has_own_class(x) and not is_sharded(x)}
 
 
 @contextlib.contextmanager
@@ -64,13 +65,7 @@ def fake_parameters(names: Names, mode: FakeTensorMode, device: torch.device) ->
         device: the device of all fake tensors.
     """
     fakes: dict[int, Tensor] = {}
-    before = [
-        (table, name, tensor)
-        for module in names
-        for table in _tables(module)
-        for name, tensor in table.items()
-        if isinstance(tensor, Tensor)
-    ]
+    before = [(table, name, tensor) for _, table, name, tensor in _tensors(names)]
     try:
         for table, name, tensor in before:
             if id(tensor) not in fakes:
