@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from unittest import mock
 
@@ -185,17 +185,13 @@ def _contents(container: Any) -> list[Any]:
     return list(container.items() if isinstance(container, dict) else container)
 
 
-def _are_same(contents: list[Any], others: list[Any]) -> bool:
-    if len(contents) != len(others):
-        return False
-    pairs = zip(contents, others, strict=True)
-    return all(
-        x is y or (type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is, x, y)))
-        for x, y in pairs
-    )
+def _are_same(contents: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(contents) == len(others) and all(map(_is_same, contents, others))
 
 
-def _is(x: Any, y: Any) -> bool:
+def _is_same(x: Any, y: Any) -> bool:
+    if type(x) is tuple and type(y) is tuple:
+        return _are_same(x, y)
     return x is y or (isinstance(x, PLAIN) and x == y)
 
 
