@@ -105,7 +105,7 @@ def find_blocks(model: nn.Module, record: RecordCalls, needed: int) -> tuple[lis
     found: list[nn.Module] = []
     while lists:
         flow = _recorded(model, record, lists)
-        runs = _without_small_sequences([each for each in lists if _runs_in_order(flow, each)], needed)
+        runs = _without_small_sequences([x for x in lists if _called(flow, set(x)) == list(x)], needed)
         found = max(found, _called(flow, {child for each in runs for child in each}), key=len)
         if len(found) >= max(needed, 2):
             break
@@ -186,11 +186,6 @@ def _outer_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
         return
     for child in module.children():
         yield from _outer_lists(child)
-
-
-def _runs_in_order(flow: Dataflow, modules: Iterable[nn.Module]) -> bool:
-    children = list(modules)
-    return _called(flow, set(children)) == children
 
 
 def _called(flow: Dataflow, modules: Set[nn.Module]) -> list[nn.Module]:

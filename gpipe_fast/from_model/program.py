@@ -134,7 +134,7 @@ class Program:
         """Returns what the model returns, in a process without it: the token runs the backward."""
         values = self.flow.values
         found = {each.ref: token for each in self.outputs if values[each.ref].requires_grad}
-        result = self.flow.result.build(lambda leaf: found.get(leaf.index) if _is_ref(leaf) else leaf)
+        result = self.flow.result.build(lambda x: found.get(x.index) if isinstance(x, Ref) else x)
         return self._in_class(result)
 
     def argument(self, given: SplitInputs) -> tuple[Any, ...]:
@@ -202,9 +202,8 @@ class Program:
         rows, measures, own = [], self._measures(given), self._shares.sources
         sums = [each.ref for each in self.outputs if each.kind]
         compute = computes(self.flow, [*range(self.flow.num_inputs), *own], sums)
-        places = {
-            leaf.index: i for i, leaf in reversed([*enumerate(self.flow.result.leaves)]) if _is_ref(leaf)
-        }
+        results = reversed([*enumerate(self.flow.result.leaves)])
+        places = {leaf.index: i for i, leaf in results if isinstance(leaf, Ref)}
         for part in given.parts:
             with SourcesOf(self.flow, own) as sources:
                 leaves = pytree.tree_leaves(open_dataclass(run(part)))
@@ -325,10 +324,6 @@ def _whole(given: SplitInputs) -> tuple[int, ...]:
 
 def _element(index: int, outputs: Sequence[Tensor]) -> Tensor:
     return outputs[index]
-
-
-def _is_ref(leaf: Any) -> bool:
-    return isinstance(leaf, Ref)
 
 
 @dataclass(frozen=True)
