@@ -507,20 +507,16 @@ class _CallOf:
     def _kind_of(self, split: Mapping[int, int], lengths: Sequence[Group]) -> CallKind:
         kind = CallKind(split, lengths, [x.shape for x in self._inputs.tensors])
         parts = self._parts(kind)
-        captured = self._first(kind, parts)
+        fixed = self._fixed(kind, parts[0])
+        # The call of the first micro-batch may have been captured to find the blocks.
+        key = self._likely_key(kind, parts, self._calls._opened | {self._model}, self._calls.blocks)
+        captured = self._found.get(key) or self._captured(kind, parts[0], fixed)
         blocks = [call for call in captured.flow.calls if call.target in self._calls.blocks]
         if not any(captured.flow.depends_on(call.arguments.refs(), kind.split) for call in blocks):
             # Each micro-batch would compute the whole mini-batch.
             raise Differs("passes the same inputs to its blocks")
-        self._add_captured(kind, captured, self._fixed(kind, parts[0]), parts)
+        self._add_captured(kind, captured, fixed, parts)
         return kind
-
-    def _first(self, kind: CallKind, parts: Parts) -> CapturedCall:
-        """Captures the call of the first micro-batch, unless that has happened to find the blocks."""
-        calls = self._calls
-        key = self._likely_key(kind, parts, calls._opened | {self._model}, calls.blocks)
-        found = self._found.get(key)
-        return self._captured(kind, parts[0], self._fixed(kind, parts[0])) if found is None else found
 
     @staticmethod
     def _likely_key(
@@ -591,7 +587,8 @@ class _CallOf:
             serves = held[path.state] and self._serves(kind, path, tensors)
             if serves and path.decides_alike(tensors, self._may_read):
                 return path
-        path = self._capture(kind, tensors, parts)
+        fixed = self._fixed(kind, tensors)
+        path = self._add_captured(kind, self._captured(kind, tensors, fixed), fixed, parts)
         held[path.state] = True
         return path
 
@@ -599,15 +596,12 @@ class _CallOf:
         """Returns whether forward does what it did in a capture, as far as the sizes of tensors decide."""
         sizes = self.sizes(kind, [tensors])[0]
         if sizes[0] < 2 and sizes[0] not in path.small and path.has_lengths(sizes):
-            conditions = self._conditions_of_few(kind, path.flow, path.answers, path.fixed, tensors)
-            if conditions is not None:
-                path.small[sizes[0]] = conditions
+            self._add_small(kind, path, tensors)
         return path.is_for(sizes)
 
-    def _add_path(self, kind: CallKind, captured: CapturedCall, fixed: Mapping[int, int]) -> Path:
-        calls, flow = self._calls, captured.flow
-        opened = open_dataclass(captured.returned)
-        output_class = None if opened is captured.returned else type(captured.returned)
+    def _program_of(self, kind: CallKind, flow: Dataflow, returned: Any) -> Program:
+        calls, opened = self._calls, open_dataclass(returned)
+        output_class = None if opened is returned else type(returned)
         known = (p for p in calls._programs if p.split == kind.split and p.output_class is output_class)
         unconditional = dataclasses.replace(flow, decisions=(), conditions=()).pruned()
         self._check_numbers(kind, flow)
@@ -626,10 +620,7 @@ class _CallOf:
             )
             calls._programs.append(program)
             del calls._programs[:-_MAX_PROGRAMS]
-        path = Path(flow, program, captured.state, fixed, captured.answers)
-        kind.paths.append(path)
-        del kind.paths[:-_MAX_PATHS]
-        return path
+        return program
 
     def _check_numbers(self, kind: CallKind, flow: Dataflow) -> None:
         """Refuses a loss of a number that forward reads from a micro-batch, where another one counts.
@@ -651,17 +642,6 @@ class _CallOf:
 
     # Captures.
 
-    def _capture(self, kind: CallKind, tensors: Sequence[Tensor], parts: Parts) -> Path:
-        """Captures a call with these tensors, and adds the path.
-
-        Raises:
-            CannotCut: it cannot be captured.
-            Differs: forward does something else for some of the micro-batches because of their sizes.
-        """
-        fixed = self._fixed(kind, tensors)
-        found = self._captured(kind, tensors, fixed)
-        return self._add_captured(kind, found, fixed, parts)
-
     def _fixed(self, kind: CallKind, tensors: Sequence[Tensor]) -> dict[int, int]:
         """Returns the lengths that are no symbols, because PyTorch assumes that symbols are at least 2."""
         sizes = self.sizes(kind, [tensors])[0]
@@ -670,46 +650,37 @@ class _CallOf:
     def _add_captured(
         self, kind: CallKind, found: CapturedCall, fixed: Mapping[int, int], parts: Parts
     ) -> Path:
+        """Adds the path of a captured call.
+
+        Raises:
+            CannotCut: its blocks are not called in their order, or it has no shares.
+            Differs: forward does something else for some of the micro-batches because of their sizes.
+        """
         check_calls(found.flow, self._calls.blocks, self._names)
-        found = found._replace(flow=found.flow.pruned())
-        small: dict[int, Sequence[Any]] = {}
+        path = Path(found.flow.pruned(), found.state, fixed, found.answers)
         for (batch, *_), part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items():
             if batch < 2:
-                conditions = self._conditions_of_few(kind, found.flow, found.answers, fixed, part)
-                if conditions is None:
+                self._add_small(kind, path, part)
+                if batch not in path.small:
                     raise Differs(f"does something else for a size of {batch}")
-                small[batch] = conditions
-        path = self._add_path(kind, found, fixed)
-        path.small |= small
+        path.program = self._program_of(kind, path.flow, found.returned)
+        kind.paths.append(path)
+        del kind.paths[:-_MAX_PATHS]
         return path
 
-    def _conditions_of_few(
-        self,
-        kind: CallKind,
-        flow: Dataflow,
-        answers: Sequence[Any],
-        fixed: Mapping[int, int],
-        tensors: Sequence[Tensor],
-    ) -> Sequence[Any] | None:
-        """Returns the conditions on sizes under which forward makes the same calls for 0 or 1 samples, too.
+    def _add_small(self, kind: CallKind, path: Path, tensors: Sequence[Tensor]) -> None:
+        """Notes under which conditions on sizes forward makes the same calls for 0 or 1 samples, if it does.
 
         Args:
             kind: the kind of call.
-            flow: the calls for more samples.
-            answers: what forward has read from tensors there, which it reads here as well.
-            fixed: the lengths that are no symbols.
+            path: the path for more samples; what forward has read from tensors there, it reads here as well.
             tensors: the tensors of a micro-batch of 0 or 1 samples.
-
-        Returns:
-            The conditions; None if it makes other calls.
         """
-        few = {0: self.sizes(kind, [tensors])[0][0], **fixed}
-        try:
-            found = self._captured(kind, tensors, few, answers).flow.pruned()
-        except Differs:
-            return None
-        expected = _comparable(flow.at(lambda leaf: at_sizes(leaf, few)))
-        return found.conditions if _comparable(found) == expected else None
+        few = {0: self.sizes(kind, [tensors])[0][0], **path.fixed}
+        with contextlib.suppress(Differs):
+            found = self._captured(kind, tensors, few, path.answers).flow.pruned()
+            if _comparable(found) == _comparable(path.flow.at(lambda leaf: at_sizes(leaf, few))):
+                path.small[few[0]] = found.conditions
 
     def _captured(
         self,

@@ -450,23 +450,23 @@ class Path:
 
     Attributes:
         flow: the calls that it makes.
-        program: the program that makes them.
+        program: the program that makes them, once it is known.
         state: the state of the model.
         fixed: the lengths that are numbers, 0 or 1, by their indices.
         answers: what forward has read from tensors.
         small: for micro-batches of 0 or 1 samples, the conditions on sizes.
     """
 
+    program: Program
+
     def __init__(
         self,
         flow: Dataflow,
-        program: Program,
         state: LayerState,
         fixed: Mapping[int, int],
         answers: Sequence[Any],
     ) -> None:
-        self.flow, self.program, self.state = flow, program, state
-        self.fixed, self.answers = fixed, answers
+        self.flow, self.state, self.fixed, self.answers = flow, state, fixed, answers
         self.small: dict[int, Sequence[Any]] = {}
         self._known: set[tuple[int, ...]] = set()
         self._readers: list[Function] | None = None
