@@ -385,22 +385,13 @@ class _Splitter:
     def _graph_of_measures(self) -> fx.GraphModule:
         """Returns what computes the measures of a mini-batch from its targets."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        live, wanted = set[fx.Node](), list[fx.Node]()
-        for each in self._measured:
-            fx.node.map_arg(each.arguments, wanted.append)
-        while wanted:
-            node = wanted.pop()
-            if node not in live:
-                live.add(node)
-                wanted += node.all_input_nodes
-        for node in self._module.graph.nodes:
-            if node.op == "placeholder" or node in live:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.graph_copy(self._module.graph, copies)
         found = []
         for each in self._measured:
             arguments = fx.node.map_arg(each.arguments, copies.__getitem__)
             found.append(graph.call_function(each.function, arguments) if each.function else arguments[0])
         graph.output(tuple(found))
+        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         return fx.GraphModule(self._module, graph)
 
     # One node.
