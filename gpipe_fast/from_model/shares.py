@@ -278,22 +278,15 @@ class _Splitting:
             for ref in [*self._refused] if averages else ():
                 if not batch_dims(self._flow.values[ref]):
                     self._average(ref)
-        number, count, leaves = self._flow.num_inputs, len(self._values), self._flow.result.leaves
+        number, leaves = self._flow.num_inputs, self._flow.result.leaves
         calls = list(self._added.get(-1, ()))
         for position, call in enumerate(self._flow.calls):
             calls += [call, *self._added.get(position, ())]
-        result = tuple(self._found.get(x.index, x) if isinstance(x, Ref) else x for x in leaves)
-        flow = dataclasses.replace(
-            self._flow,
-            values=tuple(self._values),
-            result=Nested(result, self._flow.result.spec),
-        )
-        others = [i for i in range(number, count) if i != self._measures]
-        if self._counting is None:
-            flow = flow.renumbered(calls, (), [*range(number), *others]).pruned()
-        else:
-            flow = flow.renumbered(calls, (), [*range(number), self._measures, *others])
-            flow = dataclasses.replace(flow, num_inputs=number + 1).pruned()
+        result = self._flow.result.map(lambda x: self._found.get(x.index, x) if isinstance(x, Ref) else x)
+        flow = dataclasses.replace(self._flow, values=tuple(self._values), result=result)
+        others = [i for i in range(number, len(self._values)) if i != self._measures]
+        flow = flow.renumbered(calls, (), [*range(number), self._measures, *others])
+        flow = dataclasses.replace(flow, num_inputs=number + (self._counting is not None)).pruned()
         pairs = zip(leaves, flow.result.leaves, strict=True)
         new = {old.index: leaf.index for old, leaf in pairs if isinstance(old, Ref)}
         kinds = {new[ref]: kind for ref, kind in self._kinds.items()}
