@@ -489,12 +489,7 @@ class Ranks(Processes):
         """
         lost = self.num_shards > 1 and _LOST.match(error) is not None
         if lost:
-            others = self._named(rank for rank in self._shards() if rank != self.rank)
-            error = (
-                f"rank {self._name} exchanges tensors with ranks {others} along 'tp', which have ended or "
-                f"take longer than {self.timeout} s; if steps may take that long, pass a larger timeout to "
-                f"GPipe: {error}"
-            )
+            error = self._lost_in("exchanges tensors with", self._shards(), "tp", error)
         own = json.dumps({"rank": self.rank, "error": error, "lost": self._lost(error)})
         with contextlib.suppress(RuntimeError):  # the process that has the store may have ended
             own = self._store.compare_set(self._key("outcome"), "", own).decode()
@@ -554,17 +549,21 @@ class Ranks(Processes):
             # Of NCCL, any error of a collective.
             if _LOST.match(str(error)) is None and not isinstance(error, dist.DistBackendError):
                 raise
-            others = self._named(rank for rank in self._replicas() if rank != self.rank)
-            raise RuntimeError(
-                f"rank {self._name} gathers parameters from ranks {others} along 'fsdp', which have ended or "
-                f"take longer than {self.timeout} s; if steps may take that long, pass a larger timeout to "
-                f"GPipe: {error}"
-            ) from error
+            lost = self._lost_in("gathers parameters from", self._replicas(), "fsdp", error)
+            raise RuntimeError(lost) from error
         for number, tensor in zip(numbers, whole, strict=True):
             # Autograd compares gradients with the shape before the change.
             found[number] = parts[number].view_as(parts[number])
             found[number].data = tensor
         return found
+
+    def _lost_in(self, does: str, ranks: Iterable[int], dim: str, error: object) -> str:
+        """Returns the message for the failure of a collective of this rank with others."""
+        others = self._named(rank for rank in ranks if rank != self.rank)
+        return (
+            f"rank {self._name} {does} ranks {others} along {dim!r}, which have ended or take longer than "
+            f"{self.timeout} s; if steps may take that long, pass a larger timeout to GPipe: {error}"
+        )
 
     def offer_losses(self, losses: Sequence[Tensor]) -> None:
         """As for `Processes`."""
