@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from torch import nn
 
@@ -66,26 +66,18 @@ def cut(flow: Dataflow, blocks: Sequence[nn.Module], wanted: Sequence[int]) -> l
     ]
     carried[0] = tuple(range(flow.num_inputs))
     return [
-        Part(block, tuple(calls), given, returned)
+        Part(block, calls, given, returned)
         for block, calls, given, returned in zip(
             [None, *blocks, None], layers, carried, [*carried[1:], tuple(wanted)], strict=True
         )
     ]
 
 
-def _pieces(flow: Dataflow, blocks: Sequence[nn.Module]) -> list[list[Call]]:
-    pieces: list[list[Call]] = [[]]
-    found = []
-    for call in flow.calls:
-        if call.is_module and call.target in blocks:
-            found.append(call.target)
-            if len(found) == 1:
-                pieces.append([])
-        pieces[-1].append(call)
-        if call.is_module and call.target in blocks:
-            pieces.append([])
-    assert found == list(blocks)
-    return pieces
+def _pieces(flow: Dataflow, blocks: Sequence[nn.Module]) -> list[tuple[Call, ...]]:
+    at = [i for i, call in enumerate(flow.calls) if call.is_module and call.target in blocks]
+    assert [flow.calls[i].target for i in at] == list(blocks)
+    bounds = [0, at[0], *(i + 1 for i in at), len(flow.calls)]
+    return [flow.calls[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _last_uses(
