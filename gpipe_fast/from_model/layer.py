@@ -33,6 +33,7 @@ from gpipe_fast.from_model.dataflow import (
     Size,
     Surroundings,
 )
+from gpipe_fast.runtime.cache import Cache
 
 
 class GlueLayer(nn.Module):
@@ -124,16 +125,13 @@ def make_layer(
     return layer, OwnedTensors(layer, writer.owned, read)
 
 
-_classes: dict[Any, type[GlueLayer]] = {}
-_CLASSES_LIMIT = 512
+_classes: Cache[Any, type[GlueLayer]] = Cache(512)
 
 
 def _class_of(name: str, source: str, constants: dict[str, Any]) -> type[GlueLayer]:
     # Classes keep their constants alive, so no other object has the same address.
     key = name, source, tuple((key, id(value)) for key, value in constants.items())
     if key not in _classes:
-        while len(_classes) >= _CLASSES_LIMIT:
-            del _classes[next(iter(_classes))]
         file = f"<gpipe_fast layer {len(linecache.cache)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         scope = {"torch": torch, "operator": operator, "math": math, **constants}
