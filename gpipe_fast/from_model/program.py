@@ -88,7 +88,6 @@ class Program:
         self.flow = flow = self._shares.flow
         found = model_outputs(self._shares, output_names, loss)
         self.outputs = list(found.values())
-        self._is_distributed = is_distributed
         if is_distributed and self._shares.measures is not None:
             self._shares.measures.check_known_everywhere()
         parts = cut(flow, blocks, list(found))
@@ -114,7 +113,7 @@ class Program:
     def call(self, given: SplitInputs, training: bool) -> Any:
         """Runs the layers on one mini-batch."""
         found = self.runner.call((self.argument(given),), {}, training)
-        if self._is_distributed:
+        if self.runner.processes.is_mesh:
             if isinstance(found, Tensor):  # the last stage is in another process
                 return self._in_place_of_outputs(found)
             found = _with_all_gradients(found)
