@@ -588,7 +588,7 @@ class _Splitter:
         arguments = node.all_input_nodes
         is_sum = _name(node) in _SUMS_OF_TARGETS and self._of_whole.isdisjoint(arguments)
         found = self._new_measure(node, None, (node,), value.numel(), is_sum, list(value.shape))
-        return self._cast(found, value.dtype)
+        return self._new.call_method("to", (found, value.dtype))
 
     def _new_measure(
         self,
@@ -711,9 +711,6 @@ class _Splitter:
             first = self._new.call_function(_ARITHMETIC[name], (first, other))
         return first
 
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self._new.call_method("to", (node, dtype))
-
     def _part(self, node: fx.Node, value: Any) -> fx.Node:
         """Adds a value times the part of the samples that a micro-batch has, in the precision of a node."""
         if self._times is None:
@@ -724,14 +721,12 @@ class _Splitter:
     def _for(self, node: fx.Node, number: fx.Node) -> fx.Node:
         """Adds a number without dimensions in the dtype of a node's value, or float32 for a narrower one."""
         tensors = _tensors_in(node.meta["value"])
-        return self._cast(number, precise(tensors[0].dtype))
+        return self._new.call_method("to", (number, precise(tensors[0].dtype)))
 
     def _shared(self, node: fx.Node, of: fx.Node) -> fx.Node:
         """Adds the part of a whole value, or of a size of the mini-batch, that a micro-batch has."""
-        value = node.meta["value"]
-        if isinstance(value, Tensor):
-            return self._part(of, self._copies[node])
-        return self._part(of, self._whole_size(node, of))
+        is_tensor = isinstance(node.meta["value"], Tensor)
+        return self._part(of, self._copies[node] if is_tensor else self._whole_size(node, of))
 
     def _whole_size(self, size: fx.Node, node: fx.Node) -> Any:
         """Adds a size of the mini-batch, in the precision of a node."""

@@ -244,10 +244,10 @@ class LossLayer(Skippable):
         return found
 
     @property
-    def function(self) -> Callable[..., Any]:
-        """The user's function."""
-        function: Callable[..., Any] = self.module.user.given
-        return function
+    def function(self) -> Any:
+        """What the user has given: the function, the module or the method."""
+        user = self.module.user
+        return user.function if user.owner is None else types.MethodType(user.function, user.owner)
 
     def computes(self, function: Callable[..., Any], key: Hashable) -> bool:
         """Returns whether the layer, made of a function with a given key, still computes such a function."""
@@ -388,11 +388,6 @@ class UserLoss(nn.Module):
         self.function, self.target = function, target
         self.output: Structure | None = None
 
-    @property
-    def given(self) -> Callable[..., Any]:
-        """What the user has given: the function, the module or the method."""
-        return self.function if self.owner is None else types.MethodType(self.function, self.owner)
-
     def forward(self, *tensors: Tensor) -> Any:
         """Returns the loss of the tensors of an output and a target."""
         assert self.output is not None
@@ -529,7 +524,6 @@ class _Analysis:
     ) -> None:
         self._loss, self._num_outputs, self._dims, self._device = loss, num_outputs, dims, device
         self._allowed: set[int] = set()  # batch sizes of mini-batches
-        self._shapes = [[hint(size) for size in tensor.shape] for tensor in tensors[:num_outputs]]
         self._kinds = [(tensor.dtype, tensor.requires_grad) for tensor in tensors]
         shapes = _probe_shapes(tensors, dims, kept)
         probes = [
@@ -546,7 +540,10 @@ class _Analysis:
         constants = iter(captured.constants)
         self._all = [self._source(name, constants) for name in captured.inputs]
         with symbolic.mode, enable_python_dispatcher():
-            inputs = [Input(self._fake(each, symbolic), self._is_output(each)) for each in self._all]
+            inputs = [
+                Input(self._fake(each, symbolic), isinstance(each, int) and each < num_outputs)
+                for each in self._all
+            ]
         batch = self._inputs[0].shape[dims[0] or 0]
         with undisturbed(self._device):
             self.split = split_loss(captured.graph, inputs, batch, symbolic.mode, device)
@@ -635,9 +632,6 @@ class _Analysis:
                 ]
             )
         return list(found)
-
-    def _is_output(self, source: _Source | _Size) -> bool:
-        return isinstance(source, int) and source < self._num_outputs
 
     def _source(self, name: str, constants: Iterator[Callable[[nn.Module], Tensor]]) -> _Source | _Size:
         argument = _ARGUMENT.fullmatch(name)
