@@ -235,7 +235,7 @@ class _Examination:
                 group = self._store.call(make, store, end, 2, self._timeout)
                 both = _Meter(group, end, device, self._timeout).both()
                 found += [
-                    Edge(*ends, backend, *own) for ends, own in zip(_directions(ranks), both, strict=True)
+                    Edge(*ends, backend, *own) for ends, own in zip((ranks, ranks[::-1]), both, strict=True)
                 ]
         except RuntimeError as error:
             found += _failed(backend, ranks, str(error))
@@ -267,11 +267,7 @@ class _Examination:
 
 
 def _failed(backend: str, ranks: tuple[int, int], error: str) -> list[Edge]:
-    return [Edge(*ends, backend, error=error) for ends in _directions(ranks)]
-
-
-def _directions(ranks: tuple[int, int]) -> list[tuple[int, int]]:
-    return [ranks, (ranks[1], ranks[0])]
+    return [Edge(*ends, backend, error=error) for ends in (ranks, ranks[::-1])]
 
 
 class _Meter:
