@@ -182,10 +182,6 @@ def _unregister(names: Iterable[str]) -> None:
         unregister_group(name)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _within(prefix: str, store: Any) -> Any:
     """Returns the part of a store of torch.distributed whose keys have a prefix."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
@@ -253,7 +249,7 @@ class Ranks(Processes):
         self._has_reported = False  # whether the error that is under way was reported
         # The channels, if any, and the pipeline that has them. It refers to this object, in C++.
         self._channels: Channels | None = None
-        self._channels_of: Callable[[], Pipeline | None] = _nothing
+        self._channels_of: Callable[[], Pipeline | None] = lambda: None
         self._edges: set[tuple[int, int]] = set()  # that the channels have
         self._gathered: list[tuple[int, str]] = []  # keys of this rank, with the numbers of their runs
         self._digests: Cache[int, tuple[PlannedCall, _Digests]] = Cache(_MAX_DIGESTS)
@@ -395,7 +391,8 @@ class Ranks(Processes):
             # The first rank decides for all, so that none waits for one that goes on.
             if first.endswith(_NEW):
                 waits_for.update(self._own_column() if key == f"call/{self._column}" else self._everyone())
-            first, theirs = _parted(first.removesuffix(_NEW))
+            first, brace, rest = first.removesuffix(_NEW).partition("{")
+            theirs = json.loads(brace + rest)
             other = theirs.pop(_FIRST)
             if first != digest:
                 own, theirs = description, json.loads(self._store.get(f"plan/{first}"))
@@ -670,7 +667,7 @@ class Ranks(Processes):
         _unregister(self._collectives)
         for own, (stage, name, _) in self._collectives.items():
             self._collectives[own] = stage, name, None
-        self._has_reported, self._channels, self._channels_of = True, None, _nothing
+        self._has_reported, self._channels, self._channels_of = True, None, lambda: None
         self._clock_group = self._replica_group = None
         self._number += 1
 
@@ -947,12 +944,6 @@ class Ranks(Processes):
                     f"between rank {self._names[first]} and rank {self._name}; build the layers with the "
                     "same seed, or load the same weights in all of them"
                 )
-
-
-def _parted(text: str) -> tuple[str, Description]:
-    """Returns a digest, and what is behind it."""
-    digest, brace, rest = text.partition("{")
-    return digest, json.loads(brace + rest) if brace else {}
 
 
 def _name_of(parameter: Tensor, stage: Stage) -> str:
