@@ -119,11 +119,8 @@ class Seen:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Unknown:
-    """What stands for an input of a graph that is no tensor of the call or of a module."""
-
-    name: str
+# What stands for an input of a graph that is no tensor of the call or of a module.
+_UNKNOWN = object()
 
 
 class GraphReader:
@@ -193,7 +190,7 @@ class GraphReader:
         if node.op == "placeholder":
             return self._input(node, example)
         if node.op == "get_attr":
-            return _Unknown(str(target))
+            return _UNKNOWN
         if target is dynamo.elements_read:
             self.positions.append(len(self._calls))
             return None
@@ -261,7 +258,7 @@ class GraphReader:
         elif isinstance(found, Owned):
             self._owned_storages[_memory(example)] = found
         else:
-            return _Unknown(str(node.name))
+            return _UNKNOWN
         return found
 
     def _check_changed(self, tensor: Tensor, where: Place) -> None:
@@ -303,7 +300,7 @@ class GraphReader:
             raise CannotCut(
                 f"forward computes with a size that depends on the elements of a tensor, at {leaf.place}"
             )
-        if isinstance(leaf, (_Unknown, Tensor)):
+        if leaf is _UNKNOWN or isinstance(leaf, Tensor):
             raise CannotCut(
                 f"a tensor that no module has as an attribute is used at {where or place()}; register it as "
                 "a buffer"
