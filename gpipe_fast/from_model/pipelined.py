@@ -120,10 +120,8 @@ class ModelStream:
                 while self._given:
                     self._finished.append(self._finish_one())
                 self.close()
-                self._program, self._stream = (
-                    program,
-                    CallStream(program.runner, lambda: self._plain().training),
-                )
+                self._program = program
+                self._stream = CallStream(program.runner, lambda: self._plain().training)
             self._stream.begin((program.argument(given),))
             self._calls.end(program)
         self._given.append(given)
@@ -435,11 +433,8 @@ def steps_of_model(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, An
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient
 
-    def recording() -> Any:
-        return model.pipeline.recording()
-
     batch_size = model._calls.batch_size(model.plain(), args, kwargs)
-    return Steps(model, run, recording, batch_size, is_step)
+    return Steps(model, run, lambda: model.pipeline.recording(), batch_size, is_step)
 
 
 def _returns_a_loss(model: Pipelined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -509,16 +504,6 @@ def resize_token_embeddings(
 
 def enable_input_require_grads(self: Pipelined) -> None:
     """Does nothing. Checkpoints of transformers need inputs with gradients, and stages do not."""
-
-
-def pipelined(model: nn.Module, calls: Calls) -> Any:
-    """Returns the pipelined model that shares the attributes of a model."""
-    found: Any = _sharing(model, _pipelined_class(type(model)))
-    found._calls, found._wrapper = calls, None
-    vars(model)[STATE] = calls
-    if calls.processes.is_mesh:
-        refuse_ddp(found)
-    return found
 
 
 def _sharing(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -615,7 +600,12 @@ def make_pipelined(
     calls = Calls(model, how, settings)
     calls.checkpoint_before = before
     calls.prepare(model, args, kwargs or {})
-    return pipelined(model, calls)
+    pipelined: Any = _sharing(model, _pipelined_class(type(model)))
+    pipelined._calls, pipelined._wrapper = calls, None
+    vars(model)[STATE] = calls
+    if calls.processes.is_mesh:
+        refuse_ddp(pipelined)
+    return pipelined
 
 
 def _refuse_hooks_of_accelerate(model: nn.Module) -> None:
