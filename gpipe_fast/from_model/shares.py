@@ -314,18 +314,16 @@ class _Splitting:
 
     def _average(self, ref: int) -> None:
         """Lets a value be the mean over samples of what it is for micro-batches."""
-        graph = fx.Graph()
-        value, batch, measures = map(graph.placeholder, ("value", "batch", "measures"))
-        number = graph.call_function(operator.getitem, (measures, 0))
-        times = graph.call_function(operator.truediv, (number, batch))
         dtype = precise(self._flow.values[ref].dtype)
-        graph.output(
-            (graph.call_function(operator.truediv, (value, graph.call_method("to", (times, dtype)))),)
-        )
-        for node in graph.nodes:
+
+        def mean(value: Any, batch: Any, measures: Any) -> Any:
+            return (value / (measures[0] / batch).to(dtype),)
+
+        module = fx.symbolic_trace(mean)
+        for node in module.graph.nodes:
             node.meta = {"origin": None, "position": self._producers[ref]}
         leaves = [Ref(ref), Size(symbol_of(0)), Ref(self._measures)]
-        (found,) = self._converted(fx.GraphModule(nn.Module(), graph), leaves)
+        (found,) = self._converted(module, leaves)
         self._found[ref], self._kinds[ref] = found, "share"
         del self._refused[ref]
         self._counting = self._counting or Measures(None)
