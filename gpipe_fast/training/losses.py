@@ -103,13 +103,9 @@ def _as_sum(loss_fn: Any) -> Any:
     while type(function) is functools.partial:
         function, given = function.func, {**function.keywords, **given}
     is_loss = vars(F).get(name_of(function)) is function
-    if is_loss and "reduction" in inspect.signature(function).parameters:
-        return (
-            functools.partial(loss_fn, reduction="sum")
-            if given.get("reduction", "mean") in _MEANS
-            else loss_fn
-        )
-    return loss_fn
+    is_reduced = is_loss and "reduction" in inspect.signature(function).parameters
+    is_mean = is_reduced and given.get("reduction", "mean") in _MEANS
+    return functools.partial(loss_fn, reduction="sum") if is_mean else loss_fn
 
 
 _MEANS = "mean", "batchmean"
