@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gpipe_fast.weights.lazy_tensor import Entry
+from gpipe_fast.weights.lazy_tensor import Entry, entry_of
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -76,8 +76,7 @@ def _of_mapping(source: Mapping[str, Any]) -> Entries:
                     f"the source has {name!r} on the meta device, without data; pass the tensors of a file, "
                     "or of a model that is loaded"
                 )
-            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            value = Entry(like, functools.partial(source.__getitem__, name))
+            value = entry_of(value)._replace(read=functools.partial(source.__getitem__, name))
         found[name] = value
     found.metadata = getattr(source, "_metadata", None)
     return found
