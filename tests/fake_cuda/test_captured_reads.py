@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.fake_cuda.fake_devices import FOUR_DEVICES
+from tests.fake_cuda.fake_devices import FOUR_DEVICES, ONE_DEVICE
 from tests.fake_cuda.race_detector import Line
 
-ONE_DEVICE, TWO_DEVICES = "cuda:0,cuda:0", "cuda:0,cuda:1"
 # The words of a log line that are addresses on devices, followed by the number of bytes.
 ADDRESSES = {"read": (1,), "write": (1,), "memset": (1,), "copy": (2, 3)}
 
@@ -67,9 +66,10 @@ def accesses_of_freed_memory(lines: list[Line]) -> list[str]:
                 ("skips/batch norm/dropout/tied/convolutions", ONE_DEVICE, ("always",)),
                 ("skips/batch norm/dropout/tied/convolutions", FOUR_DEVICES, ("except_last", "frozen")),
                 ("skips/dropout/tied", FOUR_DEVICES, ("never",)),
-                ("skips/batch norm", ONE_DEVICE, ("inference",)),
+                ("skips/batch norm", ONE_DEVICE, ("except_last", "inference")),
                 # The graph keeps the zeros with which a mini-batch's statistics begin.
-                *(("batch norm", TWO_DEVICES, ("deferred", *words)) for words in ((), ("inference",))),
+                ("batch norm", FOUR_DEVICES, ("except_last", "deferred")),
+                ("batch norm", FOUR_DEVICES, ("except_last", "deferred", "inference")),
             )
         ),
     ],
@@ -78,5 +78,5 @@ def accesses_of_freed_memory(lines: list[Line]) -> list[str]:
 def test_graphs_use_living_memory(
     models: str, devices: str, words: tuple[str, ...], logged: Callable[..., list[Line]]
 ) -> None:
-    lines = logged("captured_reads.py", models, devices, *words, expected=["equal"])
+    lines = logged("train_models.py", models, devices, "captured", "living", *words, expected=["equal"])
     assert accesses_of_freed_memory(lines) == []

@@ -1,20 +1,24 @@
-"""Trains pipelines on fake devices; run by test_pipelines.py with the fake runtime preloaded.
+"""Trains pipelines on fake devices; run by test_pipelines.py and others with the fake runtime preloaded.
 
 `train_models.py OPERATORS MODELS DEVICES WORD...`: loads the operators, trains MODELS (``mlp/skips/..``) in
 four stages on four DEVICES (``cuda:0,cpu,..``), and compares parameters, buffers and gradients with the plain
 loop on the same devices. Words: a checkpoint mode (one run for each); ``captured``: steps must be captured
 and replayed as graphs; ``own_streams``: the caller uses own streams; ``failures``: workers are delayed, and
 failing steps run in between; names of schedules: whole steps; ``peer`` and ``pinned``: force a
-transport. Or `train_models.py OPERATORS random FIRST COUNT`: random pipelines. Prints the differences, or
-"equal".
+transport; ``inference``: forwards under `no_grad`; ``frozen``: the first stage needs no gradients;
+``deferred``: deferred batch norm, compared with a pipeline that does not capture; ``living``: before steps,
+marks in the log the memory that PyTorch's allocator considers in use, while nothing of a step is held. Or
+`train_models.py OPERATORS random FIRST COUNT`: random pipelines. Prints the differences, or "equal".
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,26 +174,46 @@ def weighted_squares(output: Tensor, target: Tensor) -> Tensor:
     return (output.square().flatten(1).sum(1) * target).sum()
 
 
+def mark_living_memory() -> None:
+    """Marks the graphs' pools as a whole, and elsewhere the blocks that are in use."""
+    gc.collect()
+    mark("living")
+    for segment in torch.cuda.memory_snapshot():
+        if segment["segment_pool_id"] != (0, 0):
+            mark(f"block\t{segment['address']:#x}\t{segment['total_size']}")
+            continue
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                mark(f"block\t{block['address']:#x}\t{block['size']}")
+
+
 class TrainingRun:
     """A model with its optimizer and input."""
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
+    def __init__(self, model: nn.Module, x: Tensor, frozen: bool) -> None:
         self.model = model
-        self.x = x.clone().requires_grad_()
+        self.x = x.clone().requires_grad_(not frozen)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.output: dict[str, Tensor] = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Returns parameters, buffers, the input, and their gradients, on the CPU."""
+        """Returns parameters, buffers, the input, their gradients, and the output, on the CPU."""
         named = {
             **dict(self.model.named_parameters()),
             **dict(self.model.named_buffers()),
             "the input": self.x,
         }
         gradients = {f"gradient of {name}": t.grad for name, t in named.items() if t.grad is not None}
-        return {name: t.detach().cpu() for name, t in (named | gradients).items()}
+        return {name: t.detach().cpu() for name, t in (named | gradients | self.output).items()}
 
-    def backward(self, y: Tensor) -> None:
-        y.square().mean().backward()
+    def call(self) -> None:
+        """Runs a forward, and its backward where gradients are enabled."""
+        is_pipeline = isinstance(self.model, GPipe)
+        with nullcontext() if is_pipeline else keyed_rng(self.model):
+            y = self.model(self.x) if is_pipeline else plain_loop(self.model, self.x, CHUNKS)
+            self.output = {"the output": y.detach()}
+            if y.requires_grad:
+                y.square().mean().backward()
 
     def step(self, target: Tensor) -> None:
         """Runs a whole step."""
@@ -207,7 +231,7 @@ class TrainingRun:
         """Overwrites everything that the step has read, without synchronization."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.x.grad = None
+        self.x.grad, self.output = None, {}
         with torch.no_grad():
             self.x.add_(0.1)
 
@@ -220,10 +244,14 @@ def run_failing_step(pipeline: GPipe, x: Tensor, action: str, seed: int) -> None
     inject_delays(pipeline, seed, MAX_DELAY_US)
 
 
-def graph_problems(pipeline: GPipe) -> list[str]:
+def graph_problems(pipeline: GPipe, inference: bool) -> list[str]:
     """Returns what is wrong with the graphs of a trained pipeline."""
     reports = [report for report in pipeline_of(pipeline).graph_reports() if report.uncaptured > 1]
-    if len(reports) != 1 or reports[0].obstacle or not (reports[0].forward and reports[0].backward):
+    if (
+        len(reports) != 1
+        or reports[0].obstacle
+        or not (reports[0].forward and (inference or reports[0].backward))
+    ):
         return [f"not captured: {[(r.obstacle, r.forward, r.backward, r.uncaptured) for r in reports]}"]
     return [] if reports[0].replays == STEPS - 2 else [f"replayed {reports[0].replays} times"]
 
@@ -234,28 +262,31 @@ def unequal(
     checkpoint: str,
     inject_failures: bool,
     balance: Sequence[int] = (),
+    words: Sequence[str] = (),
     **keywords: object,
 ) -> list[str]:
     """Trains a pipeline, and returns how it differs from the plain loop; passes keywords to the pipeline."""
     layers, balance = layers_of(model), balance or [2] * len(devices)
+    frozen, inference = "frozen" in words, "inference" in words
+    if frozen:
+        nn.Sequential(*layers[: balance[0]]).requires_grad_(False)
     if model.endswith("channels last"):
         nn.Sequential(*layers).to(memory_format=torch.channels_last)
-    pipeline = GPipe(
-        copied(layers),
-        balance,
-        devices=devices,
-        chunks=CHUNKS,
-        checkpoint=checkpoint,
-        **{"capture": True, **keywords},
-    )
+    keywords |= {"balance": balance, "devices": devices, "chunks": CHUNKS, "checkpoint": checkpoint}
+    pipeline = GPipe(copied(layers), **{"capture": True, **keywords})
     # The host waits for tensors that a stage on the CPU receives, and for values that Python layers read.
     may_wait = model == "python" or "cpu" in devices
     x, target = batch_of(model).to(devices[0]), torch.rand(BATCH).to(devices[-1])
     places = [device for device, number in zip(devices, balance, strict=True) for _ in range(number)]
-    ours, plain = TrainingRun(pipeline, x), TrainingRun(MovingSequential(layers, places), x)
+    if keywords.get("deferred_batch_norm"):
+        reference: nn.Module = GPipe(copied(layers), **{**keywords, "capture": False})
+    else:
+        reference = MovingSequential(layers, places)
+    ours, plain = TrainingRun(pipeline, x, frozen), TrainingRun(reference, x, frozen)
     # Gradients of a shared parameter are added in a different order.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if model == "tied" else {"rtol": 0.0, "atol": 0.0}
     found = []
+    mark("pipeline")
     for step in range(STEPS):
         if inject_failures:
             for action in ("2F3", "1SEND_F6", "3RECV_F1", "2RECV_B4", "1SEND_B2"):
@@ -265,15 +296,18 @@ def unequal(
         # The first two steps make plans, and are not checked for host waits.
         # The capture empties the allocator's cache, which synchronizes.
         captures = step == FIRST_CAPTURED and keywords.get("capture")
+        if "living" in words:
+            mark_living_memory()
         mark("plan" if step < 2 else "begin\tmay wait" if may_wait or captures else "begin")
-        ours.step(target) if "schedule" in keywords else ours.backward(pipeline(ours.x))
+        with torch.set_grad_enabled(not inference):
+            ours.step(target) if "schedule" in keywords else ours.call()
         mark("end")
         torch.manual_seed(step)
         if "schedule" in keywords:
             plain.loop(target, str(keywords["schedule"]))
         else:
-            with keyed_rng(plain.model):
-                plain.backward(plain_loop(plain.model, plain.x, CHUNKS))
+            with torch.set_grad_enabled(not inference):
+                plain.call()
         state, expected = ours.state(), plain.state()
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
@@ -282,7 +316,7 @@ def unequal(
         ours.update()
         plain.update()
     if keywords.get("capture"):
-        found += graph_problems(pipeline)
+        found += graph_problems(pipeline, inference)
     return found
 
 
@@ -319,12 +353,13 @@ def main() -> None:
     modes = [word for word in words if word in CHECKPOINT_MODES]
     transport = next((word for word in words if word in TRANSPORTS), "auto")
     keywords: dict[str, object] = {"transport": transport, "capture": "captured" in words}
+    keywords["deferred_batch_norm"] = "deferred" in words
     for schedule in SCHEDULES.keys() & set(words):
         keywords["schedule"] = schedule
     with caller_streams(devices.split(",") if "own_streams" in words else ()):
         for model, mode in itertools.product(models.split("/"), modes):
             torch.manual_seed(0)
-            differs = unequal(model, devices.split(","), mode, "failures" in words, **keywords)
+            differs = unequal(model, devices.split(","), mode, "failures" in words, words=words, **keywords)
             found += [f"{model}, {mode}: {what}" for what in differs]
     print("; ".join(found) or "equal")
 
