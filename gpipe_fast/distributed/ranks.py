@@ -172,11 +172,6 @@ def _warm_up(groups: Mapping[tuple[int, int], Any], own: Collection[int], device
         (group.send(byte, 1, 0) if sender in own else group.recv(byte, 0, 0)).wait()
 
 
-def _warm_up_collectives(group: Any, device: torch.device) -> None:
-    """As `_warm_up`, for a group of collectives."""
-    group.allreduce([torch.zeros(1, device=device)]).wait()
-
-
 def _unregister(names: Iterable[str]) -> None:
     for name in names:
         unregister_group(name)
@@ -810,7 +805,7 @@ class Ranks(Processes):
         group = self._joined(nccl_group if self.by_nccl else gloo_group, name, rank, size, others)
         if self.by_nccl:
             with self._connecting(others):
-                self._store.call(_warm_up_collectives, group, self.device)
+                self._store.call(lambda: group.allreduce([torch.zeros(1, device=self.device)]).wait())
         return group
 
     def _abandon_too(self, group: Any) -> None:
