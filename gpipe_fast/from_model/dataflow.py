@@ -171,6 +171,12 @@ class Call:
         """Whether the target is a module."""
         return isinstance(self.target, nn.Module)
 
+    def map(self, part: Callable[[Any], Any]) -> Call:
+        """Returns it with each part of its arguments and its result replaced by a function's result."""
+        arguments, result = self.arguments.map(part), self.result.map(part)
+        mutates = tuple(part(Ref(ref)).index for ref in self.mutates)
+        return replace(self, arguments=arguments, result=result, mutates=mutates)
+
 
 @dataclass(frozen=True)
 class RecordedTensor:
@@ -349,15 +355,7 @@ class Dataflow:
                 )
                 for ref in live
             ),
-            tuple(
-                replace(
-                    call,
-                    arguments=call.arguments.map(part),
-                    result=call.result.map(part),
-                    mutates=tuple(numbers[ref] for ref in call.mutates),
-                )
-                for call in calls
-            ),
+            tuple(call.map(part) for call in calls),
             self.result.map(part),
             tuple(replace(each, arguments=each.arguments.map(part)) for each in guards),
             self.surroundings,
@@ -369,10 +367,7 @@ class Dataflow:
         return replace(
             self,
             values=tuple(replace(each, shape=tuple(map(leaf, each.shape))) for each in self.values),
-            calls=tuple(
-                replace(call, arguments=call.arguments.map(leaf), result=call.result.map(leaf))
-                for call in self.calls
-            ),
+            calls=tuple(call.map(leaf) for call in self.calls),
             result=self.result.map(leaf),
             decisions=tuple(replace(each, arguments=each.arguments.map(leaf)) for each in self.decisions),
             conditions=(),
