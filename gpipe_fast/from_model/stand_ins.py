@@ -228,24 +228,18 @@ def _scopes_of(cls: type) -> Iterator[Any]:
 COLLECTED = "would be collected inside of blocks"
 
 
-def _collectors() -> Any:
-    """Returns the class of the variable by which transformers collects outputs inside of blocks, or None."""
-    collecting = sys.modules.get("transformers.utils.output_capturing")
-    return getattr(collecting, "CompileableContextVar", None)
-
-
 @contextlib.contextmanager
 def collectors_refused() -> Iterator[Callable[[], contextlib.AbstractContextManager[Any]]]:
     """Refuses outputs that transformers collects inside of blocks, in a block.
 
     Yields a function that allows them in a block again, for those of a module that runs as a whole.
     """
-    variable = _collectors()
+    module: Any = sys.modules.get("transformers.utils.output_capturing")
+    variable = getattr(module, "CompileableContextVar", None)
     if variable is None:
         yield contextlib.nullcontext
         return
     own = {name: getattr(variable, name) for name in ("set", "reset", "get")}
-    module: Any = sys.modules[variable.__module__]
     install = getattr(module, "maybe_install_capturing_hooks", None)
 
     def set_outputs(self: Any, outputs: Any) -> None:
@@ -256,11 +250,7 @@ def collectors_refused() -> Iterator[Callable[[], contextlib.AbstractContextMana
                 "call model.plain() for such an output"
             )
 
-    def reset(self: Any, token: Any) -> None: ...
-
-    def get(self: Any) -> None: ...
-
-    def install_nothing(model: Any) -> None: ...
+    def do_nothing(*_: Any) -> None: ...
 
     @contextlib.contextmanager
     def allowed() -> Iterator[None]:
@@ -271,7 +261,7 @@ def collectors_refused() -> Iterator[Callable[[], contextlib.AbstractContextMana
             yield
 
     with (
-        mock.patch.multiple(variable, set=set_outputs, reset=reset, get=get),
-        mock.patch.object(module, "maybe_install_capturing_hooks", install_nothing, create=True),
+        mock.patch.multiple(variable, set=set_outputs, reset=do_nothing, get=do_nothing),
+        mock.patch.object(module, "maybe_install_capturing_hooks", do_nothing, create=True),
     ):
         yield allowed
