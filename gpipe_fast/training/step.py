@@ -244,14 +244,7 @@ def given_of(
     """Returns the checked tensors of the target, and the dimension along which each is split."""
     if targets is None:
         return (), ()
-    _check_targets(targets.tensors, targets.dims.inputs, batch_size, device)
-    return tuple(x.detach() for x in targets.tensors), targets.dims.inputs
-
-
-def _check_targets(
-    tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int, device: torch.device
-) -> None:
-    for tensor, dim in zip(tensors, dims, strict=True):
+    for tensor, dim in zip(targets.tensors, targets.dims.inputs, strict=True):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"the target has a tensor of shape {list(tensor.shape)} that requires a gradient, which step "
@@ -267,3 +260,4 @@ def _check_targets(
                 f"the target is on {tensor.device}, but the last stage is on {device}; call "
                 f".to({str(device)!r})"
             )
+    return tuple(x.detach() for x in targets.tensors), targets.dims.inputs
