@@ -483,7 +483,8 @@ class _Splitter:
         """Notes the mask by which a node selects elements, if it does."""
         for dim, size in enumerate(tensors[0].shape):
             for symbol in _symbols([size]) - self._sizes.keys():
-                masks = [each for each in node.all_input_nodes if _is_mask(each)]
+                values = ((each, each.meta["value"]) for each in node.all_input_nodes)
+                masks = [each for each, x in values if isinstance(x, Tensor) and x.dtype == torch.bool]
                 if len(masks) != 1 or len(tensors) > 1 or not isinstance(expression(size), sympy.Symbol):
                     self._refuse(node, "the number of its elements depends on data")
                 self._selected[symbol] = masks[0]
@@ -813,11 +814,6 @@ def _is_pointwise(node: fx.Node) -> bool:
     packet = getattr(torch.ops.aten, _name(node), None)
     overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
     return _name(node) in _POINTWISE or any(torch.Tag.pointwise in each.tags for each in overloads)
-
-
-def _is_mask(node: fx.Node) -> bool:
-    value = node.meta["value"]
-    return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
 def expression(size: Any) -> Any:

@@ -257,6 +257,9 @@ class SampleCheck:
         found = {x for node in inputs[0].graph.nodes for x in pytree.tree_leaves(node.args) if type(x) is int}
         near = sorted({x + i for x in found for i in (-1, 0, 1) if abs(x) < 2**31})
         self._mentioned = torch.tensor(near or [0], device=self._device)
+        dtypes = {x.dtype for node in inputs for x in _values(node) if x.is_floating_point()}
+        # The error that sums in the dtypes of the inputs may have.
+        exact_tolerance = 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
         kinds_of_numbers = itertools.product((False, True), _KINDS)
         for seed, (is_exact, kind) in enumerate(kinds_of_numbers):
             if not left and (is_exact or kind != "normal"):
@@ -273,7 +276,7 @@ class SampleCheck:
                     pairs = _with_gradients(total, whole[i], variables)
                     if all(torch.isfinite(own).all() for _, own in pairs):
                         left.discard(i)
-                        tolerance = self._tolerance(inputs) if is_exact else _TOLERANCE
+                        tolerance = exact_tolerance if is_exact else _TOLERANCE
                         if not all(torch.allclose(*pair, tolerance, tolerance) for pair in pairs):
                             wrong[i] = _NO_SUM
             except Exception as error:  # numbers that do not fit, such as logarithms of negative ones
@@ -290,12 +293,6 @@ class SampleCheck:
                 x = x.narrow(dim, first * each, number * each)
             found += [x] if _is_tensor(x) else []
         return found
-
-    @staticmethod
-    def _tolerance(inputs: Iterable[fx.Node]) -> float:
-        """Returns the error that sums in the dtypes of the inputs may have."""
-        dtypes = {x.dtype for node in inputs for x in _values(node) if x.is_floating_point()}
-        return 16 * max([_TOLERANCE / 16, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def _run(
         self,
