@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gpipe_fast import GPipe, replicate
 from gpipe_fast.runtime.runner import Runner
@@ -68,6 +72,36 @@ def test_only_its_forward_runs_the_pipeline() -> None:
     expected = torch.cat([plain(part) for part in X.chunk(2)])
     assert torch.equal(model(X), expected)
     assert model.balance == [3, 2]
+
+
+class Embedded(Net):
+    """Attributes of blocks between them, a number of the model, and a loss of the whole batch."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(x * self.blocks[0].weight.mean(), *args, **kwargs).square().mean()
+        return {"loss": loss, "scaled": loss * x.shape[0]}
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "unused": lambda model: None,
+    "called": lambda model: model(X),
+    "called with other lengths": lambda model: [model(X[:length]) for length in (6, 4, 2)],
+    "called with a mask": lambda model: model(X, torch.eye(4)),
+    "evaluated": lambda model: model.eval()(X),
+    "trained": lambda model: pytree.tree_leaves(model(X))[0].sum().backward(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("cls", [Net, Embedded])
+def test_it_is_freed_when_it_is_dropped(cls: type[Net], use: str) -> None:
+    plain = cls()
+    model = pipelined(plain)
+    USES[use](model)
+    references = [weakref.ref(each) for each in (plain, plain.scale, plain.blocks[1].weight, model)]
+    del plain, model
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
 
 
 @pytest.mark.parametrize("name", ["backend", "capture", "fuse", "grad_dtype", "memory_limit", "transport"])
