@@ -36,6 +36,17 @@ def compile_stages(
     return compiler.compile(stages, [BoundarySpec((first or spec(8, 4),))])[0]
 
 
+def test_equal_stages_are_traced_once() -> None:
+    compiler = Compiler()
+    result = compile_stages(compiler, stages_of(*(block() for _ in range(4))))
+    assert compiler.num_traces == 1
+    assert len({id(stage.traced) for stage in result}) == 1
+    assert [stage.stage.first_layer for stage in result] == [0, 1, 2, 3]
+    # Stages share their programs as data, but each stage has its own segment.
+    assert len({id(stage.segment(0.0)) for stage in result}) == 4
+    assert result[0].segment(0.0) is result[0].segment(0.0)
+
+
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
