@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import Any
 
 from gpipe_fast.fuse.cubin import (
     CompileFailure,
@@ -128,7 +128,9 @@ def compile_in_helper(
             env={k: v for k, v in {**os.environ, **changed}.items() if k != "TRITON_INTERPRET"},
             start_new_session=True,  # Ctrl-C reaches only this process, which ends the helper
         )
-        requests, replies = _pipe(process.stdin), _pipe(process.stdout)
+        requests, replies = process.stdin, process.stdout
+        assert requests is not None
+        assert replies is not None
         try:
             # A helper that is killed may leave a part of a reply.
             with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
@@ -140,11 +142,6 @@ def compile_in_helper(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-
-
-def _pipe(file: IO[bytes] | None) -> IO[bytes]:
-    assert file is not None
-    return file
 
 
 def main() -> None:

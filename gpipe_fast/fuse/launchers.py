@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +64,7 @@ class _Recorder:
     ) -> None:
         names = [name for name in kernel.arg_names if name not in constants and name not in config.blocks]
         named = list(zip(names, arguments, strict=True))
+        x, y, z = (*grid, 1, 1)[:3]
         launch = KernelLaunch(
             kernel,
             tuple((name, _type_of(argument)) for name, argument in named),
@@ -73,18 +73,13 @@ class _Recorder:
             config.num_warps,
             config.num_stages,
             config.contracts,
-            grid=_three_dimensions(grid),
+            grid=(x, y, z),
             outputs=(),
             aligned=tuple(i for i, (_, a) in enumerate(named) if isinstance(a, Tensor)),
         )
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         self.launches.append((launch, [None if isinstance(a, Tensor) else a for a in arguments]))
         torch.ops.gpipe_fast_fuse.launch(len(self.launches) - 1, tensors)
-
-
-def _three_dimensions(grid: Sequence[int]) -> tuple[int, int, int]:
-    x, y, z = (*grid, 1, 1)[:3]
-    return x, y, z
 
 
 def _not_specialized(kernel: Any) -> Sequence[Any]:
@@ -122,15 +117,10 @@ def trace_launcher(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx
             result is computed from what kernels have written; it may only be a view of that.
     """
     recorder = _Recorder()
-    with _fake_inputs(inputs) as fakes, kernel_launch.recording_launches(recorder):
+    with FakeTensorMode(), kernel_launch.recording_launches(recorder):
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
         traced = make_fx(function)(*fakes).graph
     return _functional(traced, recorder)
-
-
-@contextlib.contextmanager
-def _fake_inputs(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    with FakeTensorMode():
-        yield [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
 
 
 def _functional(traced: fx.Graph, recorder: _Recorder) -> fx.Graph:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gpipe_fast.fuse.cubins import KernelLoader
 from gpipe_fast.fuse.launchers import ALLOCATES
@@ -26,8 +26,9 @@ from gpipe_fast.lower.launch import (
     number_type,
     pointer_type,
 )
-from gpipe_fast.strides import may_overlap, overlaps_itself, span
+from gpipe_fast.strides import may_overlap, overlaps_itself
 from gpipe_fast.torch_private.operators import OpOverload, is_view_op
+from gpipe_fast.trace.fake import real_arguments
 from gpipe_fast.trace.joint_graph import JointGraph
 from gpipe_fast.trace.traceability import Untraceable, layer_of
 from gpipe_fast.trace.triton_calls import TritonCall, is_triton_call
@@ -134,14 +135,9 @@ def _configuration(
 def _tuned(call: TritonCall, grids: list[Any], passed: Mapping[str, Any], loader: KernelLoader) -> Any:
     """Launches a kernel on zeros, and returns the configuration that its autotuner chose."""
     with torch.no_grad(), torch.cuda.device(loader.device):
-        zeros = {name: _zeros(v.meta["val"]) if isinstance(v, fx.Node) else v for name, v in passed.items()}
-        call.launch(grids, zeros)
+        given = {name: v.meta["val"] if isinstance(v, fx.Node) else v for name, v in passed.items()}
+        call.launch(grids, real_arguments(given))
     return call.kernel.best_config
-
-
-def _zeros(like: Tensor) -> Tensor:
-    memory = torch.zeros(span(like.shape, like.stride()), dtype=like.dtype, device=like.device)
-    return memory.as_strided(like.shape, like.stride())
 
 
 def _is_constexpr(value: Any) -> bool:

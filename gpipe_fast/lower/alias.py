@@ -98,20 +98,19 @@ def count_reads(user: fx.Node, node: fx.Node) -> int:
     return found
 
 
-def is_read_once(base: fx.Node, reader: fx.Node) -> bool:
-    """Returns whether only one argument of one node reads a value, possibly through views."""
-    reads, pending, seen = 0, [base], {base}
+def readers_of(base: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Returns each argument that reads a value: the value or a view of it, and the node, which is no view."""
+    found: list[tuple[fx.Node, fx.Node]] = []
+    pending, seen = [base], {base}
     while pending:
         node = pending.pop()
         for user in node.users:
-            if user is reader:
-                reads += count_reads(user, node)
-            elif source_of(user).base is not base:
-                return False
+            if source_of(user).base is not base:
+                found += [(node, user)] * count_reads(user, node)
             elif user not in seen:
                 seen.add(user)
                 pending.append(user)
-    return reads == 1
+    return found
 
 
 def getitem_nodes(node: fx.Node, count: int) -> list[fx.Node | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from gpipe_fast.lower.alias import count_reads, source_of
+from gpipe_fast.lower.alias import readers_of
 from gpipe_fast.strides import bits_of
 from gpipe_fast.trace.tensor_metadata import AnyTensor
 
@@ -50,20 +50,8 @@ def gradient_terms(node: fx.Node, uses: int) -> tuple[list[fx.Node], list[fx.Nod
 
 
 def is_read_only_through(base: fx.Node, part: fx.Node) -> bool:
-    """Returns whether ``base`` is read only through views on the way to ``part``, read at most once."""
-    pending, seen = [base], {base}
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if node is part:
-                if sum(count_reads(u, part) for u in part.users) > 1:
-                    return False
-            elif source_of(user).base is not base:
-                return False
-            elif user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return part in seen
+    """Returns whether ``base`` is read only through ``part``, which is read once."""
+    return [read for read, _ in readers_of(base)] == [part]
 
 
 def is_dense(tensor: AnyTensor) -> bool:

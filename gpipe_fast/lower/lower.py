@@ -23,7 +23,7 @@ from torch import fx
 
 from gpipe_fast._extension import ActiveRuns
 from gpipe_fast.lower.accumulation import AccumulationPolicy, PendingAccumulations
-from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, is_read_once
+from gpipe_fast.lower.alias import getitem_nodes, is_elided_copy, readers_of
 from gpipe_fast.lower.gradients import Gradient, gradient_terms, is_dense, is_read_only_through
 from gpipe_fast.lower.launch import KernelLaunch, changed_input, is_launch
 from gpipe_fast.lower.memory import MemoryPlan, parts, plan_memory
@@ -204,7 +204,7 @@ class _Lowering:
     def _changed_in_place(self, node: fx.Node, position: int, is_returned: bool) -> int | None:
         """Returns the value that a kernel changes itself, not a copy, because only this kernel reads it."""
         initial = changed_input(node, position)
-        if initial is None or not is_read_once(self.values.sources[initial].base, node):
+        if initial is None or len(readers_of(self.values.sources[initial].base)) != 1:
             return None
         source, offset = self.values.sources[initial]
         value = self.program.values[self.values.index[source]]

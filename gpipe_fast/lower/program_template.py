@@ -16,6 +16,7 @@ import functools
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -91,13 +92,13 @@ class ProgramTemplate:
             for j, argument in enumerate(step.arguments)
             if has_formula(argument)
         ]
-        self._sizes = [self._position(chain.size) for chain in memory.chains]
+        self._sizes = [self._position(each.size) for each in memory.chains]
         self._resizing = Resizing(
             [(i, sizes, strides, offset) for i, _, (sizes, strides, offset) in self._values],
             self._constants,
             [
-                (chain.values, size, chain.begin, chain.end)
-                for chain, size in zip(memory.chains, self._sizes, strict=True)
+                (each.values, size, each.begin, each.end)
+                for each, size in zip(memory.chains, self._sizes, strict=True)
             ],
             memory.alignment,
         )
@@ -119,8 +120,8 @@ class ProgramTemplate:
         known = self._known_at(numbers)
         values, steps = list(self.program.values), list(self.program.steps)
         chains = [
-            chain._replace(size=known[size])
-            for chain, size in zip(self._memory.chains, self._sizes, strict=True)
+            each._replace(size=known[size])
+            for each, size in zip(self._memory.chains, self._sizes, strict=True)
         ]
         for i, value, (sizes, strides, offset) in self._values:
             values[i] = replace(
@@ -213,19 +214,17 @@ class _Variant:
     """The programs of a stage with formulas, for the lengths at which the conditions hold."""
 
     evaluate: Evaluator
-    forward: ProgramTemplate
-    backward: ProgramTemplate | None
-    weights: ProgramTemplate | None
+    templates: tuple[ProgramTemplate | None, ...]
 
     def at(self, instance: Instance) -> ProgramsOfStage | None:
         numbers = self.evaluate(instance.values)
         if numbers is None:
             return None
-        return (
-            SizedProgram(self.forward, numbers),
-            None if self.backward is None else SizedProgram(self.backward, numbers),
-            None if self.weights is None else SizedProgram(self.weights, numbers),
+        forward, backward, weights = (
+            None if each is None else SizedProgram(each, numbers) for each in self.templates
         )
+        assert forward is not None
+        return forward, backward, weights
 
 
 class _Key(NamedTuple):
@@ -255,10 +254,8 @@ class ProgramTemplates:
     def num_values(self) -> int:
         """Returns the number of values of the programs with formulas."""
         variants = [variant for kept in list(self._variants.values()) for variant in kept or ()]
-        programs = [p for each in variants for p in (each.forward, each.backward, each.weights)]
-        return sum(
-            program.num_values * (1 + program.num_natives) for program in programs if program is not None
-        )
+        templates = filter(None, chain.from_iterable(each.templates for each in variants))
+        return sum(each.num_values * (1 + each.num_natives) for each in templates)
 
     @classmethod
     def of(cls, template: Template) -> ProgramTemplates:
@@ -320,14 +317,13 @@ class ProgramTemplates:
         try:
             joint, formulas = self._template.with_formulas(instance.values)
             parts = split(joint, key.saved_fraction, defers_weights=key.defers_weights, ladder=self.ladder)
-            forward = ProgramTemplate(*lower_unplaced(parts.forward, AccumulationPolicy()))
-            backward, weights = (
+            templates = tuple(
                 None if graph is None else ProgramTemplate(*lower_unplaced(graph, key.accumulation))
-                for graph in (parts.backward, parts.weights)
+                for graph in (parts.forward, parts.backward, parts.weights)
             )
         except (CannotExpressError, TypeError):  # an operation that formulas lack
             return None
-        return _Variant(formulas.evaluator(), forward, backward, weights)
+        return _Variant(formulas.evaluator(), templates)
 
 
 def _lower(joint: JointGraph, key: _Key, ladder: Ladder | None) -> ProgramsOfStage:
