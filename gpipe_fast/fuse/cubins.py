@@ -91,12 +91,6 @@ def cubins(sources: Sequence[KernelSource], capability: tuple[int, int]) -> list
         return [_memory[key] for key in keys]
 
 
-def forget() -> None:
-    """Forgets what this process has compiled or read; the disk keeps its entries."""
-    with _lock:
-        _memory.clear()
-
-
 def _compile(missing: dict[Hashable, KernelSource], architecture: int) -> None:
     """Compiles sources by key, and keeps each result as soon as it is there."""
     folder, left = _writable_folder(cache_folder()), dict(missing)

@@ -45,11 +45,3 @@ def number_left_out() -> int:
 def names() -> list[str]:
     """Returns the names of the kernels that are left out."""
     return sorted(_names)
-
-
-def forget() -> None:
-    """Forgets which kernels are left out; for tests."""
-    with _lock:
-        _reasons.clear()
-        _names.clear()
-        pending.clear()

@@ -30,12 +30,6 @@ def has_passed(launch: KernelLaunch, device: torch.device) -> bool:
     return (device, launch.specialization) in _passed
 
 
-def forget() -> None:
-    """Forgets which kernels have been compared; for tests."""
-    with _lock:
-        _passed.clear()
-
-
 class ReplacementCheck:
     """A check of one replacement, called by the program after its launches until it is done."""
 

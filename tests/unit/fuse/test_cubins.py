@@ -37,9 +37,9 @@ HOPPER = (9, 0)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Gives every test an empty cache."""
     monkeypatch.setenv(cubin.FOLDER_VARIABLE, str(tmp_path / "cubins"))
-    cubins.forget()
+    cubins._memory.clear()
     yield tmp_path / "cubins"
-    cubins.forget()
+    cubins._memory.clear()
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_helper_compiles_and_survives_what_kernels_do_to_it(
     # From memory, with failures; then from disk, which keeps cubins alone.
     monkeypatch.setattr(cubins, "_compile", None)
     assert cubins.cubins(asked, HOPPER) == [died, wrong, double, also, again, refused, untyped]
-    cubins.forget()
+    cubins._memory.clear()
     assert cubins.cubins([source(), source(tuned)], HOPPER) == [double, also]
 
 
@@ -158,13 +158,13 @@ def test_every_cubin_is_compiled_once(
     assert all(isinstance(each, Cubin) for each in found)
     assert len(compiled) == len(entries(folder)) == len(asked) - 1
     assert cubins.cubins(asked, HOPPER) == found
-    cubins.forget()
+    cubins._memory.clear()
     assert [cubins.cubins([each], HOPPER)[0] for each in asked] == found
     assert len(compiled) == len(asked) - 1
     compiled.clear()
     assert isinstance(cubins.cubins([source(block=64.0)], HOPPER)[0], CompileFailure), "the type differs"
     cubins.cubins([source()], (8, 0))
-    cubins.forget()
+    cubins._memory.clear()
     with monkeypatch.context() as patched:
         patched.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton compiles other code
         cubins.cubins([source()], HOPPER)
@@ -183,7 +183,7 @@ def test_a_kernel_that_triton_cannot_hash_is_a_reason(
     for _ in range(2):
         [made] = cubins.cubins([source(kernel)], HOPPER)
         assert isinstance(made, CompileFailure)
-        cubins.forget()
+        cubins._memory.clear()
     assert not compiled
 
 
@@ -253,7 +253,7 @@ def test_a_damaged_entry_is_made_anew(compiled: list[KernelSource], folder: Path
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(2):
-                cubins.forget()
+                cubins._memory.clear()
                 assert cubins.cubins([source()], HOPPER) == made
         assert len(compiled) == count
 

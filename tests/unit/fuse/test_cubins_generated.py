@@ -30,9 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cubins"))
     monkeypatch.setenv(cubins.WORKERS_VARIABLE, "1")
     monkeypatch.setattr(cubins, "compile_here", None)
-    cubins.forget()
+    cubins._memory.clear()
     yield tmp_path / "cubins"
-    cubins.forget()
+    cubins._memory.clear()
 
 
 def launch_of_region(factor: float = 1.0) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,12 +25,10 @@ CONFIG = Config({"BLOCK": 32})
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    left_out.forget()
-    replacement_check.forget()
-    yield
-    left_out.forget()
-    replacement_check.forget()
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement_check, "_passed", set())
+    for name, empty in (("_reasons", {}), ("_names", set()), ("pending", [])):
+        monkeypatch.setattr(left_out, name, empty)
 
 
 class WithResults(fx.Interpreter):

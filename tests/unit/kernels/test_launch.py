@@ -12,7 +12,6 @@ from torch import Tensor
 from gpipe_fast.kernels import launch as launch_module
 from gpipe_fast.kernels.launch import (
     Config,
-    kernels_available,
     launch,
     num_multiprocessors,
     num_partial_sums,
@@ -54,9 +53,8 @@ def test_kernels_run_on_the_cpu_only_in_the_interpreter_and_not_in_fp64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     single, double = torch.empty(2), torch.empty(2, dtype=torch.float64)
-    assert not kernels_available(single)
+    assert not uses_kernels(single)
     monkeypatch.setattr(launch_module, "INTERPRETED", True)
-    assert kernels_available(single, None, double)
     assert uses_kernels(single, None)
     assert not uses_kernels(single, double)
 
