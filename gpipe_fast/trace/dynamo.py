@@ -384,8 +384,9 @@ def captured_graph(
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
             guards = _guards(output, module, entry, layer, is_own, observed.cached_calls)
-            # Cycles that no collection finds: they lead through autograd's graph of a fake argument, and through
-            # the guards in C++ to the variables of the entry, and to the graph, which may refer to the layer.
+            # Cycles that no collection finds: they lead through autograd's graph of a fake argument, and
+            # through the guards in C++ to the variables of the entry, and to the graph, which may refer to
+            # the layer.
             output.output_graph.shape_env.tracked_fakes = None
             if found.backend_input is not None:
                 entry.__globals__.pop(found.backend_input.backend_id, None)
