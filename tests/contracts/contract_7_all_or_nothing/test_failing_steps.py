@@ -50,6 +50,10 @@ def failures_change_nothing(schedule: Any, num_faults: int, seed: int) -> None:
         with pytest.raises(RuntimeError, match="injected"):
             pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
         assert unequal(everything(), before) == []
+    longer.pipeline.inject_faults(faults=[("1F2", 0, "RuntimeError")])
+    with pytest.raises(RuntimeError, match="injected"):
+        pipe.evaluate(X, target=Y, loss_fn=F.cross_entropy)
+    assert unequal(everything(), before) == []
     longer.pipeline.inject_faults()
     pipe.step(X, target=Y, loss_fn=F.cross_entropy, optimizer=optimizer)
     assert unequal(everything(), before) != []
