@@ -62,11 +62,6 @@ def test_balance_by_size_runs_layers_that_need_more_than_one_sample() -> None:
     assert sum(balance_by_size(2, model, models.features(), chunks=4, device="cpu")) == 3
 
 
-def test_balance_by_size_refuses_zero_chunks() -> None:
-    with pytest.raises(ValueError, match=r"^number of chunks must be positive integer, got 0$"):
-        balance_by_size(1, models.mlp(), models.features(), chunks=0)
-
-
 def test_the_automatic_balance_is_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequence(Clock().install(monkeypatch), 1, 1, 9, 1, 1)
     for parameter in model.parameters():

@@ -37,6 +37,7 @@ def test_blocks_and_idle_time_fill_each_row(schedule: str) -> None:
     found = report.timeline()
     assert len(found["stages"]) == report.num_ranks
     assert found["end"] == pytest.approx(report.step)
+    assert [sum(stage) for stage in report.stages] == pytest.approx([report.step] * 4, rel=1e-6)
     parts: defaultdict[str, float] = defaultdict(float)
     transfers = {kind.value for kind in TRANSFERS}
     for row in found["stages"]:
@@ -91,6 +92,7 @@ def test_memory_by_kind(checkpoint: str, boundary: list[int], saved: list[int]) 
 
 def test_pages_and_traces_are_written(tmp_path: Path) -> None:
     report = report_of(GPipe(mlp(), [2, 3], chunks=4), features())
+    assert [sum(stage) for stage in report.stages] == pytest.approx([report.step] * 2, rel=1e-6)
     report = replace(report, others="Other programs are running.", withheld=("another balance",))
     report.save(tmp_path / "step.html", title="A <title>")
     page = (tmp_path / "step.html").read_text()
