@@ -142,7 +142,17 @@ def profile_layers(
         expected = len(layers) * (1 if timeout is None else 1 + TARGET_ROUNDS)
 
         def measured(measure: Callable[[_LayerCopy], _T]) -> list[_T]:
-            return _measured(layers, first, target, measure, lambda: work.count(next(number), expected))
+            """Measures a copy of each layer on the output of the one before."""
+            found, given = list[_T](), first
+            for name, layer in layers:
+                try:
+                    own = _LayerCopy(layer, given, target)
+                    found.append(measure(own))
+                except Exception as error:
+                    raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
+                given = own.output
+                work.count(next(number), expected)
+            return found
 
         sizes = measured(_LayerCopy.sizes)
         if timeout is not None and layers:
@@ -215,30 +225,6 @@ def table(profiles: Iterable[LayerProfile]) -> str:
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # named_children() would skip repeated occurrences of a layer.
     return [(name, layer) for name, layer in module._modules.items() if layer is not None]
-
-
-def _measured(
-    layers: Sequence[tuple[str, nn.Module]],
-    given: _Values,
-    device: torch.device,
-    measure: Callable[[_LayerCopy], _T],
-    count: Callable[[], object],
-) -> list[_T]:
-    """Measures a copy of each layer on the output of the one before; calls ``count`` after each.
-
-    Raises:
-        RuntimeError: a layer fails; the message names the layer.
-    """
-    found: list[_T] = []
-    for name, layer in layers:
-        try:
-            own = _LayerCopy(layer, given, device)
-            found.append(measure(own))
-        except Exception as error:
-            raise RuntimeError(f"{layer_title(name, layer)} cannot be profiled: {error}") from error
-        given = own.output
-        count()
-    return found
 
 
 class _Values(NamedTuple):
