@@ -141,15 +141,14 @@ def make_plan(
     training = needs_backward(stages, inputs, known)
     is_step = order is not None and training
     schedule = planned_schedule(stages, saved_fractions, training, order, call.slots)
-    forward, backward, step = _schedule_parts(schedule, stages, training, order)
     defers = is_step and schedule.defers_weights
-    chains = _chains(stages, saved_fractions, known, defers)
+    actions = partial(_extension_actions, stages)
     native = _extension.Plan(
-        stages=_stage_plans(stages, finders, chains, known is not None),
+        stages=_stage_plans(stages, finders, saved_fractions, known, defers),
         num_skips=len(stages[-1].skips),
-        forward=forward,
-        backward=backward,
-        step=step,
+        forward=None if order is not None else actions(schedule.forward_part() if training else schedule),
+        backward=actions(schedule.backward_part()) if order is None and training else None,
+        step=None if order is None else actions(schedule),
         defers_weights=defers,
         skip_ends=_skip_ends(stages),
         ties=[] if own_stages is None or known is None else _ties(stages, known, own_stages),
@@ -186,24 +185,6 @@ def _num_samples(dims: BatchDims, microbatch: BoundarySpec) -> int:
     return next(spec.shape[dim] for spec, dim in specs if dim is not None)
 
 
-def _chains(
-    stages: Sequence[Stage],
-    saved_fractions: Sequence[Sequence[SavedFraction]],
-    known: Sequence[Sequence[CompiledStage]] | None,
-    defers_weights: bool,
-) -> list[list[list[_extension.Segment]]]:
-    """Returns the chain of segments of each stage, by micro-batch."""
-    if known is None:
-        return [[[] for _ in own] for own in saved_fractions]
-    return [
-        [
-            [] if stage.options.is_remote else [pipeline[index].segment(saved_fraction, defers_weights)]
-            for pipeline, saved_fraction in zip(known, saved_fractions[index], strict=True)
-        ]
-        for index, stage in enumerate(stages)
-    ]
-
-
 def needs_backward(
     stages: Sequence[Stage], inputs: BoundarySpec, known: Sequence[Sequence[CompiledStage]] | None
 ) -> bool:
@@ -228,10 +209,19 @@ def _check_no_replicas(stages: Sequence[Stage]) -> None:
 def _stage_plans(
     stages: Sequence[Stage],
     finders: Sequence[SegmentSearch],
-    chains: Sequence[Sequence[Sequence[_extension.Segment]]],
-    has_fixed_chains: bool,
+    saved_fractions: Sequence[Sequence[SavedFraction]],
+    known: Sequence[Sequence[CompiledStage]] | None,
+    defers_weights: bool,
 ) -> list[_extension.StagePlan]:
     """Returns the C++ plans of stages, with parameters and buffers by index in the model."""
+
+    def chains(index: int) -> list[list[_extension.Segment]]:
+        """Returns the chain of segments of a stage for each micro-batch."""
+        if known is None or stages[index].options.is_remote:
+            return [[] for _ in saved_fractions[index]]
+        each = zip(known, saved_fractions[index], strict=True)
+        return [[pipeline[index].segment(fraction, defers_weights)] for pipeline, fraction in each]
+
     layers = [layer for stage in stages for layer in stage.layers]
     parameters, buffers = _index_by_id(parameters_of(layers)), _index_by_id(buffers_of(layers))
     return [
@@ -243,11 +233,11 @@ def _stage_plans(
             gathered_parameters=[i for i, p in enumerate(parameters_of(own)) if is_gathered(p)],
             device=stage.device,
             statistics=statistics_indices(own, buffers_of(own)) if stage.options.deferred else [],
-            chains=chain,
-            has_fixed_chains=has_fixed_chains,
+            chains=chains(index),
+            has_fixed_chains=known is not None,
             finder=finder,
         )
-        for stage, finder, chain in zip(stages, finders, chains, strict=True)
+        for index, (stage, finder) in enumerate(zip(stages, finders, strict=True))
         for own in [[] if stage.options.is_remote else stage.layers]
     ]
 
@@ -343,16 +333,6 @@ def planned_schedule(
     return found if slots is None else found.with_fewer_slots(slots)
 
 
-def _schedule_parts(
-    schedule: Schedule, stages: Sequence[Stage], training: bool, order: StepOrder | None
-) -> tuple[_extension.Actions | None, _extension.Actions | None, _extension.Actions | None]:
-    """Returns the actions for C++: forwards and backwards apart, or those of a step."""
-    if order is not None:
-        return None, None, _extension_actions(schedule, stages)
-    forward = _extension_actions(schedule.forward_part() if training else schedule, stages)
-    return forward, _extension_actions(schedule.backward_part(), stages) if training else None, None
-
-
 def _check_shared_buffers(stages: Sequence[Stage], known: Sequence[Sequence[CompiledStage]] | None) -> None:
     """Checks that no stage of this process uses a buffer that the forward of another one may write.
 
@@ -384,7 +364,7 @@ def _index_by_id(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
-def _extension_actions(schedule: Schedule, stages: Sequence[Stage]) -> _extension.Actions:
+def _extension_actions(stages: Sequence[Stage], schedule: Schedule) -> _extension.Actions:
     """Returns the actions for C++.
 
     Stages that are not here but in other processes have only the sends to stages that are.

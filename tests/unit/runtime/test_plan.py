@@ -65,7 +65,7 @@ def _processes(
             )
             for stage in range(num_stages)
         ]
-        _extension_actions(schedule, cast("list[Stage]", stages))
+        _extension_actions(cast("list[Stage]", stages), schedule)
     found = []
     for process, (actions, _, groups, here, receives) in enumerate(made):
         own = [stage for stage in range(num_stages) if stage % size == process]
