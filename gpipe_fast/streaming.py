@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,25 +26,8 @@ from gpipe_fast.randomness.random import minibatch_key
 from gpipe_fast.runtime.planner import PreparedCall
 from gpipe_fast.runtime.runner import Runner
 
-
-class OpenStream(Protocol):
-    """Calls in flight, whose results come in order."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """The number of calls that were begun and not finished."""
-
-    def check_unchanged(self) -> None:
-        """Checks that no layer in Python has changed what others read; the next call forgets their state."""
-
-    def begin(self, batch: Any) -> None:
-        """Begins the call for a mini-batch."""
-
-    def finish(self) -> Any:
-        """Waits for the oldest call, and returns its result."""
-
-    def close(self) -> None:
-        """Cancels the calls in flight."""
+if TYPE_CHECKING:
+    from gpipe_fast.from_model.pipelined import ModelStream
 
 
 def check_depth(batches: Any, depth: Any) -> None:
@@ -63,13 +46,15 @@ def check_depth(batches: Any, depth: Any) -> None:
         raise ValueError(f"depth must be a positive integer or None, got {depth!r}")
 
 
-def results(stream: OpenStream, batches: Iterable[Any], depth: int | None, num_stages: int) -> Iterator[Any]:
+def results(
+    stream: CallStream | ModelStream, batches: Iterable[Any], depth: int | None, num_stages: int
+) -> Iterator[Any]:
     """Returns a generator of the results of a stream; arguments and errors as of `GPipe.stream`."""
     check_depth(batches, depth)
     return _results(stream, iter(batches), max(2, 2 * num_stages) if depth is None else depth)
 
 
-def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator[Any]:
+def _results(stream: CallStream | ModelStream, batches: Iterator[Any], depth: int) -> Iterator[Any]:
     """Yields the results. In flight are the calls that were begun and not yielded, at most ``depth``."""
     failure, is_exhausted = None, False
     try:
@@ -97,7 +82,7 @@ def _results(stream: OpenStream, batches: Iterator[Any], depth: int) -> Iterator
 
 
 class CallStream:
-    """The calls of a pipeline in flight."""
+    """The calls of a pipeline in flight, whose results come in order."""
 
     def __init__(self, runner: Runner, is_training: Callable[[], bool]) -> None:
         """Opens a stream of the calls of a runner, which has layers.
@@ -114,16 +99,16 @@ class CallStream:
 
     @property
     def num_in_flight(self) -> int:
-        """As for `OpenStream`."""
+        """The number of calls that were begun and not finished."""
         return len(self._calls)
 
     def check_unchanged(self) -> None:
-        """As for `OpenStream`."""
+        """Checks that no layer in Python has changed what others read; the next call forgets their state."""
         if self._calls:
             self._calls[-1].check_unchanged()
 
     def begin(self, batch: Any) -> None:
-        """As for `OpenStream`."""
+        """Begins the call for a mini-batch."""
         runner = self._runner
         args, kwargs = arguments_in(batch)
         if not runner.planner.is_settled:
@@ -158,13 +143,13 @@ class CallStream:
             self._native.wait_for_all()
 
     def finish(self) -> Any:
-        """As for `OpenStream`."""
+        """Waits for the oldest call, and returns its result."""
         assert self._native is not None
         outputs, structure = self._native.pop()
         return self._runner.finish(self._calls.popleft(), outputs, structure)
 
     def close(self) -> None:
-        """As for `OpenStream`."""
+        """Cancels the calls in flight."""
         if self._native is not None:
             self._native.close()
 

@@ -90,7 +90,7 @@ class PipelinedForward:
 
 
 class ModelStream:
-    """The calls of a pipelined model in flight; methods as of `gpipe_fast.streaming.OpenStream`."""
+    """The calls of a pipelined model in flight; methods as of `gpipe_fast.streaming.CallStream`."""
 
     def __init__(self, calls: Calls, plain: Callable[[], nn.Module]) -> None:
         """Opens a stream of the calls of a model; ``plain`` returns the plain model."""
@@ -102,16 +102,16 @@ class ModelStream:
 
     @property
     def num_in_flight(self) -> int:
-        """As for `OpenStream`."""
+        """As for `CallStream`."""
         return len(self._finished) + len(self._given)
 
     def check_unchanged(self) -> None:
-        """As for `OpenStream`."""
+        """As for `CallStream`."""
         if self._stream is not None:
             self._stream.check_unchanged()
 
     def begin(self, batch: Any) -> None:
-        """As for `OpenStream`. If another program is needed, first waits for the calls of the one before."""
+        """As for `CallStream`. If another program is needed, first waits for the calls of the one before."""
         if self._stream is not None and self._stream.runs_python:
             self._stream.wait_for_all()  # blocks in Python cannot run while the model is recorded
         with torch.no_grad():
@@ -127,7 +127,7 @@ class ModelStream:
         self._given.append(given)
 
     def finish(self) -> Any:
-        """As for `OpenStream`."""
+        """As for `CallStream`."""
         return self._finished.popleft() if self._finished else self._finish_one()
 
     def _finish_one(self) -> Any:
@@ -139,7 +139,7 @@ class ModelStream:
             return self._program.combined(outputs, given)
 
     def close(self) -> None:
-        """As for `OpenStream`."""
+        """As for `CallStream`."""
         if self._stream is not None:
             self._stream.close()
 
