@@ -194,19 +194,16 @@ class Planner:
         self._locks: Sequence[Lock] = locks
         self.locks: Sequence[Lock] = list(dict.fromkeys(locks))
         shared = SegmentSharedState(
-            self.compiler, self._layout_history, python_workers, self._lowering_pending, self.locks
+            self.compiler,
+            self._layout_history,
+            python_workers,
+            self._lowering_pending,
+            self.locks,
+            self.in_python,
+            self.module_warnings,
         )
-        self.segments = [
-            Segments(
-                stage,
-                f"stage {i}",
-                shared,
-                functools.partial(self.module_warnings.add, i, stage),
-                lock,
-                self.in_python,
-            )
-            for i, (stage, lock) in enumerate(zip(stages, locks, strict=True))
-        ]
+        each = enumerate(zip(stages, locks, strict=True))
+        self.segments = [Segments(stage, i, shared, lock) for i, (stage, lock) in each]
         self.plans: Cache[Signature, KnownPlans] = Cache(_MAX_PLANS)
         self._structures: Cache[Structure, None] = Cache(_MAX_PLANS)  # of the inputs of calls with a plan
         if base is None:

@@ -30,7 +30,7 @@ from gpipe_fast.lower.checkpoint import FULL_RECOMPUTE, SavedFraction
 from gpipe_fast.runtime.cache import Cache
 from gpipe_fast.runtime.compile import Compiler, TooManyTraces, outside_inference_mode
 from gpipe_fast.runtime.compiled import CACHE_LIMIT, CompiledStage, GradientLayoutHistory, SegmentKey
-from gpipe_fast.runtime.module_warnings import layers_title
+from gpipe_fast.runtime.module_warnings import ModuleWarnings, layers_title
 from gpipe_fast.runtime.plan import Stashed
 from gpipe_fast.runtime.python_layers import PythonLayers
 from gpipe_fast.runtime.stage import (
@@ -84,6 +84,8 @@ class SegmentSharedState:
         python_workers: the pipeline's registry of workers that are running Python.
         lowering_pending: set when there are layers to lower.
         locks: the locks of all stages, in order.
+        in_python: the indices, in the whole model, of layers that are known to be untraceable.
+        module_warnings: gets the layers that are found to be untraceable.
     """
 
     compiler: Compiler
@@ -91,6 +93,8 @@ class SegmentSharedState:
     python_workers: PythonWorkers
     lowering_pending: threading.Event
     locks: Sequence[Lock]
+    in_python: set[int]
+    module_warnings: ModuleWarnings
 
 
 class StageTensors(NamedTuple):
@@ -124,34 +128,23 @@ class Segments:
     shows for which inputs and gradients to trace the layers. The trace follows later, while no layer runs.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        name: str,
-        shared: SegmentSharedState,
-        report: ReportUntraceable,
-        lock: Lock,
-        in_python: set[int],
-    ) -> None:
+    def __init__(self, stage: Stage, index: int, shared: SegmentSharedState, lock: Lock) -> None:
         """Makes an empty cache.
 
         Args:
             stage: the stage.
-            name: the stage's name in error messages.
+            index: the stage's index.
             shared: state shared with the other stages.
-            report: called when a layer is found to be untraceable.
             lock: a lock held while layers run in Python, and while they are traced. Stages that share
                 parameters share the lock, because a backward temporarily removes the parameters' hooks.
-            in_python: the indices, in the whole model, of layers that are known to be untraceable.
         """
         self.stage = stage
-        self.name = name
-        self._in_python = in_python
+        self.name = f"stage {index}"
         self._shared = shared
+        self._report: ReportUntraceable = functools.partial(shared.module_warnings.add, index, stage)
         self._report_untraceable = functools.partial(
-            _report_untraceable, in_python, stage.first_layer, report
+            _report_untraceable, shared.in_python, stage.first_layer, self._report
         )
-        self._report = report
         self._lock = lock
         self._lowered: Cache[tuple[SegmentKey, SavedFraction], Segment] = Cache(CACHE_LIMIT)
         self._python_segments: Cache[Hashable, Segment] = Cache(CACHE_LIMIT)
@@ -176,7 +169,8 @@ class Segments:
         first, end, suspects = self.stage.first_layer, len(self.stage.layers), search.suspects
         if search.all_in_python:
             return run_in_python(end)
-        in_python = {*(index - first for index in tuple(self._in_python)), *suspects}  # other threads add
+        # A copy, because other threads add to it.
+        in_python = {index - first for index in tuple(self._shared.in_python)} | suspects.keys()
         end = min([end, *(p for p in in_python if p >= layer)])
         if end == layer:
             return run_in_python(layer + 1, reason=suspects.get(layer))
