@@ -113,7 +113,7 @@ def plan_memory(program: ProgramIR, device: torch.device) -> MemoryPlan:
     Those are what the run allocates, and the saved tensors that it is given.
     """
     values, steps = program.values, program.steps
-    base_of = _base_of_each(values)
+    base_of = [*map(program.base_of, range(len(values)))]
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
@@ -145,7 +145,7 @@ def plan_memory(program: ProgramIR, device: torch.device) -> MemoryPlan:
 def parts(program: ProgramIR) -> tuple[int, int]:
     """Returns the steps at which a program's second and third parts begin (see ``ProgramIR.parts``)."""
     values, steps = program.values, program.steps
-    base_of = _base_of_each(values)
+    base_of = [*map(program.base_of, range(len(values)))]
     inputs = (i for i, v in enumerate(values) if v.storage is StorageKind.INPUT)
     tangents = {i for i, port in zip(inputs, program.inputs, strict=True) if port.role is GraphRole.TANGENT}
     results = {base_of[r] for r in program.results}
@@ -156,11 +156,6 @@ def parts(program: ProgramIR) -> tuple[int, int]:
         if any(base_of[v] in results for v in values_written(step)):
             computed = position + 1
     return early, max(early, computed)
-
-
-def _base_of_each(values: Sequence[Value]) -> list[int]:
-    """Returns the base of each value: the value that a view views, or else the value itself."""
-    return [v.index if v.storage is StorageKind.VIEW else i for i, v in enumerate(values)]
 
 
 def _reusable_arguments(program: ProgramIR, step: Step, value: int, base_of: list[int]) -> tuple[int, ...]:

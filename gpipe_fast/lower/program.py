@@ -144,15 +144,17 @@ class ProgramIR:
         """Returns each result and its base, the value in whose memory it is; None if others are in it, too,
         or if it is not allocated in a step.
         """
-        bases = [self.values[r].index if self._is_view(r) else r for r in self.results]
+        bases = [*map(self.base_of, self.results)]
         allocated = {step.value for step in self.steps if isinstance(step, Allocate)}
         return [
             (result, base) if base in allocated and bases.count(base) == 1 else None
             for base, result in zip(bases, self.results, strict=True)
         ]
 
-    def _is_view(self, value: int) -> bool:
-        return self.values[value].storage is StorageKind.VIEW
+    def base_of(self, index: int) -> int:
+        """Returns the base of a value: the value that a view views, or else the value itself."""
+        value = self.values[index]
+        return value.index if value.storage is StorageKind.VIEW else index
 
     def build(
         self,

@@ -408,12 +408,6 @@ def _inputs(program: ProgramIR) -> Iterable[tuple[GraphPort, int]]:
     return zip(program.inputs, values, strict=True)
 
 
-def _base(program: ProgramIR, index: int) -> int:
-    """Returns the value in whose memory a value is."""
-    value = program.values[index]
-    return value.index if value.storage is StorageKind.VIEW else index
-
-
 def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None = None) -> set[int]:
     """Returns the values in whose memory the results of a role are, unless they are the program's inputs.
 
@@ -424,7 +418,7 @@ def _results(program: ProgramIR, role: GraphRole, indices: Container[int] | None
     """
     found = set()
     for port, index in zip(program.outputs, program.results, strict=True):
-        base = _base(program, index)
+        base = program.base_of(index)
         is_own = program.values[base].storage in (StorageKind.FRESH, StorageKind.RESULT)
         if is_own and port.role is role and (indices is None or port.index in indices):
             found.add(base)
@@ -466,7 +460,7 @@ def _freed(lowered: LoweredStage, device: torch.device) -> dict[int, int]:
     if backward is None:
         return {}
     ports = zip(forward.outputs, forward.results, strict=True)
-    base_of = {port.index: _base(forward, i) for port, i in ports if port.role is GraphRole.SAVED}
+    base_of = {port.index: forward.base_of(i) for port, i in ports if port.role is GraphRole.SAVED}
     users = Counter(base_of.values())
     own = _results(forward, GraphRole.SAVED) - _results(forward, GraphRole.OUTPUT)
     own -= _results(forward, GraphRole.BUFFER)

@@ -116,14 +116,11 @@ def trace(
         constants.restore(module)
         return _checked_joint(module, layers, stage)
     except Exception as error:
-        if not copy_inputs and _is_change_of_input(error):
+        is_change_of_input = isinstance(error, InputMutated) or "in-place operation" in str(error)
+        if is_change_of_input and not copy_inputs:
             # The first layer would change the caller's tensor. A pipeline's input stays unchanged: copy it.
             return trace(layers, inputs, gradient_layouts, input_structure, trace_context, mode, True)
         raise _untraceable(error, None if stage is None else stage.running_layer) from None
-
-
-def _is_change_of_input(error: Exception) -> bool:
-    return isinstance(error, InputMutated) or "in-place operation" in str(error)
 
 
 def _untraceable(error: Exception, running_layer: int | None) -> Untraceable:
@@ -168,7 +165,7 @@ def _capture(
 ) -> list[Captured]:
     """Captures the layers for copies of the inputs, which they may change in place."""
     with mode.mode:
-        copies = [_writable(x) for x in inputs]
+        copies = [empty_like(x).copy_(x) for x in inputs]  # no leaves
     num_plain = len(copies) - sum(trace_context.popped)
     with deferring(trace_context.deferred):
         return capture_layers(
@@ -181,11 +178,6 @@ def _capture(
             trace_context.find_state,
             trace_context.is_absent,
         )
-
-
-def _writable(fake: Tensor) -> Tensor:
-    """Returns a copy that is no leaf, with the same layout."""
-    return empty_like(fake).copy_(fake)
 
 
 def _tag_backward(graph: fx.Graph) -> None:

@@ -14,7 +14,7 @@ programs have ended, so only other kernels read them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -86,12 +86,16 @@ class Loops:
 
     def strides_of(self, value: Value, tensor: Tensor) -> dict[int, int]:
         """Returns the stride of a tensor along each of its axes."""
-        found: dict[int, int] = {}
-        for axes, stride in zip(self.dims[value], tensor.stride(), strict=True):
-            for axis in reversed(axes):
-                found[axis] = found.get(axis, 0) + stride
-                stride *= self.sizes[axis]
-        return found
+        return _strides_of(self.dims[value], tensor, self.sizes.__getitem__)
+
+
+def _strides_of(dims: Dims, tensor: Tensor, size: Callable[[int], int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for axes, stride in zip(dims, tensor.stride(), strict=True):
+        for axis in reversed(axes):
+            found[axis] = found.get(axis, 0) + stride
+            stride *= size(axis)
+    return found
 
 
 def loops_of(units: Sequence[Unit], results: Iterable[Value], tensor_of: Mapping[Value, Tensor]) -> Loops:
@@ -217,11 +221,7 @@ class _Search:
         for value, tensor in self.tensor_of.items():
             if value not in shaped or len(shaped[value]) != num_axes:
                 continue
-            strides: dict[int, int] = {}
-            for axes, stride in zip(self._resolved(value), tensor.stride(), strict=True):
-                for axis in reversed(axes):
-                    strides[axis] = stride
-                    stride *= self.axes.size(axis)
+            strides = _strides_of(self._resolved(value), tensor, self.axes.size)
             order = tuple(sorted(shaped[value], key=lambda a: -strides[a]))
             if best is None or root_of(value) in self.computed:
                 best = order
