@@ -98,15 +98,14 @@ def tune(
             )
         return _choices_within(model, args, kwargs, memory)
     given = (target, loss_fn, normalizer)
-    if isinstance(model, Pipelined) and any(value is not None for value in given):
+    if isinstance(model, GPipe):
+        return steps_of(model, args, kwargs, *given).tune(seconds, progress)
+    if any(value is not None for value in given):
         raise TypeError(
             "a model made by GPipe.from_model computes its own loss, but target, loss_fn or normalizer was "
             "passed; leave them out, and pass the model's labels"
         )
-    if isinstance(model, Pipelined):
-        return steps_of_model(model, args, kwargs).tune(seconds, progress)
-    steps = steps_of(model, args, kwargs, target, loss_fn, normalizer)
-    return steps.tune(seconds, progress)
+    return steps_of_model(model, args, kwargs).tune(seconds, progress)
 
 
 def _choices_within(
