@@ -174,15 +174,14 @@ class Steps:
         return Tuning(tuple(trials), settings, before, after, not waiting)
 
     def _try(self, settings: dict[str, Any], predicted: float | None) -> tuple[Trial, Report | None]:
-        if not settings:  # an error here is the user's
-            report = self._report(check=False)
-            return Trial(settings, predicted, report.step), report
         try:
             with self._changed(settings):
                 report = self._report(check=False)
-            return Trial(settings, predicted, report.step), report
         except Exception as error:  # a layer refuses the size, or memory does not suffice
+            if not settings:  # the error is the user's
+                raise
             return Trial(settings, predicted, None, failure(error)), None
+        return Trial(settings, predicted, report.step), report
 
     def _report(self, check: bool) -> Report:
         self._num_steps = _NUM_STEPS[0]
