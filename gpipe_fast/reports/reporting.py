@@ -321,10 +321,8 @@ def _predicted(
 
 def _parameters_by_stage(runner: Runner) -> list[list[Tensor]]:
     """Returns the parameters of each stage; one that several stages have, only in the first of them."""
-    seen: set[Tensor] = set()
-    found: list[list[Tensor]] = []
-    for stage in runner.stages:
-        own: list[Tensor] = [p for p in dict.fromkeys(parameters_of(stage.layers)) if p not in seen]
-        seen.update(own)
-        found.append(own)
-    return found
+    owners: dict[Tensor, int] = {}
+    for index, stage in enumerate(runner.stages):
+        for parameter in parameters_of(stage.layers):
+            owners.setdefault(parameter, index)
+    return [[p for p, owner in owners.items() if owner == i] for i in range(len(runner.stages))]
