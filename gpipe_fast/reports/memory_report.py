@@ -50,7 +50,8 @@ class MemoryReport(Printed):
             found[device] = None if own is None or before is None else before + own.total + state
         return found
 
-    def _tables(self) -> Iterator[Table]:
+    def _parts(self) -> Iterator[str | Table]:
+        """Yields tables, and a line for each reason why bytes are not known, with the stages it concerns."""
         headers = ["stage", "device", *StageBytes._fields, "optimizer", "total"]
         rows = []
         for stage, (own, state) in enumerate(zip(self.stages, self.optimizer, strict=True)):
@@ -63,17 +64,12 @@ class MemoryReport(Printed):
         if len(self.stages) > 1:
             totals = [[device, "?" if own is None else size(own)] for device, own in self.totals.items()]
             yield Table("", ["device", "total"], totals)
-
-    def _notes(self) -> list[str]:
-        """Returns a line for each reason why bytes are not known, with the stages that it concerns."""
         found: dict[str, list[str]] = {}
         for stage, reason in enumerate(self.unknown):
             if reason:
                 found.setdefault(reason, []).append(str(stage))
-        return [f"stage{'s' * (len(s) > 1)} {', '.join(s)}: {reason}" for reason, s in found.items()]
-
-    def _parts(self) -> list[str | Table]:
-        return [*self._tables(), *self._notes()]
+        for reason, stages in found.items():
+            yield f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}: {reason}"
 
     __repr__ = Printed.__str__
 
