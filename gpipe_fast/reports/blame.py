@@ -112,11 +112,10 @@ def gaps_of(phase: Phase) -> list[Gap]:
         {action: event.end - begin for action, event in phase.events.items()},
         end - begin,
     )
-    versions = [recorded]
     seconds = phase.undisturbed or phase.seconds()
-    replays = [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase, seconds)]
-    for replay in (Simulation.of(schedule, seconds.__getitem__, phase.transit), *replays):
-        versions.append(_gaps(schedule, replay.begins, replay.ends, replay.time))
+    replays = [Simulation.of(schedule, seconds.__getitem__, phase.transit)]
+    replays += [Simulation.of(schedule, own.__getitem__) for own in _without_causes(phase, seconds)]
+    versions = [recorded, *(_gaps(schedule, each.begins, each.ends, each.time) for each in replays)]
     lengths = [[end - begin for _, begin, end in gaps] for gaps in versions]
     parts = _fit(lengths[0], list(zip(*lengths, strict=True)), _totals([sum(own) for own in lengths]))
     return [
