@@ -200,7 +200,8 @@ class Segments:
                     return
                 segment_key, saved_fraction = next(iter(self._requests))
                 del self._requests[segment_key, saved_fraction]
-                part = self._part(segment_key)
+                begin = segment_key.first_layer - self.stage.first_layer
+                part = self.stage.part(begin, begin + segment_key.num_layers)
                 modes_unchanged = TorchModes.now().process_wide() == segment_key.modes.process_wide()
                 if modes_unchanged:
                     self._lower(part, segment_key, saved_fraction)
@@ -217,10 +218,6 @@ class Segments:
         for key, _ in self._lowered.entries():
             if key[0] in segment_keys:
                 self._lowered.pop(key, None)
-
-    def _part(self, segment_key: SegmentKey) -> Stage:
-        begin = segment_key.first_layer - self.stage.first_layer
-        return self.stage.part(begin, begin + segment_key.num_layers)
 
     def _lower(self, part: Stage, segment_key: SegmentKey, saved_fraction: SavedFraction) -> None:
         """Lowers a run of layers unless they have changed; reports its untraceable layer, if there is one."""
