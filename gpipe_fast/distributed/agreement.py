@@ -12,7 +12,7 @@ import torch
 from gpipe_fast.layers.structure import layer_title
 from gpipe_fast.runtime.plan import PlannedCall
 from gpipe_fast.runtime.planner import Call
-from gpipe_fast.runtime.stage import BoundarySpec, Stage, TensorSpec
+from gpipe_fast.runtime.stage import Stage, TensorSpec
 
 # By argument or other name, what a process has.
 Description = dict[str, str]
@@ -70,7 +70,8 @@ def describe_call(call: Call, plan: PlannedCall, stages: Sequence[Stage]) -> Des
     for m, pipeline in enumerate(plan.compiled or ()):
         for index, stage in enumerate(pipeline):
             which = f"of stage {index}, {'last' if m else 'first'} micro-batch"
-            found[f"the outputs {which}"] = _boundary_text(stage.outputs)
+            outputs = stage.outputs
+            found[f"the outputs {which}"] = f"{list(map(_text, outputs.tensors))}, {outputs.skips}"
             found[f"the gradients of inputs {which}"] = str(stage.traced.ports.input_gradient_layouts())
     return found
 
@@ -112,10 +113,6 @@ def difference(ours: Description, theirs: Description) -> str:
             own, other = (each.get(name, "nothing") for each in (ours, theirs))
             return f"{name}: here {shortened(own)}, there {shortened(other)}"
     return "the versions of gpipe_fast"
-
-
-def _boundary_text(boundary: BoundarySpec) -> str:
-    return f"{list(map(_text, boundary.tensors))}, {boundary.skips}"
 
 
 def _text(spec: TensorSpec) -> str:
