@@ -208,7 +208,10 @@ def _initialize_module(
     init: Initialize,
 ) -> None:
     for tensor in absent.values():
-        _give_memory(tensor, devices[id(tensor)])
+        check_has_no_hooks(tensor)
+        data = torch.empty_like(tensor, device=devices[id(tensor)])
+        # NaN shows which elements are not initialised.
+        replace(tensor, data.fill_(float("nan") if _may_be_nan(tensor) else 0))
     versions = {name: tensor._version for name, tensor in absent.items()}
     init(owner)
     left = []
@@ -222,13 +225,6 @@ def _initialize_module(
             f"init left {', '.join(left)} on the meta device or with NaN, or did not write to it; let it set "
             "every element of tensors that the source lacks"
         )
-
-
-def _give_memory(tensor: Tensor, device: torch.device) -> None:
-    """Gives memory to a meta tensor; NaN shows which elements are not initialised."""
-    check_has_no_hooks(tensor)
-    data = torch.empty_like(tensor, device=device)
-    replace(tensor, data.fill_(float("nan") if _may_be_nan(tensor) else 0))
 
 
 def _may_be_nan(tensor: Tensor) -> bool:
