@@ -522,7 +522,8 @@ class _CallOf:
     def _likely_key(
         kind: CallKind, parts: Parts, opened: Iterable[nn.Module], blocks: Iterable[nn.Module]
     ) -> Any:
-        return tuple(kind.split.items()), kind.lengths, len(parts[0]), frozenset(opened), frozenset(blocks)
+        sizes = tuple(kind.split.items()), tuple(kind.lengths)
+        return *sizes, len(parts[0]), frozenset(opened), frozenset(blocks)
 
     # Micro-batches.
 
@@ -657,7 +658,8 @@ class _CallOf:
             Differs: forward does something else for some of the micro-batches because of their sizes.
         """
         check_calls(found.flow, self._calls.blocks, self._names)
-        path = Path(found.flow.pruned(), found.state, fixed, found.answers)
+        answers = [decision.answer for decision in found.flow.decisions]
+        path = Path(found.flow.pruned(), found.state, fixed, answers)
         for (batch, *_), part in dict(zip(self.sizes(kind, parts), parts, strict=True)).items():
             if batch < 2:
                 self._add_small(kind, path, part)

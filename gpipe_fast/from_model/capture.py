@@ -117,13 +117,11 @@ class CapturedCall(NamedTuple):
         flow: the calls, decisions and sizes.
         returned: what the model returned, with fake tensors.
         state: the state of the model in which it was captured.
-        answers: what forward has read from tensors.
     """
 
     flow: Dataflow
     returned: Any
     state: LayerState
-    answers: Sequence[Any]
 
 
 def capture_call(
@@ -253,7 +251,7 @@ class _Attempt:
         state = LayerState(LayerStates())
         state.add(self._model, None, captured)
         state.captures.clear()
-        return CapturedCall(flow, returned, state, tuple(answer for _, _, answer, _ in self._decisions))
+        return CapturedCall(flow, returned, state)
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -444,31 +444,27 @@ def _names(value: Any) -> Iterator[str]:
 Group = tuple[tuple[int, int], ...]
 
 
+@dataclass(eq=False)
 class Path:
     """What forward does in a state of the model, and for what it decides by sizes and elements.
 
     Attributes:
         flow: the calls that it makes.
-        program: the program that makes them, once it is known.
         state: the state of the model.
         fixed: the lengths that are numbers, 0 or 1, by their indices.
         answers: what forward has read from tensors.
+        program: the program that makes the calls, once it is known.
         small: for micro-batches of 0 or 1 samples, the conditions on sizes.
     """
 
-    program: Program
-
-    def __init__(
-        self,
-        flow: Dataflow,
-        state: LayerState,
-        fixed: Mapping[int, int],
-        answers: Sequence[Any],
-    ) -> None:
-        self.flow, self.state, self.fixed, self.answers = flow, state, fixed, answers
-        self.small: dict[int, Sequence[Any]] = {}
-        self._known: set[tuple[int, ...]] = set()
-        self._readers: list[Function] | None = None
+    flow: Dataflow
+    state: LayerState
+    fixed: Mapping[int, int]
+    answers: Sequence[Any]
+    program: Program = field(init=False)
+    small: dict[int, Sequence[Any]] = field(default_factory=dict)
+    _known: set[tuple[int, ...]] = field(default_factory=set)
+    _readers: list[Function] | None = None
 
     def has_lengths(self, sizes: tuple[int, ...]) -> bool:
         """Returns whether lengths are 0 and 1 where they were in the capture, and larger elsewhere."""
@@ -501,6 +497,7 @@ class Path:
         return True
 
 
+@dataclass(eq=False)
 class CallKind:
     """A kind of call: everything but sizes that are symbols, and the elements of tensors, is the same.
 
@@ -512,14 +509,10 @@ class CallKind:
         paths: what forward does.
     """
 
-    def __init__(
-        self,
-        split: Mapping[int, int],
-        lengths: Sequence[Group],
-        shapes: Sequence[Sequence[int]],
-    ) -> None:
-        self.split, self.lengths, self.shapes = split, tuple(lengths), shapes
-        self.paths: list[Path] = []
+    split: Mapping[int, int]
+    lengths: Sequence[Group]
+    shapes: Sequence[Sequence[int]]
+    paths: list[Path] = field(default_factory=list)
 
     def symbols(self) -> dict[tuple[int, int], int]:
         """Returns the index of the size that a dimension follows, by the input and the dimension."""
