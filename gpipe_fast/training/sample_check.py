@@ -162,11 +162,9 @@ class SampleCheck:
                 if known is not None and ((known != owners) & (known >= 0) & (owners >= 0)).any():
                     raise Mixed("it mixes samples")
                 found[i] = owners if known is None else torch.maximum(known, owners)
-        inherited = [each[0] for each in map(self._owners.get, node.all_input_nodes) if each is not None]
-        self._owners[node] = [
-            owners if owners is None else _completed(owners, [each for each in inherited if each is not None])
-            for owners in found
-        ]
+        known_inputs = [self._owners[each][0] for each in node.all_input_nodes if each in self._owners]
+        inherited = [each for each in known_inputs if each is not None]
+        self._owners[node] = [own if own is None else _completed(own, inherited) for own in found]
         for samples in _PARTS:
             self._check_part(node, samples, of_whole)
 
