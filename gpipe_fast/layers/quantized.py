@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -74,12 +75,9 @@ def stand_in(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         return with_local(tensor, convert)
     found = _rewrapped(tensor, convert) if is_wrapper(tensor) else convert(tensor)
     if isinstance(tensor, nn.Parameter):
-        own = type(tensor) if type(found) is Tensor else nn.Parameter  # no fake tensor can have the class
-        found = (
-            make_subclass(own, found, tensor.requires_grad)
-            if own not in _PLAIN
-            else nn.Parameter(found, tensor.requires_grad)
-        )
+        # No fake tensor can have the class.
+        make = partial(make_subclass, type(tensor)) if type(found) is Tensor else nn.Parameter
+        found = make(found, tensor.requires_grad)
     give_parts(found, tensor, convert)
     return found
 
