@@ -332,8 +332,6 @@ def _title(device: torch.device) -> str:
 
 def _place(device: torch.device) -> str:
     """Returns what tells the GPUs of all hosts apart; nothing for a CPU."""
-    return (
-        ""
-        if device.type == "cpu"
-        else f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    )
+    if device.type == "cpu":
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
