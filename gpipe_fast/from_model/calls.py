@@ -31,7 +31,7 @@ from gpipe_fast.from_model.graph_reader import open_dataclass
 from gpipe_fast.from_model.program import CallKind, Group, Path, Program, SplitInputs, leaf_names
 from gpipe_fast.from_model.shares import reducing_modules, small_lengths, uses_number
 from gpipe_fast.from_model.stand_ins import PLAIN
-from gpipe_fast.layers.structure import Inputs, Structure, arguments_of, changing_number
+from gpipe_fast.layers.structure import Inputs, arguments_of, changing_number
 from gpipe_fast.lower.checkpoint import CheckpointChoice
 from gpipe_fast.randomness.random import keyed_rng
 from gpipe_fast.runtime.cache import Cache
@@ -215,13 +215,6 @@ class Calls:
         self.end(program)
         return returned
 
-    def note_number(self, structure: Structure) -> None:
-        """Warns, once, if a number among the arguments of a new kind of call differs from earlier calls."""
-        number, num_others = changing_number(structure, (known for known, *_ in self._kinds))
-        if num_others > 1 and not self._warned_of_numbers:
-            self._warned_of_numbers = True
-            warn_user(changing_number_text(number))
-
     def runners(self) -> list[Runner]:
         """Returns the runners of all programs, with the tensors that the user's modules have now."""
         for program in self._programs:
@@ -367,7 +360,10 @@ class _CallOf:
         _, _, kinds = calls._kinds.lookup(self._key()) or ([], [], [])
         kind = next((each for each in kinds if each.includes(shapes)), None)
         if kind is None:
-            calls.note_number(self._inputs.structure)
+            number, num_others = changing_number(self._inputs.structure, (own for own, *_ in calls._kinds))
+            if num_others > 1 and not calls._warned_of_numbers:
+                calls._warned_of_numbers = True
+                warn_user(changing_number_text(number))
             kind = self._new_kind()
         parts = self._parts(kind)
         program = self._program(kind, parts)
