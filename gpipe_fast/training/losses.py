@@ -462,8 +462,10 @@ class LossShares:
             None if dim is None else _dim_of(tensor, dim)
             for tensor, dim in zip(targets, self._dims, strict=True)
         ]
-        # The user's code or a parameter may fix sizes, such as that of the classes; others may be small.
-        *first, last = _kept_sizes([*tensors, *targets], dims)
+        # The user's code or a parameter may fix sizes, such as that of the classes; others may be small. Each
+        # analysis that is tried keeps none of them, one alone, or all.
+        sizes = _other_sizes([*tensors, *targets], dims)
+        *first, last = [[], *([size] for size in sizes if len(sizes) > 1), sizes]
         for kept in (*first, last):
             try:
                 found = _Analysis(self.loss, [*tensors, *targets], dims, len(tensors), self._device, kept)
@@ -680,12 +682,6 @@ def _other_sizes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[
     pairs = zip(tensors, dims, strict=True)
     found = {hint(size) for x, dim in pairs for d, size in enumerate(x.shape) if d != dim}
     return sorted(found, reverse=True)
-
-
-def _kept_sizes(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[int]]:
-    """Returns the sizes that each analysis to be tried keeps: none, then each of them alone, then all."""
-    sizes = _other_sizes(tensors, dims)
-    return [[], *([size] for size in sizes if len(sizes) > 1), sizes]
 
 
 def _probe_shapes(
