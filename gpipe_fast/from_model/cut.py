@@ -89,7 +89,9 @@ def _last_uses(
         last.update((ref, index) for call in calls for ref in call.arguments.refs())
         for size in sizes_in(flow, calls):
             if size_source(flow, size, read) is None:
-                last[_input_with(flow, size)] = index
+                source = size_source(flow, size, range(flow.num_inputs))
+                assert source is not None  # sizes are those of inputs
+                last[source[0]] = index
     last.update(dict.fromkeys(wanted, len(layers) - 1))
     return {ref: layer for ref, layer in last.items() if ref in made_in}
 
@@ -108,12 +110,6 @@ def size_source(flow: Dataflow, size: int, refs: Iterable[int]) -> tuple[int, in
             if number == Size(symbol_of(size)):
                 return ref, dim
     return None
-
-
-def _input_with(flow: Dataflow, size: int) -> int:
-    found = size_source(flow, size, range(flow.num_inputs))
-    assert found is not None  # sizes are those of inputs
-    return found[0]
 
 
 def _check_sizes(flow: Dataflow, made_in: dict[int, int], last_use: dict[int, int]) -> None:
