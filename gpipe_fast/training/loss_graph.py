@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from gpipe_fast.torch_private import pytree
 from gpipe_fast.torch_private.fake_tensors import FakeTensorMode, enable_python_dispatcher
 from gpipe_fast.trace.fake import depends_on_data, hint
-from gpipe_fast.training.sample_check import NUM_IN_ALL, Mixed, SampleCheck, owners_of
+from gpipe_fast.training.sample_check import NUM_IN_ALL, Mixed, SampleCheck, owners_of, tensors_in
 
 # The maximum number of elements of all measures.
 MAX_MEASURES = 64
@@ -416,7 +416,7 @@ class _Splitter:
         if _name(node) in ("to", "type_as"):
             arguments = arguments[:1]  # of another one, as in `x.to(y)`, the dtype alone is read
         kinds = {self._kinds[each] for each in arguments}
-        tensors = _tensors_in(value)
+        tensors = tensors_in(value)
         makes = _name(node) in _MAKES
         if tensors and not makes and not self._reads.isdisjoint(arguments):
             self._reads.add(node)
@@ -630,7 +630,7 @@ class _Splitter:
         own = [each for each in node.all_input_nodes if self._kinds[each] == _SHARE]
         if name in _ADD or (name in _JOIN and node.op == "call_function"):
             return self._sum(node)
-        values = _tensors_in(node.meta["value"])
+        values = tensors_in(node.meta["value"])
         if not all(value.is_floating_point() or value.is_complex() for value in values):
             self._refuse(node, "it rounds what is added up over samples")
         leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in own]
@@ -721,7 +721,7 @@ class _Splitter:
 
     def _for(self, node: fx.Node, number: fx.Node) -> fx.Node:
         """Adds a number without dimensions in the dtype of a node's value, or float32 for a narrower one."""
-        tensors = _tensors_in(node.meta["value"])
+        tensors = tensors_in(node.meta["value"])
         return self._new.call_method("to", (number, precise(tensors[0].dtype)))
 
     def _shared(self, node: fx.Node, of: fx.Node) -> fx.Node:
@@ -803,10 +803,6 @@ def reduced_like(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return first.new_empty(())
     shape = first.shape[1:2] if target is F.ctc_loss else first.shape
     return first.new_empty(shape) if target in _READING else None
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -434,11 +434,16 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
     found = (
         getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
     )
-    return [leaf for leaf in pytree.tree_leaves(found) if _is_tensor(leaf)]
+    return tensors_in(found)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in a nested value."""
+    return [leaf for leaf in pytree.tree_leaves(value) if _is_tensor(leaf)]
 
 
 def _values(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta["value"]) if _is_tensor(leaf)]
+    return tensors_in(node.meta["value"])
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:
