@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, cdiv, flatten_rows, launch, uses_kernels
+from gpipe_fast.kernels.launch import Config, cdiv, choose, flatten_rows, launch, uses_kernels
 from gpipe_fast.kernels.losses import check, check_reduction, reduce_losses, reduction_scale
 from gpipe_fast.kernels.precomputed_gradient import scale_gradient, view_rows, with_precomputed_gradient
 
@@ -39,11 +39,6 @@ CONFIGS = {
     32768: Config({"ROWS": 1, "COLS": 32768}, num_warps=16),
     1 << 62: Config({"COLS": 2048}, num_warps=8),
 }
-
-
-def choose(num_cols: int) -> Config:
-    """Returns the configuration for rows of ``num_cols`` logits."""
-    return next(config for width, config in CONFIGS.items() if num_cols <= width)
 
 
 @triton.jit
@@ -193,7 +188,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Writes the results that are not None. The kernel does not access absent tensors."""
     num_rows, num_cols = logits.shape
-    config = choose(num_cols)
+    config = choose(CONFIGS, num_cols)
     kernel = _whole_rows if "ROWS" in config.blocks else _long_rows
     grid = (cdiv(num_rows, config.blocks.get("ROWS", 1)),)
     out = logits if gradient is None else gradient

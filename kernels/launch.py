@@ -55,6 +55,11 @@ class Config:
         return found if self.contracts else {**found, "enable_fp_fusion": False}
 
 
+def choose(configs: Mapping[int, Config], num_cols: int) -> Config:
+    """Returns the first configuration, by the maximum number of columns, that is wide enough."""
+    return next(config for width, config in configs.items() if num_cols <= width)
+
+
 def uses_kernels(*tensors: Tensor | None) -> bool:
     """Returns whether kernels compute on these tensors. The reference computes fp64, which kernels round."""
     given = [t for t in tensors if t is not None]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpipe_fast.kernels import reference
-from gpipe_fast.kernels.launch import Config, cdiv, launch, uses_kernels
+from gpipe_fast.kernels.launch import Config, cdiv, choose, launch, uses_kernels
 from gpipe_fast.torch_private.autograd import keeps_graph
 
 # Programs that share the rows of one block of columns.
@@ -28,11 +28,6 @@ CONFIGS = {
     64: Config({"ROWS": 32, "COLS": 64}),
     1 << 62: Config({"ROWS": 1, "COLS": 2048}),
 }
-
-
-def choose(num_cols: int) -> Config:
-    """Returns the configuration for rows of ``num_cols`` columns."""
-    return next(config for width, config in CONFIGS.items() if num_cols <= width)
 
 
 @triton.jit
@@ -72,7 +67,7 @@ def launch_scale(gradient: Tensor, g: Tensor) -> None:
         reference.scale_(gradient, g)
         return
     num_rows, num_cols = rows.shape
-    config = choose(num_cols)
+    config = choose(CONFIGS, num_cols)
     grid = (cdiv(num_cols, config.blocks["COLS"]), min(ROW_PROGRAMS, cdiv(num_rows, config.blocks["ROWS"])))
     g_stride = 0 if g.dim() == 0 else 1
     launch(_scale, grid, config, rows, g.contiguous(), num_rows, num_cols, rows.stride(0), g_stride)

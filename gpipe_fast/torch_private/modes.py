@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _DisableAutocast as DisableAutocast
-from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._C import _DisableFuncTorch as DisableTransforms
 from torch.autograd import forward_ad
-from torch.overrides import _pop_mode_temporarily as pop_function_mode_temporarily
 from torch.utils import _device
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,6 @@ Read in PyTorch 2.11.0 and 2.14.1.
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
-    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
