@@ -101,6 +101,12 @@ def call(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Resul
     return collect(module, leaf, output, gradient_like(output))
 
 
+def state(module: nn.Module) -> Result:
+    """Returns the gradients and the buffers."""
+    gradients = {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
+    return {**gradients, **{f"buffer {n}": b.clone() for n, b in module.named_buffers()}}
+
+
 def total(output: Tensor) -> Tensor:
     return output.square().sum()
 
@@ -113,8 +119,7 @@ def step(module: nn.Module, x: Tensor) -> Result:
     else:
         loss = torch.stack([total(module(c)) for c in x.chunk(CHUNKS)]).sum()
         loss.backward()
-    result: Result = {"loss": loss.detach()} | {n: p.grad for n, p in module.named_parameters()}
-    return result | {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+    return {"loss": loss.detach(), **state(module)}
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never", 0.5])
@@ -155,9 +160,7 @@ def calls(module: nn.Module, run: Callable[[Tensor], Tensor], inputs: list[Tenso
     outputs = [run(x) for x in inputs]
     for output in ORDERS[order](outputs):
         output.backward(gradient_like(output))
-    result: Result = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    result |= {f"gradient of {n}": p.grad for n, p in module.named_parameters()}
-    return result | {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+    return {**{f"output {i}": output.detach() for i, output in enumerate(outputs)}, **state(module)}
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never", 0.5])
