@@ -172,7 +172,7 @@ class Call:
         return isinstance(self.target, nn.Module)
 
     def map(self, part: Callable[[Any], Any]) -> Call:
-        """Returns it with each part of its arguments and its result replaced by a function's result."""
+        """Returns the call, with each part of its arguments and its result replaced by a function."""
         arguments, result = self.arguments.map(part), self.result.map(part)
         mutates = tuple(part(Ref(ref)).index for ref in self.mutates)
         return replace(self, arguments=arguments, result=result, mutates=mutates)

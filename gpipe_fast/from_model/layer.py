@@ -300,7 +300,7 @@ class _Code:
 
 
 def _name_in(table: dict[str, Any], prefix: str, value: Any) -> str:
-    """Returns the name of a module in a table, or of a value that is equal, which is added if need be."""
+    """Returns the name of a value in a table, and adds it if it is new. Modules are never equal to others."""
     by_value = not isinstance(value, nn.Module)
     for name, known in table.items():
         if known is value or (by_value and type(known) is type(value) and known == value):

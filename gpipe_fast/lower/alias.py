@@ -99,7 +99,7 @@ def count_reads(user: fx.Node, node: fx.Node) -> int:
 
 
 def readers_of(base: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Returns each argument that reads a value: the value or a view of it, and the node, which is no view."""
+    """Returns who reads a value: for each read, the value or a view of it, and the node that reads that."""
     found: list[tuple[fx.Node, fx.Node]] = []
     pending, seen = [base], {base}
     while pending:

@@ -61,7 +61,7 @@ class Cache(OrderedDict[_Key, _Value]):
         return found
 
 
-# Without constants, which belong to the graph.
+# Estimates in bytes. Those of programs leave out constants, which belong to the graph.
 NODE_BYTES = 3_000  # a node, its arguments, and the fake tensor that it computes
 VALUE_BYTES = 550  # a value of a program, with its share of the steps, as data
 NATIVE_VALUE_BYTES = 560  # the same as a C++ object

@@ -384,9 +384,9 @@ def captured_graph(
             sources = _sources(output)
             module = None if found.backend_input is None else found.backend_input.graph_module
             guards = _guards(output, module, entry, layer, is_own, observed.cached_calls)
-            # Cycles that no collection finds: they lead through autograd's graph of a fake argument, and
-            # through the guards in C++ to the variables of the entry, and to the graph, which may refer to
-            # the layer.
+            # The garbage collector cannot see two cycles. One leads through autograd's graph of a fake
+            # argument. The other leads through the guards in C++, which keep the variables of the entry, and
+            # so the graph, which may refer to the layer.
             output.output_graph.shape_env.tracked_fakes = None
             if found.backend_input is not None:
                 entry.__globals__.pop(found.backend_input.backend_id, None)
@@ -787,7 +787,7 @@ def _reads(
     are_taken = any(map(_takes_keys, own_code))
     names = [*dict.fromkeys(guard.originating_source.name for guard in guards)]
     known = set(names)
-    places: dict[types.FunctionType, int] = {}  # the first of each function, as an index
+    first_reads: dict[types.FunctionType, int] = {}  # by function that holds something: an index in `found`
     while names:
         name = names.pop(0)
         is_default = "defaults__[" in name
@@ -801,7 +801,8 @@ def _reads(
             _check_guarded(name, value)
         is_own = isinstance(value, types.FunctionType) and value.__code__ in own_code
         held = _held_by(name, value) if is_own else []
-        if held and (first := places.setdefault(value, len(found))) < len(found):  # it may hold itself
+        if held and (first := first_reads.setdefault(value, len(found))) < len(found):
+            # A function may hold itself. What it holds is read at its first place alone.
             found[first] = found[first]._replace(is_shared=True)
             read = read._replace(is_shared=True)
         else:

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 # The arguments of an operator by name, with values in place of nodes.
 Arguments = Mapping[str, Any]
 
-# Float dtypes that kernels compute in fp32. They also read masks.
+# Kernels compute tensors of these dtypes in fp32. They also read masks.
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 DTYPES = FLOATS | {torch.bool}
 
