@@ -217,7 +217,8 @@ def test_light_and_dark_in_a_narrow_window(open_report: Callable[..., Any]) -> N
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)
         assert low_contrasts(page) == {}
-    assert page.evaluate("timeline.canvas.toDataURL()") != image
+    # The browser reports the change when it next draws a frame.
+    page.wait_for_function("image => timeline.canvas.toDataURL() !== image", arg=image)
 
 
 def test_many_actions_are_drawn_only_where_they_are_visible(open_report: Callable[..., Any]) -> None:
