@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gpipe_fast.fuse.launchers import trace_launcher
 from gpipe_fast.fuse.rewriter import Rewriter
 from gpipe_fast.kernels.launch import Config, launch
+from gpipe_fast.lower.launch import is_launch
 from gpipe_fast.lower.lower import lower
 from gpipe_fast.lower.program import ProgramIR, StorageKind
 from gpipe_fast.lower.split import StageGraph, split
@@ -169,6 +170,26 @@ def test_values_that_operators_allocate_are_released_after_the_check() -> None:
     assert kinds.index(Launch) < kinds.index(Check) < kinds.index(Release, kinds.index(Check))
     released = [step.value for step in program.steps[kinds.index(Check) :] if isinstance(step, Release)]
     assert [v for v in launches(program)[0].arguments if isinstance(v, Ref) and v.value in released]
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_a_kernel_changes_a_value_itself_if_nothing_else_reads_it(is_read_again: bool) -> None:
+    """Otherwise it changes a copy."""
+
+    def function(x: Tensor) -> Tensor:
+        changed = x.exp()
+        y = changed.sin().tanh()
+        return y * changed.cosh() if is_read_again else y
+
+    graph = fused(forward_of(function), aten.sin.default, doubled)
+    (launched,) = (node for node in graph.module.graph.nodes if is_launch(node))
+    (x,) = graph.module.graph.find_nodes(op="placeholder")
+    step, (changed, _, size), *others = launched.args
+    launched.args = (step, (x, changed, size), *others)
+    program = lower(graph)
+    (written,) = launches(program)[0].written()
+    assert (program.values[written].name == "exp") is not is_read_again
+    assert clashes(program) == []
 
 
 LAYERS = [nn.Linear(COLS, COLS), nn.Tanh(), nn.Linear(COLS, COLS)]
