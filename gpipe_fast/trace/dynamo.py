@@ -802,7 +802,8 @@ def _reads(
         is_own = isinstance(value, types.FunctionType) and value.__code__ in own_code
         held = _held_by(name, value) if is_own else []
         if held and (first := first_reads.setdefault(value, len(found))) < len(found):
-            # A function may hold itself. What it holds is read at its first place alone.
+            # A function may hold itself. What it holds is read at its first place alone, and the others are
+            # compared with that: of a function, Dynamo guards the code, but not the variables around it.
             found[first] = found[first]._replace(is_shared=True)
             read = read._replace(is_shared=True)
         else:

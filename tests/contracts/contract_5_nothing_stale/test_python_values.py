@@ -109,7 +109,7 @@ def in_recursive_function(read: Read, value: Any) -> Made:
 
 def in_function_held_twice(read: Read, value: Any) -> Made:
     def function_of(value: Any) -> Callable[..., Any]:
-        return lambda layer, value=value: value
+        return lambda layer: value
 
     first = second = function_of(value)
 
