@@ -12,6 +12,7 @@ import builtins
 import enum
 import os
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -197,6 +198,9 @@ def _exact(value: Any, with_keys: bool = False) -> Hashable:
         return tuple(map(_in_container, value))
     if isinstance(value, (OrderedDict, set)):
         return tuple(map(_in_container, value)) if len(value) > 1 else None
+    if isinstance(value, FunctionType):  # guards find its global variables by the name of their module
+        module = sys.modules.get(value.__globals__.get("__name__", ""))
+        return None if module is not None and vars(module) is value.__globals__ else _Same(value.__globals__)
     return abc.get_cache_token() if isinstance(value, abc.ABCMeta) else None
 
 

@@ -134,6 +134,17 @@ def in_global(read: Read, value: Any) -> Made:
     return layer_of(find, read), functools.partial(namespace.__setitem__, "VALUE")
 
 
+def in_global_of_another_function(read: Read, value: Any) -> Made:
+    def function_of(value: Any) -> Callable[[Any], Any]:
+        return types.FunctionType(get.__code__, {"VALUE": value, "__builtins__": builtins})
+
+    def get(layer: Any) -> Any:
+        return VALUE  # type: ignore[name-defined] # noqa: F821
+
+    layer = layer_of(lambda layer: layer.held(layer), read, function_of(value))
+    return layer, lambda value: setattr(layer, "held", function_of(value))
+
+
 def in_other_module(read: Read, value: Any) -> Made:
     module = sys.modules["module_of_python_values"] = types.ModuleType("module_of_python_values")
     module.value = value  # type: ignore[attr-defined]
@@ -151,7 +162,7 @@ PLACES: dict[str, Callable[[Read, Any], Made]] = {
     for make in (
         *(in_attribute, in_dict, in_object, in_class, in_property),
         *(in_closure, in_default, in_keyword_default, in_recursive_function, in_function_held_twice),
-        *(in_partial, in_global, in_other_module),
+        *(in_partial, in_global, in_global_of_another_function, in_other_module),
     )
 }
 
